@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Set up and train, with one command on any machine.
+#
+#   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a two-minute demo without one
+#   ./run.sh setup                     only set up
+#   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
+#
+# NPROC=n uses n GPUs; PYTHON=path makes the environment from another Python (3.11 or later).
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+python="${PYTHON:-python3}"
+venv="$here/.venv"
+
+die() {
+    echo "run.sh: $*" >&2
+    exit 1
+}
+
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU
+}
+
+has_torch() { # whether that Python can train as it is, like a container's
+    "$1" - <<'EOF' 2>/dev/null
+import numpy, torch, tqdm
+assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+EOF
+}
+
+make_venv() { # make_venv [flags of venv]
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        die "$python is not a Python 3.11 or later: install one, or name it with PYTHON=path"
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "Python's venv module is missing: apt-get install python3-venv (Debian, Ubuntu)," \
+            "or the package of that name of your system, then try again"
+    "$python" -m venv "$@" "$venv"
+}
+
+# Each set of packages is installed once: a mark in .venv holds the requirements it was made from.
+marked() { cmp -s "$1" "$venv/.installed-$2"; }
+mark() { cp "$1" "$venv/.installed-$2"; }
+
+setup() {
+    if marked "$here/requirements.txt" run; then
+        python="$venv/bin/python"
+    elif ! has_torch "$python"; then
+        echo "run.sh: setting up $venv (once)" >&2
+        make_venv --clear
+        python="$venv/bin/python"
+        if ! has_gpu; then # PyTorch's CPU build; the plain package if that cannot be had
+            "$python" -m pip install --quiet --retries 1 --timeout 20 \
+                --index-url https://download.pytorch.org/whl/cpu \
+                "$(grep '^torch==' "$here/requirements.txt")" 2>/dev/null || true
+        fi
+        "$python" -m pip install --quiet -r "$here/requirements.txt" ||
+            die "pip could not install requirements.txt: see its message above"
+        mark "$here/requirements.txt" run
+    fi
+}
+
+setup_tests() {
+    setup
+    marked "$here/tests/requirements.txt" tests && python="$venv/bin/python" && return
+    if [ "$python" != "$venv/bin/python" ]; then # beside a Python that is used as it is
+        make_venv --clear --system-site-packages
+        python="$venv/bin/python"
+    fi
+    "$python" -m pip install --quiet -r "$here/tests/requirements.txt" ||
+        die "pip could not install tests/requirements.txt: see its message above"
+    mark "$here/tests/requirements.txt" tests
+}
+
+train() {
+    local gpus batch=8 device=auto wants_data=yes previous=""
+    for word in "$@"; do
+        case "$previous $word" in
+        "--batch_seqs "*) batch="$word" ;;
+        "--device "*) device="$word" ;;
+        *" --train_files" | *" --list_records" | *" --help" | *" -h" | "--record demo") wants_data= ;;
+        esac
+        previous="$word"
+    done
+    gpus=0
+    if [ "$device" != cpu ]; then
+        gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+    fi
+    if [ "$gpus" -gt 0 ] && [ -n "$wants_data" ]; then
+        "$python" "$here/cached_fineweb.py"
+    fi
+    local processes="${NPROC:-$gpus}"
+    if [ -z "${NPROC:-}" ] && [ "$gpus" -gt 1 ] && [[ "$batch" =~ ^[1-9][0-9]*$ ]]; then
+        while ((batch % processes)); do processes=$((processes - 1)); done
+        if [ "$processes" -ne "$gpus" ]; then
+            echo "run.sh: $gpus GPUs cannot share $batch sequences evenly: using $processes" >&2
+        fi
+    fi
+    if [ "$processes" -gt 1 ]; then
+        exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
+            "$here/train_gpt.py" "$@"
+    fi
+    exec "$python" "$here/train_gpt.py" "$@"
+}
+
+case "${1:-}" in
+setup)
+    setup
+    echo "run.sh: ready, with $("$python" -c 'import sys; print(sys.executable)')"
+    ;;
+test)
+    shift
+    setup_tests
+    exec "$python" -m pytest "$here/tests" "$@"
+    ;;
+*)
+    setup
+    train "$@"
+    ;;
+esac

@@ -1,0 +1,66 @@
+"""Shared by all tests: the project on the import path, and small models and shards."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "data")]
+
+import train_gpt  # noqa: E402
+
+VOCAB = 512
+
+
+@pytest.fixture
+def tiny() -> train_gpt.Hyperparameters:
+    """The demo record with a vocabulary, a width and a batch that cost nothing."""
+    return replace(
+        train_gpt.RECORDS["demo"],
+        vocab_size=VOCAB,
+        model_dim=32,
+        num_heads=2,
+        head_dim=16,
+        num_layers=4,
+        seq_len=128,
+        val_seq_len=128,
+        val_tokens=1024,
+        num_iterations=4,
+        val_loss_every=2,
+    )
+
+
+@pytest.fixture
+def write_shard(tmp_path):
+    """write_shard(name, tokens, **header) writes a shard into tmp_path and returns its path."""
+
+    def write(name: str, tokens, magic=20240520, version=1, count=None, cut=0) -> Path:
+        tokens = np.asarray(tokens, dtype="<u2")
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = magic, version, len(tokens) if count is None else count
+        data = header.tobytes() + tokens.tobytes()
+        path = tmp_path / name
+        path.write_bytes(data[: len(data) - cut])
+        return path
+
+    return write
+
+
+@pytest.fixture
+def randomize():
+    """Give every parameter of a model values that no test can mistake for its initial ones."""
+
+    def apply(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            scale = 1.0 if "embed" in name else 0.3 if p.ndim < 2 else p.size(-1) ** -0.5
+            offset = 0.7 if p.ndim < 2 else 0.0
+            p.data.copy_(offset + scale * noise)
+        return model
+
+    return apply

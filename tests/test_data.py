@@ -1,0 +1,116 @@
+"""Shards and the loader against plain numpy slices of the stream."""
+
+import numpy as np
+import pytest
+import torch
+from gpt2 import gpt2_encoding
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard
+
+
+def test_shard_is_read_back(write_shard):
+    tokens = np.array([50256, 0, 65535, 12])
+    shard = load_data_shard(write_shard("a.bin", tokens))
+    assert shard.dtype == torch.uint16 and shard.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"magic": 1}, r"starts with \[1\], expected 20240520"),
+        ({"version": 2}, "shard version 2, expected 1"),
+        ({"count": 9}, "1040 bytes, expected 1042 for the 9 tokens"),
+        ({"cut": 2}, "1038 bytes, expected 1040 for the 8 tokens"),
+        ({"cut": 1030}, r"starts with \[20240520\]"),
+        ({"count": 0}, "1040 bytes"),
+    ],
+)
+def test_damaged_shard_is_named_with_what_was_found_and_expected(write_shard, damage, message):
+    path = write_shard("bad.bin", range(8), **damage)
+    with pytest.raises(UserError, match=message) as error:
+        load_data_shard(path)
+    assert str(path) in str(error.value)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    seq_len=st.integers(1, 20),
+    per_rank=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    start_step=st.integers(0, 50),
+)
+def test_ranks_together_see_the_stream_in_order(
+    sizes, seq_len, per_rank, world_size, start_step, write_shard, tmp_path
+):
+    for old in tmp_path.glob("*.bin"):
+        old.unlink()
+    values = np.arange(sum(sizes))
+    shards = np.split(values, np.cumsum(sizes)[:-1])
+    for i, shard in enumerate(shards):
+        write_shard(f"s{i}.bin", shard)
+    batch = per_rank * world_size * seq_len
+    expected = [
+        s[i * batch : (i + 1) * batch + 1] for s in shards for i in range((len(s) - 1) // batch)
+    ]
+    pattern, batch_seqs = str(tmp_path / "s*.bin"), per_rank * world_size
+
+    def loader(rank):
+        return distributed_data_generator(
+            pattern, seq_len, batch_seqs, rank, world_size, start_step
+        )
+
+    if not expected:
+        with pytest.raises(UserError, match="a batch needs"):
+            loader(0)
+        return
+    loaders = [loader(rank) for rank in range(world_size)]
+    for step in range(start_step, start_step + len(expected) + 1):  # over the end of the stream
+        parts = [next(ranked) for ranked in loaders]
+        for inputs, targets in parts:
+            assert inputs.shape == targets.shape == (per_rank, seq_len)
+            assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
+        slice_ = expected[step % len(expected)]
+        assert torch.cat([i.flatten() for i, _ in parts]).tolist() == slice_[:-1].tolist()
+        assert torch.cat([t.flatten() for _, t in parts]).tolist() == slice_[1:].tolist()
+
+
+def test_no_shard_and_a_world_size_that_does_not_divide_are_refused_at_once(tmp_path, write_shard):
+    with pytest.raises(UserError, match="no shard matches .*nothing"):
+        distributed_data_generator(str(tmp_path / "nothing*.bin"), 8, 8, 0, 1)
+    path = write_shard("a.bin", range(100))
+    with pytest.raises(UserError, match="3 ranks cannot share 8 sequences"):
+        distributed_data_generator(str(path), 8, 8, 0, 3)
+
+
+def test_token_outside_the_vocabulary_is_located(write_shard):
+    tokens = np.arange(200) % 50
+    tokens[150] = 77
+    path = write_shard("a.bin", tokens)
+    for rank in range(2):  # every rank stops, also the one whose share is clean
+        loader = distributed_data_generator(str(path), 32, 2, rank, 2, vocab_size=50)
+        next(loader)
+        next(loader)
+        with pytest.raises(UserError, match="token 77 at position 150 is outside .* of 50"):
+            next(loader)
+
+
+def test_sample_corpus_is_the_bible_in_gpt2_tokens():
+    encoding = gpt2_encoding()
+    assert encoding.encode_ordinary("Hello world, it's 1611!") == [
+        *(15496, 995, 11, 340, 338, 1467, 1157, 0)
+    ]
+    train = load_data_shard(HERE / "data/kjv_train_000001.bin").numpy()
+    val = load_data_shard(HERE / "data/kjv_val_000000.bin").numpy()
+    assert (train == 50256).sum() + (val == 50256).sum() == 1189  # chapters
+    assert train[0] == val[0] == 50256
+    assert (len(train), len(val)) == (942584, 81959)
+    text = encoding.decode(train.tolist())
+    assert "In the beginning God created the heaven and the earth.\nAnd the earth was" in text
+    assert "Ge1:1" not in text
+    books = encoding.decode(val.tolist()).split("<|endoftext|>")[1:]
+    assert len(books) == 99 and not any(chapter in text for chapter in books)

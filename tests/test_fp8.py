@@ -1,0 +1,97 @@
+"""FP8 forward and both backward products against float64, on the CPU's scaled matmul.
+
+float8_e4m3fn has 3 bits of mantissa (relative rounding error up to 6 %, 2.6 % in the mean square
+over a binade), float8_e5m2 has 2 (up to 12.5 %, 5.2 %): the tolerances below are what two operands
+of such errors give, and each test states how many of its values saturate.
+"""
+
+import pytest
+import torch
+
+from train_gpt import CastedLinear, HeadLoss, to_fp8
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**19  # the record's scales
+
+
+def layer(tokens=256, width=128, vocab=512, weight_std=0.05, grad_std=2.0**-17):
+    generator = torch.Generator().manual_seed(0)
+    linear = CastedLinear(width, vocab, use_fp8=True, x_s=X_S, w_s=W_S, grad_s=GRAD_S)
+    linear.weight.data = weight_std * torch.randn(vocab, width, generator=generator)
+    x = torch.randn(tokens, width, generator=generator).requires_grad_()
+    return linear, x, grad_std * torch.randn(tokens, vocab, generator=generator)
+
+
+def saturated(x, scale, dtype):
+    """The share of values that the range of the dtype clamps."""
+    return ((x * scale).abs() > torch.finfo(dtype).max).float().mean().item()
+
+
+def relative_error(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+def test_forward_and_backward_equal_float64_to_the_rounding_of_float8():
+    linear, x, grad = layer()
+    out = linear(x)
+    out.backward(grad.bfloat16())
+    x64, w64, g64 = x.detach().double(), linear.weight.detach().double(), grad.double()
+    assert saturated(x, X_S, E4M3) == saturated(linear.weight, W_S, E4M3) == 0
+    assert saturated(grad, GRAD_S, E5M2) == 0
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, x64 @ w64.T) < 0.04  # two e4m3 operands
+    assert relative_error(x.grad, g64 @ w64) < 0.065  # e5m2 and e4m3
+    assert relative_error(linear.weight.grad, g64.T @ x64) < 0.065
+
+
+def test_products_are_exact_for_numbers_that_float8_holds():
+    """Small integers survive the casts, so only the scales could go wrong."""
+    generator = torch.Generator().manual_seed(0)
+    linear = CastedLinear(64, 32, use_fp8=True, x_s=2.0, w_s=4.0, grad_s=8.0)
+    linear.weight.data = torch.randint(-2, 3, (32, 64), generator=generator).float()
+    x = torch.randint(-2, 3, (16, 64), generator=generator).float().requires_grad_()
+    grad = torch.randint(-1, 2, (16, 32), generator=generator).float()
+    out = linear(x)
+    out.backward(grad.bfloat16())
+    assert torch.equal(out.float(), x.detach() @ linear.weight.detach().T)
+    assert torch.equal(x.grad, grad @ linear.weight.detach())
+    assert torch.equal(linear.weight.grad, grad.T @ x.detach())
+
+
+def test_values_over_the_range_clamp_and_stay_finite():
+    x = torch.tensor([1e3, -1e3, 1e6, -1e6, 3.0])
+    assert to_fp8(x, 2.0, E4M3).float().tolist() == [448, -448, 448, -448, 6]
+    assert to_fp8(x, 2.0, E5M2).float().tolist() == [2048, -2048, 57344, -57344, 6]
+    assert (x * 2).to(E5M2).float().isinf().sum() == 2  # what the cast alone would do
+
+    linear, x, grad = layer(grad_std=0.1)  # 0.1 * 2^19 saturates about 27 % of the gradient
+    share = saturated(grad, GRAD_S, E5M2)
+    assert 0.2 < share < 0.35
+    linear(x).backward(grad.bfloat16())
+    assert x.grad.isfinite().all() and linear.weight.grad.isfinite().all()
+    clamped = grad.clamp(-57344 / GRAD_S, 57344 / GRAD_S).double()
+    expected = clamped @ linear.weight.detach().double()
+    assert relative_error(x.grad, expected) < 0.08
+
+
+def test_evaluation_does_not_use_fp8():
+    linear, x, _ = layer()
+    linear.eval()
+    assert torch.equal(linear(x), x @ linear.weight.T)
+
+
+@pytest.mark.parametrize("tokens", [128, 304])  # one chunk, and chunks of 128, 128 and 48
+def test_chunked_loss_with_an_fp8_head_equals_a_bfloat16_head_to_the_rounding(tokens):
+    linear, x, _ = layer(tokens)
+    targets = torch.randint(0, 512, (tokens,))
+    results = []
+    for scales in (linear.scales, None):
+        weight = linear.weight.detach().clone().requires_grad_()
+        inputs = x.detach().bfloat16().requires_grad_()
+        loss = HeadLoss.apply(inputs, weight, targets, 15.0, scales)
+        loss.backward()
+        results.append((loss.double(), inputs.grad.double(), weight.grad.double()))
+    grad_logits_bound = 1 / tokens
+    assert saturated(torch.tensor([grad_logits_bound]), GRAD_S, E5M2) == 0
+    for fp8, plain, tolerance in zip(*results, (2e-3, 0.07, 0.07), strict=True):
+        assert fp8.isfinite().all() and relative_error(fp8, plain) < tolerance

@@ -1,0 +1,128 @@
+"""The chunked head and loss against one unchunked float64 expression; gradients summed in place."""
+
+import pytest
+import reference
+import torch
+
+import train_gpt
+from train_gpt import GPT, CastedLinear, HeadLoss, lookup
+
+WIDTH, VOCAB = 48, 1000
+
+
+def case(tokens: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
+    head = CastedLinear(WIDTH, VOCAB)
+    head.weight.data = torch.randn(VOCAB, WIDTH, generator=generator) * 3  # far into the cap
+    return x, head, torch.randint(0, VOCAB, (tokens,), generator=generator)
+
+
+def in_float64(x, weight, targets, cap):
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    loss = reference.softcapped_loss(x64 @ w64.T, targets, cap)
+    loss.backward()
+    return loss.item(), x64.grad, w64.grad
+
+
+def relative_error(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("cap", [5.0, 15.0, 30.0, 38.0])
+@pytest.mark.parametrize("tokens", [1, 127, 128, 300])  # below, at and over a chunk's 128
+def test_chunked_loss_equals_the_unchunked_one(tokens, cap):
+    x, head, targets = case(tokens)
+    loss = HeadLoss.apply(x, head.weight, targets, cap)
+    loss.backward()
+    value, grad_x, grad_w = in_float64(x, head.weight, targets, cap)
+    assert loss.item() == pytest.approx(value, rel=1e-6)
+    assert relative_error(x.grad, grad_x) < 2e-5
+    assert relative_error(head.weight.grad, grad_w) < 2e-5
+
+
+def test_bfloat16_input_as_on_a_gpu():
+    x, head, targets = case(300, torch.bfloat16)
+    loss = HeadLoss.apply(x, head.weight, targets, 15.0)
+    loss.backward()
+    weight = head.weight.detach().bfloat16()
+    value, grad_x, grad_w = in_float64(x, weight, targets, 15.0)
+    assert loss.item() == pytest.approx(value, rel=2e-3)
+    assert x.grad.dtype == torch.bfloat16 and head.weight.grad.dtype == torch.float32
+    assert relative_error(x.grad, grad_x) < 1e-2
+    assert relative_error(head.weight.grad, grad_w) < 1e-2
+
+
+def test_gradients_of_micro_batches_add_up_in_one_buffer():
+    x, head, targets = case(300)
+    HeadLoss.apply(x, head.weight, targets, 15.0).backward()
+    once, buffer = head.weight.grad.clone(), head.weight.grad.data_ptr()
+    for _ in range(2):
+        HeadLoss.apply(x, head.weight, targets, 15.0).backward()
+    torch.testing.assert_close(head.weight.grad, 3 * once)
+    assert head.weight.grad.data_ptr() == buffer
+
+
+def test_without_gradients_nothing_is_added():
+    x, head, targets = case(300)
+    with torch.no_grad():
+        loss = HeadLoss.apply(x, head.weight, targets, 15.0, None, False)
+    assert head.weight.grad is None
+    assert loss.item() == pytest.approx(in_float64(x, head.weight, targets, 15.0)[0], rel=1e-6)
+
+
+def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pass():
+    x, head, targets = case(8)
+    with pytest.raises(RuntimeError, match="scale gradients after"):
+        (HeadLoss.apply(x, head.weight, targets, 15.0) / 8).backward()
+
+
+def test_no_tensor_of_all_logits_is_made(monkeypatch):
+    """The largest tensor that the softmax sees is a few rows, and no matmul makes over a chunk."""
+    rows, chunks = [], []
+    piece, chunk = train_gpt.softcapped_cross_entropy_, train_gpt.loss_chunk
+
+    def watch_rows(logits, *args):
+        rows.append(len(logits))
+        return piece(logits, *args)
+
+    def watch_chunks(x, *args):
+        chunks.append(len(x))
+        return chunk(x, *args)
+
+    monkeypatch.setattr(train_gpt, "softcapped_cross_entropy_", watch_rows)
+    x, head, targets = case(1024)
+    HeadLoss.apply(x, head.weight, targets, 15.0, None, True, watch_chunks).backward()
+    assert sum(rows) == sum(chunks) == 1024
+    assert max(chunks) == train_gpt.LOSS_CHUNK["cpu"] and max(rows) == train_gpt.LOSS_ROWS["cpu"]
+
+
+def test_lookup_sums_gradients_of_equal_tokens_in_place():
+    table = torch.nn.Embedding(20, 6)
+    tokens = torch.randint(0, 5, (100,), dtype=torch.int32)
+    weights = torch.randn(100, 6)
+    for _ in range(2):
+        (lookup(table, tokens) * weights).sum().backward()
+    expected = torch.nn.Embedding.from_pretrained(table.weight.detach().double(), freeze=False)
+    (2 * (expected(tokens) * weights).sum()).backward()
+    torch.testing.assert_close(
+        table.weight.grad.double(), expected.weight.grad, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_bfloat16_table_sums_its_gradient_in_float32():
+    """1000 equal tokens of gradient 1/1024: a bfloat16 sum would stop growing at 0.25."""
+    table = torch.nn.Embedding(4, 8).bfloat16()
+    rows = lookup(table, torch.ones(1000, dtype=torch.int32))
+    (rows.float() / 1024).sum().backward()
+    assert table.weight.grad32.dtype == torch.float32
+    torch.testing.assert_close(table.weight.grad32[1], torch.full((8,), 1000 / 1024))
+
+
+def test_a_model_makes_no_dense_gradient_a_micro_batch(tiny):
+    model, tokens = GPT(tiny), torch.zeros(129, dtype=torch.int64)
+    tables = [p for n, p in model.named_parameters() if "embed" in n or "lm_head" in n]
+    model(tokens[:-1].int(), tokens[1:], 128).backward()
+    buffers = [p.grad.data_ptr() for p in tables]
+    model(tokens[:-1].int(), tokens[1:], 128).backward()
+    assert [p.grad.data_ptr() for p in tables] == buffers

@@ -1,0 +1,124 @@
+"""Both attention masks against a brute-force T x T mask, and the two attention paths."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train_gpt import BLOCK, END_OF_TEXT, GPT, Layer, dense_mask, first_visible, flex_mask
+
+LENGTH = 4 * BLOCK
+
+
+def tokens_with_documents(starts) -> torch.Tensor:
+    tokens = torch.zeros(LENGTH, dtype=torch.int32)
+    tokens[list(starts)] = END_OF_TEXT
+    return tokens
+
+
+def brute_force(tokens: torch.Tensor, window: int, rule: str) -> torch.Tensor:
+    """The mask as it is defined, position by position and block by block."""
+    length, blocks = len(tokens), len(tokens) // BLOCK
+    document, current = [], 0
+    for t in tokens.tolist():
+        current += t == END_OF_TEXT
+        document.append(current)
+    visible = torch.zeros(length, length, dtype=torch.bool)
+    for i in range(length):
+        for j in range(i + 1):
+            visible[i, j] = document[i] == document[j]
+    if rule == "tokens":
+        return visible & torch.tensor(
+            [[i - j < window for j in range(length)] for i in range(length)]
+        )
+    kept = torch.zeros_like(visible)
+    for q in range(blocks):  # the nearest blocks that survive causality and the document test
+        rows = slice(q * BLOCK, (q + 1) * BLOCK)
+        columns = [slice(k * BLOCK, (k + 1) * BLOCK) for k in range(q, -1, -1)]
+        survivors = [c for c in columns if visible[rows, c].any()]
+        for c in survivors[: max(window // BLOCK, 1)]:
+            kept[rows, c] = visible[rows, c]
+    return kept
+
+
+starts = st.sets(st.integers(0, LENGTH - 1), max_size=12)
+windows = st.one_of(st.integers(1, 700), st.sampled_from([BLOCK * b for b in range(1, 6)]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(starts=starts, window=windows, rule=st.sampled_from(["blocks", "tokens"]))
+def test_masks_equal_brute_force(starts, window, rule):
+    tokens = tokens_with_documents(starts)
+    expected = brute_force(tokens, window, rule)
+    first = first_visible(tokens, torch.tensor(window), rule)
+
+    dense = torch.zeros_like(expected)
+    for rows, columns, mask in dense_mask(first, rows=200):
+        assert mask.unique().tolist() in ([0.0], [-float("inf"), 0.0])
+        dense[rows, columns] = mask == 0
+    assert torch.equal(dense, expected)
+
+    assert torch.equal(read_block_mask(flex_mask(first)), expected)
+
+
+def read_block_mask(mask) -> torch.Tensor:
+    """What a kernel sees that takes full blocks whole and asks mask_mod inside partial ones."""
+    visible = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    q, kv = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    inside = mask.mask_mod(0, 0, q, kv)
+    for row in range(LENGTH // BLOCK):
+        rows = slice(row * BLOCK, (row + 1) * BLOCK)
+        lists = (
+            (mask.kv_num_blocks, mask.kv_indices, inside),
+            (mask.full_kv_num_blocks, mask.full_kv_indices, torch.ones_like(inside)),
+        )
+        for counts, indices, content in lists:
+            for column in indices[0, 0, row, : counts[0, 0, row]].tolist():
+                columns = slice(column * BLOCK, (column + 1) * BLOCK)
+                assert not visible[rows, columns].any(), "a block is listed twice"
+                visible[rows, columns] = content[rows, columns]
+    return visible
+
+
+@settings(max_examples=15, deadline=None)
+@given(starts=starts, window=st.integers(1, 6))
+def test_block_window_computes_no_more_blocks_than_it_holds(starts, window):
+    first = first_visible(tokens_with_documents(starts), torch.tensor(window * BLOCK), "blocks")
+    mask = flex_mask(first)
+    assert (mask.kv_num_blocks + mask.full_kv_num_blocks).max() <= window
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiled FlexAttention on a CPU needs g++")
+def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(
+    tiny, randomize, monkeypatch
+):
+    """FlexAttention has no backward on a CPU: forward only here, gradients in tests/gpu."""
+    layers = Layer("long", value_table=0), Layer("short", skip_from=0)
+    hp = replace(tiny, vocab_size=50257, num_layers=2, layers=layers)
+    model = randomize(GPT(hp).eval())
+    generator = torch.Generator().manual_seed(1)
+    cases = []
+    for starts in ((0, 100, 400, 401, 700), (0,), (5, 640)):
+        tokens = torch.randint(0, 50256, (1024,), generator=generator, dtype=torch.int32)
+        tokens[list(starts)] = END_OF_TEXT
+        cases += [(tokens, window) for window in (128, 256, 640, 1792)]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        expected = [model.hidden(*case) for case in cases]
+        model.use_flex = True
+        monkeypatch.setattr(model, "trunk", torch.compile(model.trunk, dynamic=False))
+        found = [model.hidden(*case) for case in cases]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_block_mask_of_262144_tokens_needs_no_square_of_tokens():
+    """The validation length; T x T booleans would be 69 GB, 2048 x 2048 blocks are 16 MB a list."""
+    tokens = torch.zeros(262144, dtype=torch.int32)
+    tokens[::5000] = END_OF_TEXT
+    mask = flex_mask(first_visible(tokens, torch.tensor(1792), "blocks"))
+    assert mask.kv_num_blocks.shape == (1, 1, 2048)
+    counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
+    assert counts.max() == 14 and counts[0] == 1

@@ -1,0 +1,113 @@
+"""The whole model against a float64 reading of its specification, and its published names."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+
+from train_gpt import GPT, RECORDS, CastedLinear, Layer, layer_table
+
+RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
+
+
+def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randint(0, 50256, (length + 1,), generator=generator)
+    stream[[0, 60, 130, 131, 300][: 1 + length // 100]] = 50256
+    return stream[:-1].int(), stream[1:]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 14])
+def test_loss_and_all_gradients_equal_the_float64_reading(blocks, randomize):
+    model = randomize(GPT(RECORD))
+    inputs, targets = sequence(3 * 128)
+    loss = model(inputs, targets, torch.tensor(128 * blocks))
+    loss.backward()
+
+    weights = {k: v.detach().double().requires_grad_() for k, v in model.named_parameters()}
+    expected = reference.loss(weights, inputs.long(), targets, blocks, heads=2)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
+    for name, p in model.named_parameters():
+        error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
+        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+
+
+def test_first_loss_is_the_logarithm_of_the_padded_vocabulary():
+    loss = GPT(RECORD)(*sequence(128), 128)
+    assert loss.item() == pytest.approx(math.log(50304), abs=1e-5)
+
+
+def test_logits_are_soft_capped_and_give_the_loss(randomize):
+    model = randomize(GPT(RECORD)).eval()
+    inputs, targets = sequence(256)
+    with torch.no_grad():
+        logits, loss = model.logits(inputs, 256), model(inputs, targets, 256)
+    assert logits.shape == (256, 50304) and logits.abs().max() <= 15
+    expected = torch.nn.functional.cross_entropy(logits.double(), targets)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_full_size_model_has_the_published_names_and_shapes():
+    with torch.device("meta"):
+        model = GPT(RECORDS["2025-01-26_BatchSize"])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    expected = {"embed.weight": (50257, 768), "skip_weights": (6,), "lm_head.weight": (50304, 768)}
+    expected |= {f"value_embeds.embed.{i}.weight": (50257, 768) for i in range(3)}
+    for i in range(12):
+        expected[f"blocks.{i}.lambdas"] = (2,)
+        expected[f"blocks.{i}.mlp.c_fc.weight"] = (3072, 768)
+        expected[f"blocks.{i}.mlp.c_proj.weight"] = (768, 3072)
+        if i != 7:
+            expected[f"blocks.{i}.attn.qkv_w"] = (3, 768, 768)
+            expected[f"blocks.{i}.attn.lambdas"] = (2,)
+            expected[f"blocks.{i}.attn.c_proj.weight"] = (768, 768)
+    assert shapes == expected
+    assert shapes == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+def test_initial_weights_are_the_published_ones():
+    torch.manual_seed(0)
+    model = GPT(RECORD)
+    w = dict(model.named_parameters())
+    assert w["embed.weight"].std().item() == pytest.approx(1, abs=0.01)
+    for name in ("blocks.3.attn.qkv_w", "blocks.3.mlp.c_fc.weight"):
+        bound = math.sqrt(3) * 0.5 / math.sqrt(64)
+        assert w[name].abs().max().item() == pytest.approx(bound, rel=0.01)
+        assert w[name].std().item() == pytest.approx(0.5 / math.sqrt(64), rel=0.02)
+    zeros = [n for n, p in w.items() if not p.any()]
+    assert zeros == [n for n in w if n.endswith("c_proj.weight") or n == "lm_head.weight"]
+    assert w["blocks.0.lambdas"].tolist() == [1, 0]
+    assert w["blocks.0.attn.lambdas"].tolist() == [0.5, 0.5]
+    assert w["skip_weights"].tolist() == [1] * 6
+
+
+def test_num_layers_keeps_the_ends_of_the_table_and_links_them():
+    rows = layer_table(replace(RECORDS["2025-01-26_BatchSize"], num_layers=6))
+    assert rows == (
+        Layer("long", 0),
+        Layer("short", 1),
+        Layer("short", 2),
+        Layer("short", 0, skip_from=2),
+        Layer("short", 1, skip_from=1),
+        Layer("long", 2, skip_from=0),
+    )
+
+
+def test_a_later_token_changes_no_earlier_output(tiny, randomize):
+    model = randomize(GPT(tiny)).eval()
+    tokens = torch.randint(0, 512, (256,), dtype=torch.int32)
+    changed = tokens.clone()
+    changed[150:] = torch.randint(0, 512, (106,), dtype=torch.int32)
+    with torch.no_grad():
+        a, b = (model.logits(t, 256) for t in (tokens, changed))
+    assert torch.equal(a[:150], b[:150]) and not torch.equal(a[150:], b[150:])
+
+
+def test_casted_linear_without_fp8_is_a_linear_layer_in_its_inputs_dtype():
+    layer, x = CastedLinear(16, 32), torch.randn(5, 3, 16, dtype=torch.bfloat16)
+    out = layer(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, x @ layer.weight.bfloat16().T)

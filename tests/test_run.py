@@ -1,0 +1,318 @@
+"""Whole runs of the command line on tiny models: log, checkpoints, errors, ranks."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from train_gpt import GPT, HERE, RECORDS, main
+
+SCRIPT = str(HERE / "train_gpt.py")
+STEP = re.compile(r"step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
+VAL = re.compile(
+    r"step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+)
+
+
+@pytest.fixture
+def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
+    """Flags of a run of seconds, on a made-up language of 512 words, in an empty folder."""
+    rng = np.random.default_rng(0)
+    follower = rng.permutation(512)
+    words = [0]
+    for noise in rng.random(40000):  # mostly, a word has one follower: learnable
+        words.append(follower[words[-1]] if noise < 0.8 else int(noise * 1e6) % 512)
+    write_shard("train_1.bin", words[:30000])
+    write_shard("val_0.bin", words[30000:])
+    monkeypatch.chdir(tmp_path)
+    sizes = {
+        "vocab_size": 512,
+        "model_dim": 64,
+        "num_heads": 2,
+        "head_dim": 32,
+        "num_layers": 4,
+        "seq_len": 128,
+        "val_seq_len": 256,
+        "val_tokens": 2048,
+        "num_iterations": 4,
+        "val_loss_every": 2,
+        "train_files": str(tmp_path / "train_*.bin"),
+        "val_files": str(tmp_path / "val_*.bin"),
+        "device": "cpu",
+        "seed": 1,
+    }
+    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
+def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
+    """The finished process of the command line, under torchrun if there are ranks."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*launcher, script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def val_losses(text: str) -> dict[int, float]:
+    return {int(m[1]): float(m[3]) for m in VAL.finditer(text)}
+
+
+def error_of(arguments: list, capsys) -> tuple[int, str]:
+    """Exit status and standard error of main in this process; nothing may be a traceback."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    return stop.value.code, capsys.readouterr().err
+
+
+# ---- log
+
+
+def test_log_holds_source_versions_settings_and_the_communitys_lines(flags, tmp_path, capsys):
+    main(flags)
+    console = capsys.readouterr().out
+    (path,) = tmp_path.glob("logs/*.txt")
+    log = path.read_text()
+    source = Path(SCRIPT).read_text()
+    assert log.startswith(source)
+    rest = log.removeprefix(source)
+    assert f"Python {sys.version}" in rest and f"torch {torch.__version__}" in rest
+    assert "\nmodel_dim: 64\n" in rest and "\nadam_betas: 0.8 0.95\n" in rest
+    for text in (console, rest):
+        assert [(int(m[1]), int(m[2])) for m in STEP.finditer(text)] == [
+            (i, 4) for i in (1, 2, 3, 4)
+        ]
+        assert list(val_losses(text)) == [0, 2, 4]
+        assert re.search(r"^peak memory allocated: \d+ MiB reserved: \d+ MiB$", text, re.M)
+    assert val_losses(rest)[0] == pytest.approx(np.log(512), abs=1e-4)
+    times = [int(m[3]) for m in STEP.finditer(rest)]
+    assert times == sorted(times) and times[-1] > 0
+
+
+def test_loss_falls(flags, capsys):
+    main([*flags, "--num_iterations", "40", "--val_loss_every", "0"])
+    losses = val_losses(capsys.readouterr().out)
+    assert list(losses) == [40]
+    assert losses[40] < 4  # 6.24 at the start, 2.5 is the entropy of the language
+
+
+def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):
+    main(flags)
+    warm = val_losses(capsys.readouterr().out)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    main(flags)
+    assert val_losses(capsys.readouterr().out) == warm
+
+
+def test_sample_corpus_and_demo_need_no_flag_and_no_folder():
+    hp, _ = train_gpt.parse_args(["--device", "cpu"])
+    assert hp == train_gpt.replace(RECORDS["demo"], device="cpu")
+    assert Path(hp.train_files).is_absolute() and Path(hp.train_files).parent == HERE / "data"
+
+
+def test_import_has_no_side_effect(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import train_gpt"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+def test_help_and_records_name_every_setting(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    main(["--list_records"])
+    records = capsys.readouterr().out
+    for f in train_gpt.FIELDS:
+        assert f"--{f.name} " in text
+        assert re.search(rf"^{f.name} +\S", records, re.M)
+    assert "2025-01-26_BatchSize" in records and "1770" in records
+
+
+def test_flags_reach_the_settings():
+    words = "--record 2025-01-26_BatchSize --fp8 off --adam_betas 0.9 0.99 --w_s 32 --num_layers 6"
+    hp, args = train_gpt.parse_args(words.split())
+    assert args.record == "2025-01-26_BatchSize"
+    assert (hp.fp8, hp.adam_betas, hp.w_s, hp.num_layers) == (False, (0.9, 0.99), 32.0, 6)
+    assert hp.seq_len == 49152
+
+
+# ---- checkpoints
+
+
+def test_checkpoint_evaluates_to_the_loss_of_the_run_that_wrote_it(flags, tmp_path, capsys):
+    main([*flags, "--save_every", "3"])
+    expected = val_losses(capsys.readouterr().out)[4]
+    (log,) = tmp_path.glob("logs/*.txt")
+    folder = log.with_suffix("")
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "state_step000003.pt",
+        "state_step000004.pt",
+    ]
+    files = ["--val_files", str(tmp_path / "val_*.bin"), "--device", "cpu"]
+    main(["--eval", str(folder / "state_step000004.pt"), *files])  # remembers its model
+    assert f"val_loss:{expected:.4f}" in capsys.readouterr().out
+
+
+def test_published_checkpoint_loads(flags, tmp_path, capsys, randomize):
+    hp, _ = train_gpt.parse_args(flags)
+    weights = randomize(GPT(hp)).state_dict()
+    published = {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}
+    paths = [tmp_path / "published.pt", tmp_path / "plain.pt"]
+    torch.save({"step": 9, "code": "", "model": published, "optimizers": [{}, {}]}, paths[0])
+    torch.save({"model": weights}, paths[1])
+    printed = []
+    for path in paths:
+        main([*flags, "--record", "demo", "--eval", str(path)])
+        printed.append(capsys.readouterr().out.split()[0])
+    assert printed[0] == printed[1] and printed[0] != "val_loss:6.2383"
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(flags, tmp_path, capsys):
+    main([*flags, "--save_every", "4"])
+    (path,) = tmp_path.glob("logs/*/*.pt")
+    foreign = [*flags, "--record", "demo", "--eval", path, "--model_dim", "32"]
+    status, err = error_of(foreign, capsys)
+    assert status == 1 and err.count("\n") == 1
+    assert "embed.weight is [512, 64] there and [512, 32] in this model" in err
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"no checkpoint"):
+        path.write_bytes(content)
+        status, err = error_of([*flags, "--eval", path], capsys)
+        assert status and err.count("\n") == 1 and "is not a whole checkpoint" in err
+    status, err = error_of([*flags, "--eval", tmp_path / "none.pt"], capsys)
+    assert status and err.count("\n") == 1 and "none.pt" in err
+
+
+def test_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    done = run([*flags, "--save_every", "2"], preexec_fn=small_files)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "could not save logs/" in done.stderr and "state_step000002.pt" in done.stderr
+    assert not list(tmp_path.glob("logs/*/*"))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("extra", "status", "message"),
+    [
+        (["--no_such_flag", "1"], 2, "unrecognized arguments: --no_such_flag 1"),
+        (["--num_iter", "3"], 2, "unrecognized arguments: --num_iter 3"),
+        (["--muon_lr", "fast"], 2, "argument --muon_lr: invalid float value: 'fast'"),
+        (["--fp8", "maybe"], 2, "argument --fp8: invalid on_off value: 'maybe'"),
+        (["--record", "2023"], 2, "argument --record: invalid choice: '2023'"),
+        (["--seq_len", "100"], 2, "--seq_len 100: must be a multiple of 128"),
+        (["--val_seq_len", "64"], 2, "--val_seq_len 64: must be a multiple of 128"),
+        (["--val_seq_len", "0"], 2, "--val_seq_len 0: must be at least 1"),
+        (["--num_iterations", "0"], 2, "--num_iterations 0: must be at least 1"),
+        (["--muon_lr", "nan"], 2, "--muon_lr nan: must be at least 0"),
+        (["--num_layers", "5"], 2, "--num_layers 5: must be even, at most 12"),
+        (["--num_layers", "14"], 2, "--num_layers 14: must be even, at most 12"),
+        (["--logit_softcap", "80"], 2, "--logit_softcap 80: must be above 0 and at most 38"),
+        (["--train_files", "none*.bin"], 1, "no shard matches none*.bin"),
+        (["--seq_len", "8192"], 1, "at most 30000 tokens, a batch needs 65537"),
+        (["--val_tokens", "262144"], 1, "--val_tokens 262144 needs 1024"),
+        (["--vocab_size", "256"], 1, "is outside the vocabulary of 256"),
+        (["--embed_lr", "1e38"], 1, "the loss is nan at step"),
+        (["--device", "cuda"], 1, "use --device cpu"),
+    ],
+)
+def test_bad_input_ends_with_one_line(flags, extra, status, message, capsys):
+    if extra[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    found, err = error_of([*flags, *extra], capsys)
+    assert found == status and message in err
+    assert err.startswith("train_gpt.py: error: ") and err.count("\n") == 1
+
+
+def test_damaged_shard_ends_with_one_line(flags, write_shard, capsys):
+    write_shard("train_2.bin", range(8), version=7)
+    status, err = error_of(flags, capsys)
+    assert status == 1 and err.count("\n") == 1
+    assert "train_2.bin: shard version 7, expected 1" in err
+
+
+# ---- ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_one_run(flags, ranks, capsys):
+    """20 steps; why Adam's epsilon is raised: scalars whose gradient is still rounding noise."""
+    flags = [*flags, "--num_iterations", "20", "--val_loss_every", "5", "--adam_eps", "1e-6"]
+    main(flags)
+    alone = val_losses(capsys.readouterr().out)
+    done = run(flags, ranks)
+    assert done.returncode == 0, done.stderr
+    together = val_losses(done.stdout)
+    assert list(together) == [0, 5, 10, 15, 20] == list(alone)
+    for step, loss in alone.items():
+        assert together[step] == pytest.approx(loss, abs=2e-4)
+    assert together[20] < together[0] - 1
+
+
+def own_lines(done) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("train_gpt.py:")]
+
+
+def test_an_error_of_all_ranks_is_printed_once(flags):
+    done = run([*flags, "--batch_seqs", "4"], ranks=3)
+    assert done.returncode == 1
+    assert own_lines(done) == [
+        "train_gpt.py: error: 3 ranks cannot share 4 sequences: use a divisor"
+    ]
+    done = run([*flags, "--seq_len", "5"], ranks=2)
+    assert done.returncode == 1 and len(own_lines(done)) == 1
+
+
+@pytest.mark.parametrize("kind", ["error", "killed"])
+def test_one_rank_that_fails_stops_all(flags, tmp_path, kind):
+    """Rank 1 meets an error, or is killed, in its third step; rank 0 waits for it meanwhile."""
+    ending = {
+        "error": "raise train_gpt.UserError('only here')",
+        "killed": f"os.kill(os.getpid(), {int(signal.SIGKILL)})",
+    }[kind]
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "import train_gpt\n"
+        "step_of = train_gpt.train_step\n"
+        "def failing(model, optimizers, inputs, targets, step):\n"
+        "    if os.environ['RANK'] == '1' and step == 3:\n"
+        f"        {ending}\n"
+        "    return step_of(model, optimizers, inputs, targets, step)\n"
+        "train_gpt.train_step = failing\n"
+        "train_gpt.main()\n"
+    )
+    steps = ["--num_iterations", "2000", "--val_loss_every", "0"]
+    done = run([*flags, *steps], ranks=2, script=str(script))
+    assert (
+        done.returncode == 1
+        and 'Traceback (most recent call last):\n  File "' + str(script) not in done.stderr
+    )
+    lines = own_lines(done)
+    if kind == "error":
+        assert lines == ["train_gpt.py: error: only here"]
+    else:  # torchrun may stop rank 0 before it has noticed and said so
+        assert len(lines) <= 1 and all("lost another rank" in line for line in lines)
+    assert "step:2000/2000" not in done.stdout
+
+
+def test_more_processes_than_gpus_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(train_gpt.UserError, match="finds 2 GPUs .*: start 2 processes"):
+        train_gpt.start_device("auto", None)
+    assert os.environ["LOCAL_RANK"] == "2"

@@ -1,0 +1,57 @@
+"""The schedules, against the published tables and formulas evaluated in exact fractions."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from train_gpt import RECORDS, Hyperparameters, get_lr, get_muon_momentum, get_window_size
+
+HP = RECORDS["2025-01-26_BatchSize"]
+STEPS = (0, 125, 500, 885, 1062, 1063, 1416, 1770)
+
+
+def test_window_of_the_record_follows_the_published_table():
+    published = (128, 128, 512, 896, 1152, 1152, 1408, 1792)
+    assert tuple(get_window_size(s, HP) for s in STEPS) == published
+
+
+def test_learning_rate_of_the_record_follows_the_published_table():
+    published = (1, 1, 1, 1, 1, 0.998729, 0.55, 0.1)
+    assert [get_lr(s, HP) for s in STEPS] == pytest.approx(published, abs=1e-6)
+
+
+def test_block_window_is_the_least_multiple_that_covers_the_grown_span():
+    for step in range(HP.num_iterations + 1):
+        grown = Fraction(1728 * step, 1770)
+        multiples = (m for m in range(128, 4096, 128) if m >= grown)
+        assert get_window_size(step, HP) == next(multiples)
+
+
+def test_token_window_of_2024_11_24_grows_from_64_to_1792_in_steps_of_64():
+    hp = Hyperparameters(
+        window_rule="tokens", window_min=64, window_span=1728, window_step=64, num_iterations=1750
+    )
+    windows = [get_window_size(s, hp) for s in range(1751)]
+    assert windows == [64 * math.floor((Fraction(s, 1750) * 1728 + 64) / 64) for s in range(1751)]
+    assert (windows[0], windows[-1]) == (64, 1792)
+
+
+def test_window_without_a_span_is_fixed():
+    hp = replace(HP, window_rule="tokens", window_min=1024, window_span=0, window_step=64)
+    assert {get_window_size(s, hp) for s in range(1771)} == {1024}
+
+
+def test_learning_rate_of_2024_rises_then_falls_to_zero():
+    hp = replace(HP, num_iterations=1750, cooldown_frac=640 / 1750, lr_final=0.0, warmup_steps=100)
+    assert get_lr(0, hp) == pytest.approx(1 / 100)
+    assert get_lr(49, hp) == pytest.approx(50 / 100)
+    assert get_lr(1000, hp) == 1
+    assert get_lr(1430, hp) == pytest.approx((1750 - 1430) / 640)
+    assert get_lr(1750, hp) == pytest.approx(0)
+
+
+def test_muon_momentum_ramps_from_085_to_095_over_300_steps():
+    for step, expected in ((0, 0.85), (150, 0.9), (300, 0.95), (1770, 0.95)):
+        assert get_muon_momentum(step, HP) == pytest.approx(expected)

@@ -1,0 +1,1148 @@
+"""Train a GPT-2-small-sized language model to 3.28 validation loss on FineWeb, fast.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    # the record, on a node of 8 H100s
+    python train_gpt.py                                      # one GPU; without one, a small demo
+    python train_gpt.py --help                               # every setting is a flag
+
+The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
+published at a mean validation loss of 3.2787 (81 runs) in 2.997 minutes of training on 8 H100s.
+Its numbers and ideas come from github.com/KellerJordan/modded-nanogpt and the people named there.
+What this implementation has reached, on what and with which torch, stands in BENCHMARKS.md.
+
+The file reads like the life of a batch, and importing it does nothing:
+
+    Configuration    what a run is, as data: layer table, settings, records, command line
+    Numerics         FP8 matmuls, and the linear layer that uses them
+    Optimizers       Muon for the hidden matrices; Adam for embeddings, head and scalars
+    Model            masks, attention, layers, and a loss that never stores its logits
+    Data             shards, and batches that depend on the step alone
+    Schedules        learning rate, momentum and window as functions of the step
+    Training         devices and ranks, log, checkpoints, warm-up, the timed loop, main()
+"""
+
+import argparse
+import dataclasses
+import glob
+import itertools
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
+BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
+END_OF_TEXT = 50256  # the GPT-2 token that begins every document
+
+
+class UserError(ValueError):
+    """What is wrong, where, and what to do about it: one line for people, without a traceback."""
+
+
+# -----------------------------------------------------------------------------
+# Configuration: a layer is a row, a setting is a row, a record is a row
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the model: what this layer attends with and what is added to it."""
+
+    window: str | None = "long"  # "long", "short" (half of long), or None: no attention
+    value_table: int | None = None  # which value-embedding table is mixed into v
+    skip_from: int | None = None  # which earlier layer's output is added to the input
+
+
+LAYERS_2025_01 = (
+    Layer("long", value_table=0),
+    Layer("short", value_table=1),
+    Layer("short", value_table=2),
+    Layer("short"),
+    Layer("long"),
+    Layer("short"),
+    Layer("short", skip_from=5),
+    Layer(None, skip_from=4),
+    Layer("short", skip_from=3),
+    Layer("short", skip_from=2, value_table=0),
+    Layer("short", skip_from=1, value_table=1),
+    Layer("long", skip_from=0, value_table=2),
+)
+
+
+def setting(default, meaning: str, least: float | None = None, **metadata):
+    """A row of Hyperparameters; `group` begins a group of --help, `choices` are the legal words."""
+    least = least if least is not None else 1 if type(default) is int else 0
+    return field(default=default, metadata={"help": meaning, "least": least, **metadata})
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Every setting of a run; each is a flag of the same name. Defaults: 2025-01-26_BatchSize."""
+
+    num_iterations: int = setting(1770, "training steps", group="schedule")
+    warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", 0)
+    cooldown_frac: float = setting(0.4, "share of the steps in which the learning rate falls")
+    lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
+    window_rule: str = setting("blocks", "unit of the window", choices=("blocks", "tokens"))
+    window_min: int = setting(128, "long attention window at step 0, in tokens")
+    window_span: int = setting(1728, "tokens by which it grows until the last step", 0)
+    window_step: int = setting(128, "it is a multiple of this many tokens")
+
+    seq_len: int = setting(49152, "tokens in a training sequence (a micro-batch)", group="batch")
+    batch_seqs: int = setting(8, "sequences in a global batch, shared by all ranks")
+    val_seq_len: int = setting(262144, "tokens in a validation sequence")
+    val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
+
+    num_layers: int = setting(12, "first and last half of them in the layer table", group="model")
+    num_heads: int = setting(6, "attention heads")
+    head_dim: int = setting(128, "channels in a head")
+    model_dim: int = setting(768, "channels in the residual stream, a quarter of the MLP's")
+    vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
+    attn_scale: float = setting(0.12, "factor on the products of normalised q and k")
+    rope_base: float = setting(1024.0, "highest over lowest rotary frequency", 1)
+    logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)")
+    layers: tuple[Layer, ...] = LAYERS_2025_01
+    seed: int = setting(0, "seed of the initial weights", 0)
+
+    adam_betas: tuple[float, float] = setting((0.8, 0.95), "Adam's betas", group="optimizers")
+    adam_eps: float = setting(1e-10, "Adam's epsilon")
+    embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
+    head_lr: float = setting(0.008, "Adam's learning rate for the head")
+    scalar_lr: float = setting(0.04, "Adam's learning rate for scalars")
+    muon_lr: float = setting(0.05, "Muon's learning rate for hidden matrices")
+    momentum_start: float = setting(0.85, "Muon's momentum at step 0")
+    momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
+    momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
+    grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
+
+    fp8: bool = setting(True, "train the head in FP8 on GPUs that can", group="FP8")
+    x_s: float = setting(2.0, "scale of the head's input")
+    w_s: float = setting(2.0**9, "scale of the head's weight")
+    grad_s: float = setting(2.0**19, "scale of the logits' gradient")
+
+    train_files: str = setting(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
+    val_files: str = setting(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
+    val_loss_every: int = setting(125, "steps between validations, 0 for the last step only", 0)
+    save_every: int = setting(0, "steps between checkpoints, one at the end too; 0 for none", 0)
+    device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
+    compile: str = setting("auto", "torch.compile; auto: on CUDA", choices=("auto", "on", "off"))
+
+
+FIELDS = [f for f in dataclasses.fields(Hyperparameters) if f.name != "layers"]  # those with a flag
+
+RECORDS = {
+    "2025-01-26_BatchSize": Hyperparameters(),
+    # The same recipe, sized for two CPU cores and about two minutes.
+    "demo": Hyperparameters(
+        num_iterations=128,
+        window_span=128,
+        seq_len=256,
+        val_seq_len=1024,
+        val_tokens=65536,
+        num_layers=4,
+        num_heads=2,
+        head_dim=64,
+        model_dim=128,
+        train_files=f"{HERE}/data/kjv_train_*.bin",
+        val_files=f"{HERE}/data/kjv_val_*.bin",
+        val_loss_every=64,
+    ),
+}
+PUBLISHED_MINUTES = {"2025-01-26_BatchSize": 2.933}  # training time on 8 H100s
+
+
+def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
+    """The rows in use: num_layers of them from both ends, layer i linked to layer n-1-i."""
+    n, half = hp.num_layers, hp.num_layers // 2
+    if n == len(hp.layers):
+        return hp.layers
+    rows = hp.layers[:half] + hp.layers[-half:]
+    return tuple(replace(r, skip_from=n - 1 - i if i >= half else None) for i, r in enumerate(rows))
+
+
+def check(hp: Hyperparameters) -> None:
+    """Raise UserError for values that no run can have."""
+    rules = []
+    for f in FIELDS:
+        if f.type is not str:
+            least = f.metadata["least"]
+            rules.append((f.name, np.min(getattr(hp, f.name)) >= least, f"at least {least}"))
+    rules += [
+        ("seq_len", hp.seq_len % BLOCK == 0, f"a multiple of {BLOCK}"),
+        ("val_seq_len", hp.val_seq_len % BLOCK == 0, f"a multiple of {BLOCK}"),
+        ("val_tokens", hp.val_tokens % max(hp.val_seq_len, 1) == 0, "a multiple of val_seq_len"),
+        ("num_layers", hp.num_layers in range(0, len(hp.layers) + 1, 2), "even, at most 12"),
+        ("head_dim", hp.head_dim % 4 == 0, "a multiple of 4"),
+        # The least softmax entry, exp(-2 * 38) / vocabulary, is about the last normal float32.
+        ("logit_softcap", 0 < hp.logit_softcap <= 38, "above 0 and at most 38"),
+    ]
+    for name, ok, rule in rules:
+        if not ok:
+            raise UserError(f"--{name} {show(getattr(hp, name))}: must be {rule}")
+
+
+def show(value) -> str:
+    """A setting as it is typed on the command line; a path relative to this file."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(show, value))
+    return f"{value:.10g}" if isinstance(value, float) else str(value).removeprefix(f"{HERE}/")
+
+
+def print_records() -> None:
+    """Print all records with their numbers, a column each."""
+    rows = {f.name: [show(getattr(hp, f.name)) for hp in RECORDS.values()] for f in FIELDS}
+    minutes = [str(PUBLISHED_MINUTES.get(name, "-")) for name in RECORDS]
+    for name, cells in [("", RECORDS), *rows.items(), ("published minutes", minutes)]:
+        print(f"{name:<24}" + "".join(f"{cell:<40}" for cell in cells).rstrip())
+
+
+def on_off(word: str) -> bool:
+    """The value of a switch on the command line."""
+    return ("off", "on").index(word) == 1
+
+
+def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
+    """The settings (flags over the record's, or over a checkpoint's own) and the flags given.
+
+    Raises UserError for an unknown flag or a bad value; --help prints and exits.
+    """
+    default = "2025-01-26_BatchSize"
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        usage="train_gpt.py [--record NAME] [--SETTING VALUE ...]",
+        description=f"{__doc__.splitlines()[0]} In brackets: the values of {default}.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+
+    def fail(message: str):
+        raise UserError(message)
+
+    parser.error = fail
+    parser.add_argument("--record", choices=RECORDS, help="row to start from; on a CPU [demo]")
+    parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
+    parser.add_argument("--eval", metavar="PATH", help="print a checkpoint's validation loss, exit")
+    for f in FIELDS:
+        options = {"help": f"{f.metadata['help']} [{show(f.default)}]"}
+        if "choices" in f.metadata:
+            options |= {"choices": f.metadata["choices"]}
+        elif f.type is bool:
+            options |= {"type": on_off, "metavar": "on|off"}
+        elif isinstance(f.default, tuple):
+            options |= {"type": float, "nargs": len(f.default), "metavar": "float"}
+        else:
+            options |= {"type": f.type, "metavar": f.type.__name__}
+        if "group" in f.metadata:
+            group = parser.add_argument_group(f.metadata["group"])
+        group.add_argument(f"--{f.name}", **options)
+    args = parser.parse_args(argv)
+
+    cuda = torch.cuda.is_available() and getattr(args, "device", "auto") != "cpu"
+    from_checkpoint = "eval" in args and "record" not in args
+    args.record = getattr(args, "record", default if cuda else "demo")
+    hp = RECORDS[args.record]
+    if from_checkpoint:
+        hp = replace(hp, **load_checkpoint(args.eval)["hyperparameters"])
+    given = {f.name: getattr(args, f.name) for f in FIELDS if f.name in args}
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    hp = replace(hp, **given)
+    check(hp)
+    return hp, args
+
+
+# -----------------------------------------------------------------------------
+# Numerics: FP8 matmuls, and the linear layer that uses them
+
+
+def fp8_supported(device: torch.device) -> bool:
+    """torch's scaled matmul runs on GPUs from Ada and Hopper on, and, slowly, on a CPU."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x * scale in float8, clamped to its range: the cast to float8_e5m2 alone would give inf."""
+    largest = torch.finfo(dtype).max
+    return (x * scale).clamp(-largest, largest).to(dtype)
+
+
+def scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """(M, K) @ (K, N) of float8, over scale, in dtype; cuBLAS wants a by rows and b by columns."""
+    inverse, one = (torch.full((), s, device=a.device) for s in (1.0 / scale, 1.0))
+    a, b = a.contiguous(), b.T.contiguous().T
+    return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast_accum)
+
+
+def fp8_forward(x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float) -> Tensor:
+    """x @ w.T (T, N) in bfloat16, from x (T, K) and w (N, K) in float8_e4m3fn."""
+    return scaled_mm(x_f8, w_f8.T, x_s * w_s, torch.bfloat16, fast_accum=True)
+
+
+def fp8_grad_x(grad_f8: Tensor, w_f8: Tensor, grad_s: float, w_s: float) -> Tensor:
+    """grad @ w (T, K) in bfloat16, from grad (T, N) in float8_e5m2 and w (N, K)."""
+    return scaled_mm(grad_f8, w_f8, grad_s * w_s, torch.bfloat16, fast_accum=False)
+
+
+def fp8_grad_w(grad_f8: Tensor, x_f8: Tensor, grad_s: float, x_s: float) -> Tensor:
+    """grad.T @ x (N, K) in float32, from grad (T, N) in float8_e5m2 and x (T, K)."""
+    return scaled_mm(grad_f8.T, x_f8, grad_s * x_s, torch.float32, fast_accum=False)
+
+
+class FP8Linear(torch.autograd.Function):
+    """x @ w.T in bfloat16 for x (T, K) and w (N, K); keeps both in float8 for its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, w, x_s, w_s, grad_s):
+        x_f8, w_f8 = to_fp8(x, x_s, torch.float8_e4m3fn), to_fp8(w, w_s, torch.float8_e4m3fn)
+        ctx.save_for_backward(x_f8, w_f8)
+        ctx.scales, ctx.dtypes = (x_s, w_s, grad_s), (x.dtype, w.dtype)
+        return fp8_forward(x_f8, w_f8, x_s, w_s)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x_f8, w_f8), (x_s, w_s, grad_s) = ctx.saved_tensors, ctx.scales
+        grad_f8 = to_fp8(grad, grad_s, torch.float8_e5m2)
+        grad_x = fp8_grad_x(grad_f8, w_f8, grad_s, w_s).to(ctx.dtypes[0])
+        return grad_x, fp8_grad_w(grad_f8, x_f8, grad_s, x_s).to(ctx.dtypes[1]), None, None, None
+
+
+class CastedLinear(nn.Linear):
+    """A linear layer without bias whose float32 weight is cast to its input's dtype at use.
+
+    With use_fp8, in training, and where the hardware can: x * x_s and w * w_s enter the matmul as
+    float8_e4m3fn, and the output's gradient * grad_s enters the backward ones as float8_e5m2.
+    """
+
+    def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
+        super().__init__(in_features, out_features, bias=False)
+        self.use_fp8, self.scales = use_fp8, (float(x_s), float(w_s), float(grad_s))
+
+    def reset_parameters(self) -> None:
+        init_hidden_(self.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features), in bfloat16 with FP8, else in x's dtype."""
+        if self.use_fp8 and self.training and fp8_supported(x.device):
+            out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.scales)
+            return out.view(*x.shape[:-1], -1)
+        return F.linear(x, self.weight.type_as(x))
+
+
+def init_hidden_(weight: Tensor) -> Tensor:
+    """Fill (..., fan_out, fan_in) uniformly, with a standard deviation of 0.5 / sqrt(fan_in)."""
+    bound = 0.5 * (3 / weight.size(-1)) ** 0.5
+    return weight.uniform_(-bound, bound)
+
+
+# -----------------------------------------------------------------------------
+# Optimizers: Muon for the hidden matrices; Adam for embeddings, head and scalars
+
+
+def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
+    """G (..., rows, cols) with its singular vectors kept and its singular values near 1.
+
+    Each step takes singular values s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5, which brings most of
+    them to between 0.7 and 1.2, fast rather than exactly; zero stays zero. bfloat16 on CUDA, else
+    G's own dtype. Source: Keller Jordan's Muon, kellerjordan.github.io/posts/muon.
+    """
+    X = (G.bfloat16() if G.is_cuda else G).reshape(-1, *G.shape[-2:])
+    tall = X.size(-2) > X.size(-1)
+    X = X.mT if tall else X
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):  # sums inside the matmuls: in bfloat16, half the rounding error
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        X = torch.baddbmm(X, B, X, beta=3.4445)
+    return (X.mT if tall else X).reshape(G.shape)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum whose update is orthogonalised, for matrices; (n, rows, cols) is n of them.
+
+    Matrices of one shape form one batch. Each rank keeps the momentum of its share of the batch,
+    orthogonalises that and gathers the rest: equal gradients on all ranks give equal weights.
+    """
+
+    def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1):
+        self.rank, self.world_size = rank, world_size
+        self.orthogonalize = zeropower_via_newtonschulz5
+        by_shape = {}
+        for p in params:
+            by_shape.setdefault(p.shape[-2:], []).append(p)
+        groups = [{"params": same_shape} for same_shape in by_shape.values()]
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params, mu = group["params"], group["momentum"]
+            rows, cols = params[0].shape[-2:]
+            grads = torch.cat([p.grad.view(-1, rows, cols) for p in params])
+            share = -(-len(grads) // self.world_size)
+            mine = grads[self.rank * share :][:share]
+            state = self.state[params[0]]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(mine)
+            momentum = state["momentum_buffer"].lerp_(mine, 1 - mu)
+            updates = self.orthogonalize(mine.lerp(momentum, mu))
+            if self.world_size > 1:
+                padded = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+                gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+                dist.all_gather(gathered, padded.contiguous())
+                updates = torch.cat(gathered)[: len(grads)]
+            counts = [p.numel() // (rows * cols) for p in params]
+            for p, update in zip(params, updates.split(counts), strict=True):
+                p.add_(update.view_as(p), alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+
+
+def build_optimizers(model: nn.Module, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
+    """[Adam, Muon] over all parameters of a GPT; each group remembers its `initial_lr`."""
+    named = list(model.named_parameters())
+    adam_groups = [
+        {"lr": hp.embed_lr, "params": [p for n, p in named if "embed" in n]},
+        {"lr": hp.head_lr, "params": [model.lm_head.weight]},
+        {"lr": hp.scalar_lr, "params": [p for _, p in named if p.ndim < 2]},
+    ]
+    adam = torch.optim.Adam(adam_groups, betas=hp.adam_betas, eps=hp.adam_eps, fused=True)
+    matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
+    muon = Muon(matrices, lr=hp.muon_lr, rank=rank, world_size=world_size)
+    for group in adam.param_groups + muon.param_groups:
+        group["initial_lr"] = group["lr"]
+    return [adam, muon]
+
+
+# -----------------------------------------------------------------------------
+# Model: masks, attention, layers, and a loss that never stores its logits
+
+
+def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
+    """The attention mask as one integer a token: position i sees j when first[i] <= j <= i.
+
+    A mask is causal, within a document (END_OF_TEXT begins it) and within a window, so what a token
+    sees is one run that ends at itself. The window () is in tokens; by the rule "blocks" its whole
+    blocks count, the token's own first and always. (T,) to (T,) int64, never decreasing.
+    """
+    position = torch.arange(len(input_seq), device=input_seq.device)
+    document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
+    if rule == "blocks":
+        in_window = (position // BLOCK + 1 - (window // BLOCK).clamp(min=1)) * BLOCK
+    else:
+        in_window = position + 1 - window.clamp(min=1)
+    return torch.maximum(document, in_window)
+
+
+def flex_mask(first: Tensor) -> BlockMask:
+    """first_visible's answer (T,) for FlexAttention, from integers: nothing of size T x T."""
+    own = torch.arange(len(first) // BLOCK, device=first.device)  # the diagonal block of each row
+    back = own[None] + 1  # 1, 2, 3, ... blocks back
+    some = first[::BLOCK] // BLOCK  # the first key block of which the row sees anything
+    whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + BLOCK - 1) // BLOCK, own)  # ... everything
+    partial = torch.cat([own[:, None], whole[:, None] - back[:, :-1]], dim=1)
+    lists = 1 + whole - some, partial.clamp(min=0), own - whole, (own[:, None] - back).clamp(min=0)
+    return BlockMask.from_kv_blocks(
+        *(x.int()[None, None] for x in lists),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= first[q]),
+    )
+
+
+def dense_mask(first: Tensor, rows: int = 1024) -> list[tuple[slice, slice, Tensor]]:
+    """The same for scaled_dot_product_attention: (queries, keys, 0 or -inf), some rows at a time.
+
+    Rows come with only the keys that they see, so memory grows with T times the window.
+    """
+    chunks, position = [], torch.arange(len(first), device=first.device)
+    for q in position.split(rows):
+        kv = position[first[q[0]] : q[-1] + 1]
+        hidden = (kv > q[:, None]) | (kv < first[q, None])
+        mask = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+        chunks.append((slice(q[0], q[-1] + 1), slice(kv[0], kv[-1] + 1), mask))
+    return chunks
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | list, scale: float) -> Tensor:
+    """Attention of (1, H, T, D) under a flex_mask or a dense_mask; the two agree.
+
+    FlexAttention is for CUDA and compiled code: it has no backward on a CPU.
+    """
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=scale)
+    sdpa = F.scaled_dot_product_attention
+    parts = [
+        sdpa(q[:, :, rows], k[:, :, cols], v[:, :, cols], attn_mask=m.type_as(q), scale=scale)
+        for rows, cols, m in mask
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last axis, without gain."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, head_dim / 2), float32, of half-truncated RoPE (Grad62304977).
+
+    The first half of the frequencies falls geometrically from 1 to 1/rope_base, the rest are 0.
+    """
+    exponent = torch.linspace(0, 1, hp.head_dim // 4, device=device)
+    frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 4))
+    angle = torch.arange(length, device=device)[:, None, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x (1, T, H, D) with channels d and d + D/2 turned by the angles of a rotary_table."""
+    (cos, sin), (x1, x2) = rotary, x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention with normalised, rotated q and k, and with value embeddings mixed into v."""
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.heads, self.scale = (hp.num_heads, hp.head_dim), hp.attn_scale
+        width = hp.num_heads * hp.head_dim
+        self.qkv_w = nn.Parameter(init_hidden_(torch.empty(3, width, hp.model_dim)))
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
+        self.c_proj = CastedLinear(width, hp.model_dim)
+        nn.init.zeros_(self.c_proj.weight)
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, rotary, mask) -> Tensor:
+        """x (1, T, C), value_embed (T, H * D) or None; returns (1, T, C)."""
+        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
+        q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
+        q, k, v = rotate(norm(q), rotary), rotate(norm(k), rotary), self.lambdas[0] * v
+        if value_embed is not None:
+            v = v + self.lambdas[1] * value_embed.view_as(v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (1, H, T, D)
+        return self.c_proj(attend(q, k, v, mask, self.scale).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two projections around ReLU squared (arXiv 2109.08668)."""
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
+        self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
+        nn.init.zeros_(self.c_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    """One layer: a learned mix of its input and x0, then attention, then the MLP."""
+
+    def __init__(self, hp: Hyperparameters, layer: Layer):
+        super().__init__()
+        self.attn = CausalSelfAttention(hp) if layer.window else None
+        self.mlp = MLP(hp)
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, rotary, mask) -> Tensor:
+        x = self.lambdas[0] * x + self.lambdas[1] * x0
+        if self.attn is not None:
+            x = x + self.attn(norm(x), value_embed, rotary, mask)
+        return x + self.mlp(norm(x))
+
+
+def gradient_buffer(weight: Tensor) -> Tensor:
+    """Where the gradient of a vocabulary table is summed in place: weight.grad, made once.
+
+    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms.
+    """
+    name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
+    if getattr(weight, name, None) is None:
+        setattr(weight, name, torch.zeros_like(weight, dtype=torch.float32))
+    return getattr(weight, name)
+
+
+def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
+    """Rows (T, C) of a table; their gradient is summed in place, no dense one is made anew."""
+    rows = F.embedding(tokens, table.weight.detach())
+
+    def accumulate(grad: Tensor) -> None:
+        gradient_buffer(table.weight).index_add_(0, tokens, grad.float())
+
+    if torch.is_grad_enabled():
+        rows.requires_grad_().register_hook(accumulate)
+    return rows
+
+
+# Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
+# sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
+# while a chunk's logits are at hand. A chunk is long enough for fast matmuls; on a CPU the softmax
+# then takes a few rows at a time, which stay in the cache (BENCHMARKS.md).
+LOSS_CHUNK = {"cuda": 8192, "cpu": 128}  # tokens
+LOSS_ROWS = {"cuda": 8192, "cpu": 8}
+
+
+def softcapped_cross_entropy_(
+    logits: Tensor, targets: Tensor, cap: float, grad_scale: float | None
+) -> Tensor:
+    """Summed loss () of logits (T, V); with grad_scale, they become its gradient * grad_scale.
+
+    With s = sigmoid(2 logit / cap), cap * tanh(logit / cap) is 2 cap s less a constant, which
+    softmax does not see; its derivative is 4 s (1 - s). The cap keeps softmax's entries above 0.
+    """
+    s = logits.float().mul_(2 / cap).sigmoid_()  # a copy of bfloat16, the same memory of float32
+    p = torch.softmax(s * (2 * cap), dim=-1)
+    loss = -p.gather(1, targets[:, None]).log().sum()
+    if grad_scale is not None:
+        if logits.is_cuda:  # compiled: the comparison is free, a scatter would store p
+            p = p - (torch.arange(p.size(1), device=p.device) == targets[:, None]).float()
+        else:
+            p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
+        logits.copy_(s.addcmul_(s, s, value=-1).mul_(p).mul_(4 * grad_scale))
+    return loss
+
+
+def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
+    """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
+
+    That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
+    scales (of x, w and the logits' gradient) w is float8_e4m3fn.
+    """
+    if scales:
+        x_s, w_s, grad_s = scales
+        x = to_fp8(x, x_s, torch.float8_e4m3fn)
+        logits = fp8_forward(x, w, x_s, w_s)
+    else:
+        logits = x @ w.T
+    rows = LOSS_ROWS[x.device.type]
+    parts = zip(logits.split(rows), targets.split(rows), strict=True)
+    loss = sum(softcapped_cross_entropy_(*part, cap, grad_scale) for part in parts)
+    if grad_scale is None:
+        return loss, None
+    if scales:
+        grad = to_fp8(logits, grad_s, torch.float8_e5m2)
+        grad_w.add_(fp8_grad_w(grad, x, grad_s, x_s))
+        return loss, fp8_grad_x(grad, w, grad_s, w_s)
+    if x.dtype == grad_w.dtype:
+        grad_w.addmm_(logits.T, x)
+    else:
+        grad_w.add_(logits.T @ x)
+    return loss, logits @ w
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean soft-capped cross-entropy of x (T, K) and targets (T,) under a head's weight (V, K).
+
+    The forward pass adds the weight's gradient into its gradient_buffer and keeps that of x, so a
+    loss computed with_grad wants exactly one backward(), of itself and not of a multiple.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, cap, scales=None, with_grad=True, chunk=loss_chunk):
+        w = to_fp8(weight, scales[1], torch.float8_e4m3fn) if scales else weight.type_as(x)
+        grads = (1 / len(x), gradient_buffer(weight)) if with_grad else (None, None)
+        size = LOSS_CHUNK[x.device.type]
+        parts = zip(x.split(size), targets.split(size), strict=True)
+        results = [chunk(part, w, target, cap, *grads, scales) for part, target in parts]
+        if with_grad:
+            ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
+        return sum(loss for loss, _ in results) / len(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch._assert_async(grad == 1, "call backward() on the loss itself; scale gradients after")
+        return *ctx.saved_tensors, *[None] * 6
+
+
+class GPT(nn.Module):
+    """The language model: embeddings, layers linked as a U-net, the head and its loss.
+
+    Parameters have their published names, so published checkpoints load. On a CPU all is float32;
+    on CUDA embeddings and activations are bfloat16, matrices float32 and cast at use.
+    """
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.hp, self.layers = hp, layer_table(hp)
+        tables = {row.value_table for row in self.layers} - {None}
+        width = hp.num_heads * hp.head_dim
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
+        self.value_embeds = nn.Module()
+        self.value_embeds.embed = nn.ModuleDict(
+            {str(i): nn.Embedding(hp.vocab_size, width) for i in sorted(tables)}
+        )
+        self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
+        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
+        padded_vocab = -(-hp.vocab_size // 128) * 128
+        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
+        nn.init.zeros_(self.lm_head.weight)
+        self.use_flex, self.loss_chunk = False, loss_chunk
+
+    def to_device(self, device: torch.device, compiled: bool) -> "GPT":
+        """Move there in the dtypes of the place; compile the functions in which time is spent."""
+        self.to(device)
+        if device.type == "cuda":
+            self.embed.bfloat16()
+            self.value_embeds.bfloat16()
+        if compiled:
+            self.use_flex = device.type == "cuda"
+            self.trunk = torch.compile(self.trunk, dynamic=False)
+            self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
+        return self
+
+    def trunk(self, x: Tensor, value_embeds: dict[int, Tensor], rotary, masks: dict) -> Tensor:
+        """The layers, from embeddings (T, C) to what the head reads (T, C)."""
+        x = x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
+        outputs = []
+        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            if row.skip_from is not None:
+                x = x + self.skip_weights[i - len(self.layers) // 2] * outputs[row.skip_from]
+            x = block(x, x0, value_embeds.get(row.value_table), rotary, masks.get(row.window))
+            outputs.append(x)
+        return norm(x)[0]
+
+    def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
+        """Tokens (T,), T whole blocks, and the long window in tokens to (T, C) after the last norm.
+
+        Masks and rotary angles depend on the tokens alone: they are made here, once for all layers.
+        """
+        window = torch.as_tensor(window, device=input_seq.device)
+        make_mask, rule = flex_mask if self.use_flex else dense_mask, self.hp.window_rule
+        masks = {
+            name: make_mask(first_visible(input_seq, size, rule))
+            for name, size in (("long", window), ("short", window // 2))
+            if any(row.window == name for row in self.layers)
+        }
+        tables = self.value_embeds.embed.items()
+        value_embeds = {int(i): lookup(table, input_seq) for i, table in tables}
+        rotary = rotary_table(len(input_seq), self.hp, input_seq.device)
+        return self.trunk(lookup(self.embed, input_seq), value_embeds, rotary, masks)
+
+    def logits(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
+        """Soft-capped logits (T, padded vocabulary), float32 and never from FP8."""
+        x, cap = self.hidden(input_seq, window), self.hp.logit_softcap
+        return cap * torch.tanh(F.linear(x, self.lm_head.weight.type_as(x)).float() / cap)
+
+    def forward(self, input_seq: Tensor, target_seq: Tensor, window: int | Tensor) -> Tensor:
+        """Mean loss () of tokens (T,) and targets (T,) int64; for its gradients see HeadLoss."""
+        x = self.hidden(input_seq, window)
+        with_grad = self.training and torch.is_grad_enabled()
+        fp8 = self.lm_head.use_fp8 and with_grad and x.is_cuda and fp8_supported(x.device)
+        scales, cap = self.lm_head.scales if fp8 else None, self.hp.logit_softcap
+        weight, chunk = self.lm_head.weight, self.loss_chunk
+        return HeadLoss.apply(x, weight, target_seq, cap, scales, with_grad, chunk)
+
+
+# -----------------------------------------------------------------------------
+# Data: shards of GPT-2 tokens, and batches that depend on the step alone
+
+
+def load_data_shard(path: str | Path) -> Tensor:
+    """The tokens of a shard, (n,) uint16, mapped from the file.
+
+    A shard is 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16: llm.c's
+    format. Raises UserError with what was found and what was expected.
+    """
+    header, size = np.fromfile(path, "<i4", 256).tolist(), os.path.getsize(path)
+    if len(header) < 256 or header[0] != 20240520:
+        raise UserError(f"{path}: not a token shard: starts with {header[:1]}, expected 20240520")
+    if header[1] != 1:
+        raise UserError(f"{path}: shard version {header[1]}, expected 1")
+    if header[2] < 1 or size != 1024 + 2 * header[2]:
+        expected = f"expected {1024 + 2 * header[2]} for the {header[2]} tokens of its header"
+        raise UserError(f"{path}: {size} bytes, {expected}: fetch it again")
+    return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
+
+
+def batch_plan(pattern: str, seq_len: int, batch_seqs: int) -> list[tuple[str, Tensor, int]]:
+    """Each global batch of the stream: (path, tokens of its shard, first position).
+
+    A batch lies in one shard, a tail too short for one is dropped. Every shard is checked here.
+    Raises UserError for a pattern without shards, a bad shard, or a stream without a batch.
+    """
+    shards = [(path, load_data_shard(path)) for path in sorted(glob.glob(pattern))]
+    if not shards:
+        raise UserError(f"no shard matches {pattern}: get FineWeb with `python cached_fineweb.py`")
+    need = seq_len * batch_seqs
+    plan = [(p, shard, i * need) for p, shard in shards for i in range((len(shard) - 1) // need)]
+    if not plan:
+        found = max(len(shard) for _, shard in shards)
+        raise UserError(f"{pattern}: a shard has at most {found} tokens, a batch needs {need + 1}")
+    return plan
+
+
+def distributed_data_generator(
+    pattern, seq_len, batch_seqs, rank, world_size, start_step=0, vocab_size=2**16
+):
+    """This rank's part of each global batch from start_step on; the stream begins again at its end.
+
+    Yields inputs (int32) and targets (int64), both (batch_seqs / world_size, seq_len); targets are
+    the stream shifted by one. A batch is batch_seqs consecutive sequences; rank r has the r-th run.
+    Raises UserError at once as batch_plan does and for a world size that does not divide the batch,
+    and on reading, on all ranks, for a token outside the vocabulary.
+    """
+    if batch_seqs % world_size:
+        raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
+    plan, share = batch_plan(pattern, seq_len, batch_seqs), batch_seqs // world_size
+
+    def batches():
+        for step in itertools.count(start_step):
+            path, shard, start = plan[step % len(plan)]
+            tokens = shard[start : start + batch_seqs * seq_len + 1].int()
+            if (worst := int(tokens.max())) >= vocab_size:
+                where = f"{path}: token {worst} at position {start + int(tokens.argmax())}"
+                raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
+            both = tokens[:-1].view(batch_seqs, -1), tokens[1:].view(batch_seqs, -1).long()
+            yield tuple(t[rank * share :][:share] for t in both)
+
+    return batches()
+
+
+# -----------------------------------------------------------------------------
+# Schedules: functions of the step alone, so that a resumed run repeats an uninterrupted one
+
+
+def get_lr(step: int, hp: Hyperparameters) -> float:
+    """Multiplier on every learning rate: a linear rise, 1, a linear fall to lr_final."""
+    rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
+    w = min((1 - step / hp.num_iterations) / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
+    return rise * (w + (1 - w) * hp.lr_final)
+
+
+def get_window_size(step: int, hp: Hyperparameters) -> int:
+    """The long window in tokens; it grows, in window_steps rounded up ("blocks") or down."""
+    grown, unit = hp.window_span * step, hp.num_iterations * hp.window_step  # exact in integers
+    if hp.window_rule == "blocks":
+        return max(-(-grown // unit) * hp.window_step, hp.window_min)
+    return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
+
+
+def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
+    """Muon's momentum at the step: a linear ramp, then flat."""
+    ramp = min(step / hp.momentum_warmup_steps, 1.0)
+    return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
+
+
+# -----------------------------------------------------------------------------
+# Training: devices and ranks, log, checkpoints, warm-up, the timed loop
+
+
+def start_device(wanted: str, store: dist.Store | None) -> torch.device:
+    """This process's device; with a store, joins its process group over it."""
+    device, gpus = torch.device("cpu"), torch.cuda.device_count()
+    if wanted == "cuda" or (wanted == "auto" and gpus):
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= gpus:
+            remedy = f"start {gpus} processes a node" if gpus else "use --device cpu"
+            raise UserError(f"process {local_rank} finds {gpus} GPUs on its node: {remedy}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif store:  # torchrun gives each process one thread
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, os.cpu_count() // processes))
+    if store:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    return device
+
+
+def all_reduce_(tensors: list[Tensor]) -> None:
+    """Sum each tensor over all ranks, in place; one process has nothing to do."""
+    if dist.is_initialized():
+        for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
+            work.wait()
+
+
+def peak_memory(device: torch.device) -> str:
+    """Of the CUDA allocator; on a CPU, the resident memory of the process."""
+    if device.type == "cuda":
+        sizes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    else:
+        sizes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,) * 2
+    return f"peak memory allocated: {sizes[0] >> 20} MiB reserved: {sizes[1] >> 20} MiB"
+
+
+class Logger:
+    """The log file, and a progress bar on a terminal or plain lines elsewhere; of rank 0 alone."""
+
+    def __init__(self, hp: Hyperparameters, device: torch.device, rank: int):
+        """Begin logs/<run_id>.txt with what it takes to believe and to repeat the run."""
+        self.run_id = time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
+        self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
+        self.path.parent.mkdir(exist_ok=True)
+        self.file = self.path.open("w", buffering=1, encoding="utf-8")
+        self.console = sys.stdout if rank == 0 else self.file
+        self.bar = tqdm(
+            total=hp.num_iterations,
+            disable=not self.console.isatty(),
+            file=self.console,
+            bar_format="{n}/{total} {bar} {postfix}, {remaining} left",
+        )
+        command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
+        machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+        software = f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}"
+        settings = "\n".join(f"{name}: {show(value)}" for name, value in vars(hp).items())
+        for part in (Path(__file__).read_text("utf-8"), software, machine, settings):
+            print(part, "=" * 100, sep="\n", file=self.file)
+
+    def __call__(self, line: str, console: bool = True) -> None:
+        print(line, file=self.file)
+        if console:
+            self.bar.write(line, file=self.console)
+            self.console.flush()
+
+    def step(self, line: str, loss: float, ms_per_step: float, tokens_per_step: int) -> None:
+        """The line of one training step; on a terminal the bar moves instead."""
+        self(line, console=self.bar.disable)
+        speed = f"{ms_per_step:.0f} ms/step, {1000 * tokens_per_step / ms_per_step:.0f} tokens/s"
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+        self.bar.update()
+
+
+def save_checkpoint(path: Path, model: GPT, step: int) -> None:
+    """Write weights, step, settings and source; the file has its name only when it is whole."""
+    state = {
+        "step": step,
+        "code": Path(__file__).read_text("utf-8"),
+        "model": model.state_dict(),
+        "hyperparameters": dataclasses.asdict(model.hp),
+    }
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except (OSError, RuntimeError) as error:  # torch's writer makes a full disk a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"could not save {path}: is the disk full? ({error})") from error
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """`model`, named without _orig_mod., and `hyperparameters`, of which a published checkpoint has
+    none; on the CPU. UserError if the file is not a whole checkpoint."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        weights = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
+        settings = state.get("hyperparameters", {})
+        if settings:
+            settings["layers"] = tuple(Layer(**row) for row in settings["layers"])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{path} is not a whole checkpoint: {reason}") from error
+    return {"model": weights, "hyperparameters": settings}
+
+
+def load_weights(model: GPT, path: str | Path) -> None:
+    """Fill the model from a checkpoint; UserError if that is of another model."""
+    found, expected = load_checkpoint(path)["model"], model.state_dict()
+    for name in expected | found:
+        sizes = [list(d[name].shape) if name in d else "nothing" for d in (found, expected)]
+        if sizes[0] != sizes[1]:
+            other = f"{name} is {sizes[0]} there and {sizes[1]} in this model"
+            raise UserError(f"{path} is of other hyperparameters (--record, ...): {other}")
+    model.load_state_dict(found)
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batches: list, window: int, device: torch.device) -> float:
+    """Mean loss per token of all ranks' validation sequences; this rank's come as (1, T) pairs."""
+    model.eval()
+    total = torch.zeros(2, device=device)  # losses, sequences
+    for batch in batches:
+        inputs, targets = (t[0].to(device) for t in batch)
+        total += torch.stack([model(inputs, targets, window), total.new_ones(())])
+    all_reduce_([total])
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def train_step(model: GPT, optimizers: list, inputs: Tensor, targets: Tensor, step: int) -> Tensor:
+    """One step on this rank's (n, T) micro-batches; returns the mean loss () of the global batch.
+
+    Gradients are summed, and divided only then: each micro-batch's FP8 gradient keeps its scale.
+    """
+    hp, loss = model.hp, torch.zeros((), device=inputs.device)
+    for input_seq, target_seq in zip(inputs, targets, strict=True):
+        micro_loss = model(input_seq, target_seq, get_window_size(step, hp))
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    params = list(model.parameters())
+    for p in params:
+        if hasattr(p, "grad32"):
+            p.grad = p.grad32.to(p.dtype)
+            p.grad32.zero_()
+    sums = [loss, *(p.grad for p in params)]
+    all_reduce_(sums)
+    torch._foreach_div_(sums, hp.batch_seqs)
+    if hp.grad_clip:
+        nn.utils.clip_grad_norm_(params, hp.grad_clip)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * get_lr(step, hp)
+            if "momentum" in group:
+                group["momentum"] = get_muon_momentum(step, hp)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return loss
+
+
+def warm_up(model: GPT, optimizers: list, device: torch.device, every_window: bool) -> None:
+    """Run the shapes and windows of the run on made-up tokens; the weights end as they began."""
+    hp, initial = model.hp, {k: v.clone() for k, v in model.state_dict().items()}
+    windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
+    tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
+    x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
+    for window, step in list(windows.items())[0 if every_window else -1 :]:
+        train_step(model, optimizers, x.int(), x, step)
+        evaluate(model, [(val.int(), val)], window, device)
+    model.load_state_dict(initial)
+    for optimizer in optimizers:
+        optimizer.state.clear()
+
+
+def to_host(value: Tensor):
+    """Start copying a scalar from the device; the answer, when called, waits for that copy only."""
+    if value.device.type == "cpu":
+        return value.item
+    host, copied = torch.empty((), pin_memory=True), torch.cuda.Event()
+    host.copy_(value, non_blocking=True)
+    copied.record()
+    return lambda: copied.synchronize() or host.item()
+
+
+def validation_batches(hp: Hyperparameters, rank: int, world_size: int) -> list:
+    """This rank's share of the first val_tokens of the stream, as (1, val_seq_len) pairs."""
+    count, pattern = hp.val_tokens // hp.val_seq_len, hp.val_files
+    if (found := len(batch_plan(pattern, hp.val_seq_len, 1))) < count:
+        lacks = f"{found} sequences of {hp.val_seq_len}, --val_tokens {hp.val_tokens} needs {count}"
+        raise UserError(f"{pattern}: too few tokens: {lacks}")
+    stream = distributed_data_generator(pattern, hp.val_seq_len, 1, 0, 1, 0, hp.vocab_size)
+    return list(itertools.islice(stream, rank, count, world_size))
+
+
+def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None) -> None:
+    """A run, from finding the device to the last line of the log; with --eval, one validation."""
+    device = start_device(hp.device, store)
+    on_gpu = device.type == "cuda"
+    compiled = hp.compile == "on" or (hp.compile == "auto" and on_gpu)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
+    val_batches = validation_batches(hp, rank, world_size)
+    torch.manual_seed(hp.seed)
+    model = GPT(hp)
+    if "eval" in args:
+        load_weights(model, args.eval)
+        model.to_device(device, compiled)
+        loss = evaluate(model, val_batches, get_window_size(hp.num_iterations, hp), device)
+        print(f"val_loss:{loss:.4f} {args.eval}\n" * (rank == 0), end="")
+        return
+    sizes = hp.seq_len, hp.batch_seqs, rank, world_size, 0, hp.vocab_size
+    batches = distributed_data_generator(hp.train_files, *sizes)
+    model.to_device(device, compiled)
+    optimizers = build_optimizers(model, hp, rank, world_size)
+    if compiled:
+        optimizers[1].orthogonalize = torch.compile(zeropower_via_newtonschulz5, dynamic=False)
+
+    def clock() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def check_loss(loss: float, step: int) -> float:  # equal on all ranks, so all stop together
+        if not math.isfinite(loss):
+            remedy = "try lower learning rates, or --fp8 off; earlier checkpoints are whole"
+            raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+        return loss
+
+    log = Logger(hp, device, rank)
+    changed = [
+        f.name for f in FIELDS if getattr(hp, f.name) != getattr(RECORDS[args.record], f.name)
+    ]
+    place = torch.cuda.get_device_name() if on_gpu else "CPU, no GPU"
+    flags = "".join(f" --{name} {show(getattr(hp, name))}" for name in changed)
+    log(f"record {args.record}{flags}\non {world_size} x {place}, log in {log.path}")
+    if hp.fp8 and not (on_gpu and fp8_supported(device)):
+        log(f"no FP8 here: the head trains in {'bfloat16' if on_gpu else 'float32'}")
+    start = clock()
+    warm_up(model, optimizers, device, every_window=compiled)
+    log(f"compilation and warm-up, not part of train_time: {clock() - start:.1f} s")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    seconds, start, last_loss = 0.0, clock(), lambda: math.log(hp.vocab_size)
+    for step in range(hp.num_iterations + 1):
+        last = step == hp.num_iterations
+        validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
+        save = hp.save_every and (last or (step and step % hp.save_every == 0))
+        if validate or save:
+            seconds += clock() - start
+            check_loss(last_loss(), step)
+            ms = 1e3 * seconds
+            if validate:
+                loss = evaluate(model, val_batches, get_window_size(step, hp), device)
+                times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+                log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.4f} {times}")
+                check_loss(loss, step)
+            if save and rank == 0:
+                save_checkpoint(Path("logs", log.run_id, f"state_step{step:06}.pt"), model, step)
+            start = clock()
+        if last:
+            break
+        batch = (t.pin_memory() for t in next(batches)) if on_gpu else next(batches)
+        inputs, targets = (t.to(device, non_blocking=True) for t in batch)
+        loss = train_step(model, optimizers, inputs, targets, step)
+        shown, last_loss = check_loss(last_loss(), step), to_host(loss)  # a step late: no waiting
+        ms = 1e3 * (seconds + time.perf_counter() - start)
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
+        line = f"step:{step + 1}/{hp.num_iterations} {times}"
+        log.step(line, shown, ms / (step + 1), hp.batch_seqs * hp.seq_len)
+    log(peak_memory(device))
+    if store:
+        dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and train; an error of the user's becomes one line and a status.
+
+    Of the ranks that fail, the lowest reports: the others leave it time to.
+    """
+    status, store, rank = 2, None, int(os.environ.get("RANK", 0))
+    try:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            store = next(dist.rendezvous("env://"))[0]
+        hp, args = parse_args(argv)
+        status = 1
+        if "list_records" in args:
+            print_records()
+        else:
+            train(hp, args, store)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UserError, OSError, RuntimeError) as error:
+        gone = store and (isinstance(error, dist.DistError) or "gloo" in str(error))
+        if isinstance(error, RuntimeError) and not gone:
+            raise
+        time.sleep(min(rank, 40) / 4)
+        if store is None or store.add("reports", 1) == 1:
+            message = f"lost another rank, which has stopped: {error}" if gone else error
+            print(f"train_gpt.py: error: {message}", file=sys.stderr)
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
