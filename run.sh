@@ -4,6 +4,7 @@
 #   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a two-minute demo without one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
+#   ./run.sh test slow | gpu           the long tests | only those that need a GPU
 #
 # NPROC=n uses n GPUs; PYTHON=path makes the environment from another Python (3.11 or later).
 set -euo pipefail
@@ -65,31 +66,38 @@ setup_tests() {
     if [ "$python" != "$venv/bin/python" ]; then # beside a Python that is used as it is
         make_venv --clear --system-site-packages
         python="$venv/bin/python"
+        # A virtual environment does not pass its packages on: then this one needs its own.
+        has_torch "$python" || "$python" -m pip install --quiet -r "$here/requirements.txt" ||
+            die "pip could not install requirements.txt: see its message above"
     fi
     "$python" -m pip install --quiet -r "$here/tests/requirements.txt" ||
         die "pip could not install tests/requirements.txt: see its message above"
     mark "$here/tests/requirements.txt" tests
 }
 
+fetch_fineweb() { # with huggingface-hub beside a Python that is used as it is and lacks it
+    if ! "$python" -c 'import huggingface_hub' 2>/dev/null; then
+        "$python" -m pip install --quiet --target "$venv/hub" huggingface-hub ||
+            die "pip could not install huggingface-hub, which fetches FineWeb: see its message above"
+        local -x PYTHONPATH="$venv/hub${PYTHONPATH:+:$PYTHONPATH}"
+    fi
+    "$python" "$here/cached_fineweb.py"
+}
+
 train() {
-    local gpus batch=8 device=auto wants_data=yes previous=""
-    for word in "$@"; do
-        case "$previous $word" in
-        "--batch_seqs "*) batch="$word" ;;
-        "--device "*) device="$word" ;;
-        *" --train_files" | *" --list_records" | *" --help" | *" -h" | "--record demo") wants_data= ;;
-        esac
-        previous="$word"
-    done
-    gpus=0
-    if [ "$device" != cpu ]; then
-        gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
-    fi
-    if [ "$gpus" -gt 0 ] && [ -n "$wants_data" ]; then
-        "$python" "$here/cached_fineweb.py"
-    fi
+    local gpus=0 batch=8 line=" ${*//=/ } " # --flag=value and --flag value alike
+    [[ $line =~ " --batch_seqs "+([1-9][0-9]*)" " ]] && batch="${BASH_REMATCH[1]}"
+    case "$line" in
+    *" --help "* | *" -h "* | *" --list_records "* | *" --device cpu "*) ;;
+    *) gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')" ;;
+    esac
+    case "$gpus$line" in
+    0* | *" --train_files "* | *" --record demo "* | *" --eval "*) ;;
+    *) fetch_fineweb ;;
+    esac
+
     local processes="${NPROC:-$gpus}"
-    if [ -z "${NPROC:-}" ] && [ "$gpus" -gt 1 ] && [[ "$batch" =~ ^[1-9][0-9]*$ ]]; then
+    if [ -z "${NPROC:-}" ] && [ "$gpus" -gt 1 ]; then
         while ((batch % processes)); do processes=$((processes - 1)); done
         if [ "$processes" -ne "$gpus" ]; then
             echo "run.sh: $gpus GPUs cannot share $batch sequences evenly: using $processes" >&2
@@ -110,7 +118,10 @@ setup)
 test)
     shift
     setup_tests
-    exec "$python" -m pytest "$here/tests" "$@"
+    if [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then
+        exec "$python" -m pytest "$here/tests/$1" "${@:2}"
+    fi
+    exec "$python" -m pytest "$here/tests" --ignore "$here/tests/slow" "$@"
     ;;
 *)
     setup

@@ -32,6 +32,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,10 +82,10 @@ LAYERS_2025_01 = (
 )
 
 
-def setting(default, meaning: str, least: float | None = None, **metadata):
-    """A row of Hyperparameters; `group` begins a group of --help, `choices` are the legal words."""
-    least = least if least is not None else 1 if type(default) is int else 0
-    return field(default=default, metadata={"help": meaning, "least": least, **metadata})
+def setting(default, meaning: str, least=None, most=math.inf, step=None, **metadata):
+    """A row of Hyperparameters with its legal range; `group` begins a group of --help."""
+    legal = int(type(default) is int) if least is None else least, most, step
+    return field(default=default, metadata={"help": meaning, "legal": legal, **metadata})
 
 
 @dataclass(frozen=True)
@@ -100,24 +101,26 @@ class Hyperparameters:
     window_span: int = setting(1728, "tokens by which it grows until the last step", 0)
     window_step: int = setting(128, "it is a multiple of this many tokens")
 
-    seq_len: int = setting(49152, "tokens in a training sequence (a micro-batch)", group="batch")
+    seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, step=BLOCK, group="batch")
     batch_seqs: int = setting(8, "sequences in a global batch, shared by all ranks")
-    val_seq_len: int = setting(262144, "tokens in a validation sequence")
+    val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, step=BLOCK)
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
 
-    num_layers: int = setting(12, "first and last half of them in the layer table", group="model")
+    num_layers: int = setting(12, "rows from both ends of the layer table", 2, 12, 2, group="model")
     num_heads: int = setting(6, "attention heads")
-    head_dim: int = setting(128, "channels in a head")
-    model_dim: int = setting(768, "channels in the residual stream, a quarter of the MLP's")
+    head_dim: int = setting(128, "channels in a head", 4, step=4)
+    model_dim: int = setting(
+        768, "channels in the residual stream, a quarter of the MLP's", 16, step=16
+    )
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
     attn_scale: float = setting(0.12, "factor on the products of normalised q and k")
     rope_base: float = setting(1024.0, "highest over lowest rotary frequency", 1)
-    logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)")
+    logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     layers: tuple[Layer, ...] = LAYERS_2025_01
-    seed: int = setting(0, "seed of the initial weights", 0)
+    seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
-    adam_betas: tuple[float, float] = setting((0.8, 0.95), "Adam's betas", group="optimizers")
-    adam_eps: float = setting(1e-10, "Adam's epsilon")
+    adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
+    adam_betas: tuple[float, float] = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
     head_lr: float = setting(0.008, "Adam's learning rate for the head")
     scalar_lr: float = setting(0.04, "Adam's learning rate for scalars")
@@ -128,9 +131,9 @@ class Hyperparameters:
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
 
     fp8: bool = setting(True, "train the head in FP8 on GPUs that can", group="FP8")
-    x_s: float = setting(2.0, "scale of the head's input")
-    w_s: float = setting(2.0**9, "scale of the head's weight")
-    grad_s: float = setting(2.0**19, "scale of the logits' gradient")
+    x_s: float = setting(2.0, "scale of the head's input", 1e-6)
+    w_s: float = setting(2.0**9, "scale of the head's weight", 1e-6)
+    grad_s: float = setting(2.0**19, "scale of the logits' gradient", 1e-6)
 
     train_files: str = setting(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
     val_files: str = setting(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
@@ -141,6 +144,7 @@ class Hyperparameters:
 
 
 FIELDS = [f for f in dataclasses.fields(Hyperparameters) if f.name != "layers"]  # those with a flag
+RUN_FIELDS = "train_files", "val_files", "val_loss_every", "save_every", "device", "compile"
 
 RECORDS = {
     "2025-01-26_BatchSize": Hyperparameters(),
@@ -174,23 +178,15 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for values that no run can have."""
-    rules = []
     for f in FIELDS:
-        if f.type is not str:
-            least = f.metadata["least"]
-            rules.append((f.name, np.min(getattr(hp, f.name)) >= least, f"at least {least}"))
-    rules += [
-        ("seq_len", hp.seq_len % BLOCK == 0, f"a multiple of {BLOCK}"),
-        ("val_seq_len", hp.val_seq_len % BLOCK == 0, f"a multiple of {BLOCK}"),
-        ("val_tokens", hp.val_tokens % max(hp.val_seq_len, 1) == 0, "a multiple of val_seq_len"),
-        ("num_layers", hp.num_layers in range(0, len(hp.layers) + 1, 2), "even, at most 12"),
-        ("head_dim", hp.head_dim % 4 == 0, "a multiple of 4"),
-        # The least softmax entry, exp(-2 * 38) / vocabulary, is about the last normal float32.
-        ("logit_softcap", 0 < hp.logit_softcap <= 38, "above 0 and at most 38"),
-    ]
-    for name, ok, rule in rules:
-        if not ok:
-            raise UserError(f"--{name} {show(getattr(hp, name))}: must be {rule}")
+        value, (least, most, step) = getattr(hp, f.name), f.metadata["legal"]
+        in_range = f.type is str or least <= np.min(value) <= np.max(value) <= most
+        if not in_range or (step and value % step):
+            rule = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            rule += f", a multiple of {step}" * bool(step)
+            raise UserError(f"--{f.name} {show(value)}: must be {rule}")
+    if hp.val_tokens % hp.val_seq_len:
+        raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
 
 
 def show(value) -> str:
@@ -208,11 +204,6 @@ def print_records() -> None:
     minutes = [str(PUBLISHED_MINUTES.get(name, "-")) for name in RECORDS]
     for name, cells in [("", RECORDS), *rows.items(), ("published minutes", minutes)]:
         print(f"{name:<24}" + "".join(f"{cell:<40}" for cell in cells).rstrip())
-
-
-def on_off(word: str) -> bool:
-    """The value of a switch on the command line."""
-    return ("off", "on").index(word) == 1
 
 
 def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
@@ -238,29 +229,26 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
     parser.add_argument("--eval", metavar="PATH", help="print a checkpoint's validation loss, exit")
     for f in FIELDS:
-        options = {"help": f"{f.metadata['help']} [{show(f.default)}]"}
-        if "choices" in f.metadata:
-            options |= {"choices": f.metadata["choices"]}
-        elif f.type is bool:
-            options |= {"type": on_off, "metavar": "on|off"}
-        elif isinstance(f.default, tuple):
-            options |= {"type": float, "nargs": len(f.default), "metavar": "float"}
-        else:
-            options |= {"type": f.type, "metavar": f.type.__name__}
+        words = ("on", "off") if f.type is bool else f.metadata.get("choices")
+        options = {"choices": words} if words else {"type": f.type, "metavar": f.type.__name__}
+        if isinstance(f.default, tuple):
+            options = {"type": float, "nargs": len(f.default), "metavar": "float"}
         if "group" in f.metadata:
             group = parser.add_argument_group(f.metadata["group"])
-        group.add_argument(f"--{f.name}", **options)
+        text = f"{f.metadata['help']} [{show(f.default)}]"
+        group.add_argument(f"--{f.name}", help=text, **options)
     args = parser.parse_args(argv)
-
-    cuda = torch.cuda.is_available() and getattr(args, "device", "auto") != "cpu"
-    from_checkpoint = "eval" in args and "record" not in args
-    args.record = getattr(args, "record", default if cuda else "demo")
-    hp = RECORDS[args.record]
-    if from_checkpoint:
-        hp = replace(hp, **load_checkpoint(args.eval)["hyperparameters"])
-    given = {f.name: getattr(args, f.name) for f in FIELDS if f.name in args}
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    hp = replace(hp, **given)
+    on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
+    args.saved = load_checkpoint(args.eval) if "eval" in args else {}
+    remembered = "record" not in args and args.saved.get("hyperparameters")
+    args.record = getattr(args, "record", "demo" if on_cpu else default)
+    if remembered:
+        args.record = args.saved["record"]
+    hp = remembered or RECORDS[args.record]
+    for name in vars(args).keys() & vars(hp).keys():
+        value = getattr(args, name)
+        value = tuple(value) if isinstance(value, list) else value
+        hp = replace(hp, **{name: value == "on" if name == "fp8" else value})
     check(hp)
     return hp, args
 
@@ -309,15 +297,15 @@ class FP8Linear(torch.autograd.Function):
     def forward(ctx, x, w, x_s, w_s, grad_s):
         x_f8, w_f8 = to_fp8(x, x_s, torch.float8_e4m3fn), to_fp8(w, w_s, torch.float8_e4m3fn)
         ctx.save_for_backward(x_f8, w_f8)
-        ctx.scales, ctx.dtypes = (x_s, w_s, grad_s), (x.dtype, w.dtype)
+        ctx.scales = x_s, w_s, grad_s
         return fp8_forward(x_f8, w_f8, x_s, w_s)
 
     @staticmethod
     def backward(ctx, grad):
         (x_f8, w_f8), (x_s, w_s, grad_s) = ctx.saved_tensors, ctx.scales
-        grad_f8 = to_fp8(grad, grad_s, torch.float8_e5m2)
-        grad_x = fp8_grad_x(grad_f8, w_f8, grad_s, w_s).to(ctx.dtypes[0])
-        return grad_x, fp8_grad_w(grad_f8, x_f8, grad_s, x_s).to(ctx.dtypes[1]), None, None, None
+        grad_f8 = to_fp8(grad, grad_s, torch.float8_e5m2)  # autograd casts to the inputs' dtypes
+        grads = fp8_grad_x(grad_f8, w_f8, grad_s, w_s), fp8_grad_w(grad_f8, x_f8, grad_s, x_s)
+        return *grads, None, None, None
 
 
 class CastedLinear(nn.Linear):
@@ -332,7 +320,8 @@ class CastedLinear(nn.Linear):
         self.use_fp8, self.scales = use_fp8, (float(x_s), float(w_s), float(grad_s))
 
     def reset_parameters(self) -> None:
-        init_hidden_(self.weight.detach())
+        bound = 0.5 * (3 / self.in_features) ** 0.5  # a standard deviation of 0.5 / sqrt(fan_in)
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in bfloat16 with FP8, else in x's dtype."""
@@ -340,12 +329,6 @@ class CastedLinear(nn.Linear):
             out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.scales)
             return out.view(*x.shape[:-1], -1)
         return F.linear(x, self.weight.type_as(x))
-
-
-def init_hidden_(weight: Tensor) -> Tensor:
-    """Fill (..., fan_out, fan_in) uniformly, with a standard deviation of 0.5 / sqrt(fan_in)."""
-    bound = 0.5 * (3 / weight.size(-1)) ** 0.5
-    return weight.uniform_(-bound, bound)
 
 
 # -----------------------------------------------------------------------------
@@ -393,16 +376,16 @@ class Muon(torch.optim.Optimizer):
             rows, cols = params[0].shape[-2:]
             grads = torch.cat([p.grad.view(-1, rows, cols) for p in params])
             share = -(-len(grads) // self.world_size)
-            mine = grads[self.rank * share :][:share]
+            padding = share * self.world_size - len(grads)  # zero matrices: all shares are equal
+            mine = F.pad(grads, (0, 0, 0, 0, 0, padding))[self.rank * share :][:share]
             state = self.state[params[0]]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(mine)
             momentum = state["momentum_buffer"].lerp_(mine, 1 - mu)
             updates = self.orthogonalize(mine.lerp(momentum, mu))
             if self.world_size > 1:
-                padded = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
-                gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-                dist.all_gather(gathered, padded.contiguous())
+                gathered = [torch.empty_like(updates) for _ in range(self.world_size)]
+                dist.all_gather(gathered, updates.contiguous())
                 updates = torch.cat(gathered)[: len(grads)]
             counts = [p.numel() // (rows * cols) for p in params]
             for p, update in zip(params, updates.split(counts), strict=True):
@@ -460,33 +443,20 @@ def flex_mask(first: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(first: Tensor, rows: int = 1024) -> list[tuple[slice, slice, Tensor]]:
-    """The same for scaled_dot_product_attention: (queries, keys, 0 or -inf), some rows at a time.
-
-    Rows come with only the keys that they see, so memory grows with T times the window.
-    """
-    chunks, position = [], torch.arange(len(first), device=first.device)
-    for q in position.split(rows):
-        kv = position[first[q[0]] : q[-1] + 1]
-        hidden = (kv > q[:, None]) | (kv < first[q, None])
-        mask = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)
-        chunks.append((slice(q[0], q[-1] + 1), slice(kv[0], kv[-1] + 1), mask))
-    return chunks
+def dense_mask(first: Tensor) -> Tensor:
+    """The same (T, T), 0 or -inf, for scaled_dot_product_attention and a CPU's short sequences."""
+    position = torch.arange(len(first), device=first.device)
+    hidden = (position > position[:, None]) | (position < first[:, None])
+    return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | list, scale: float) -> Tensor:
-    """Attention of (1, H, T, D) under a flex_mask or a dense_mask; the two agree.
-
-    FlexAttention is for CUDA and compiled code: it has no backward on a CPU.
-    """
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
+    """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask; they agree."""
     if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=scale)
-    sdpa = F.scaled_dot_product_attention
-    parts = [
-        sdpa(q[:, :, rows], k[:, :, cols], v[:, :, cols], attn_mask=m.type_as(q), scale=scale)
-        for rows, cols, m in mask
-    ]
-    return torch.cat(parts, dim=2)
+        outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
+        flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
+        return flex(q, k, v, block_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -518,7 +488,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.heads, self.scale = (hp.num_heads, hp.head_dim), hp.attn_scale
         width = hp.num_heads * hp.head_dim
-        self.qkv_w = nn.Parameter(init_hidden_(torch.empty(3, width, hp.model_dim)))
+        self.qkv_w = nn.Parameter(
+            CastedLinear(hp.model_dim, 3 * width).weight.detach().view(3, width, -1)
+        )
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
@@ -650,8 +622,9 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, cap, scales=None, with_grad=True, chunk=loss_chunk):
+    def forward(ctx, x, weight, targets, cap, scales=None, chunk=loss_chunk):
         w = to_fp8(weight, scales[1], torch.float8_e4m3fn) if scales else weight.type_as(x)
+        with_grad = ctx.needs_input_grad[0]
         grads = (1 / len(x), gradient_buffer(weight)) if with_grad else (None, None)
         size = LOSS_CHUNK[x.device.type]
         parts = zip(x.split(size), targets.split(size), strict=True)
@@ -663,7 +636,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         torch._assert_async(grad == 1, "call backward() on the loss itself; scale gradients after")
-        return *ctx.saved_tensors, *[None] * 6
+        return *ctx.saved_tensors, *[None] * 5
 
 
 class GPT(nn.Module):
@@ -676,13 +649,11 @@ class GPT(nn.Module):
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         self.hp, self.layers = hp, layer_table(hp)
-        tables = {row.value_table for row in self.layers} - {None}
-        width = hp.num_heads * hp.head_dim
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
-        self.value_embeds = nn.Module()
-        self.value_embeds.embed = nn.ModuleDict(
-            {str(i): nn.Embedding(hp.vocab_size, width) for i in sorted(tables)}
-        )
+        tables = sorted({row.value_table for row in self.layers} - {None})
+        table = partial(nn.Embedding, hp.vocab_size)
+        self.embed, width = table(hp.model_dim), hp.num_heads * hp.head_dim
+        value_embeds = nn.ModuleDict({str(i): table(width) for i in tables})
+        self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
         padded_vocab = -(-hp.vocab_size // 128) * 128
@@ -694,10 +665,10 @@ class GPT(nn.Module):
         """Move there in the dtypes of the place; compile the functions in which time is spent."""
         self.to(device)
         if device.type == "cuda":
+            self.use_flex = True
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
         if compiled:
-            self.use_flex = device.type == "cuda"
             self.trunk = torch.compile(self.trunk, dynamic=False)
             self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
         return self
@@ -718,14 +689,14 @@ class GPT(nn.Module):
 
         Masks and rotary angles depend on the tokens alone: they are made here, once for all layers.
         """
-        window = torch.as_tensor(window, device=input_seq.device)
+        window = torch.full((), 0, device=input_seq.device) + window  # no copy that would wait
         make_mask, rule = flex_mask if self.use_flex else dense_mask, self.hp.window_rule
         masks = {
             name: make_mask(first_visible(input_seq, size, rule))
             for name, size in (("long", window), ("short", window // 2))
             if any(row.window == name for row in self.layers)
         }
-        tables = self.value_embeds.embed.items()
+        tables = self.value_embeds["embed"].items()
         value_embeds = {int(i): lookup(table, input_seq) for i, table in tables}
         rotary = rotary_table(len(input_seq), self.hp, input_seq.device)
         return self.trunk(lookup(self.embed, input_seq), value_embeds, rotary, masks)
@@ -738,11 +709,10 @@ class GPT(nn.Module):
     def forward(self, input_seq: Tensor, target_seq: Tensor, window: int | Tensor) -> Tensor:
         """Mean loss () of tokens (T,) and targets (T,) int64; for its gradients see HeadLoss."""
         x = self.hidden(input_seq, window)
-        with_grad = self.training and torch.is_grad_enabled()
-        fp8 = self.lm_head.use_fp8 and with_grad and x.is_cuda and fp8_supported(x.device)
-        scales, cap = self.lm_head.scales if fp8 else None, self.hp.logit_softcap
-        weight, chunk = self.lm_head.weight, self.loss_chunk
-        return HeadLoss.apply(x, weight, target_seq, cap, scales, with_grad, chunk)
+        head, cap = self.lm_head, self.hp.logit_softcap
+        fp8 = head.use_fp8 and x.requires_grad and x.is_cuda and fp8_supported(x.device)
+        scales = head.scales if fp8 else None
+        return HeadLoss.apply(x, head.weight, target_seq, cap, scales, self.loss_chunk)
 
 
 # -----------------------------------------------------------------------------
@@ -755,32 +725,12 @@ def load_data_shard(path: str | Path) -> Tensor:
     A shard is 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16: llm.c's
     format. Raises UserError with what was found and what was expected.
     """
-    header, size = np.fromfile(path, "<i4", 256).tolist(), os.path.getsize(path)
-    if len(header) < 256 or header[0] != 20240520:
-        raise UserError(f"{path}: not a token shard: starts with {header[:1]}, expected 20240520")
-    if header[1] != 1:
-        raise UserError(f"{path}: shard version {header[1]}, expected 1")
-    if header[2] < 1 or size != 1024 + 2 * header[2]:
-        expected = f"expected {1024 + 2 * header[2]} for the {header[2]} tokens of its header"
-        raise UserError(f"{path}: {size} bytes, {expected}: fetch it again")
+    size, header = os.path.getsize(path), np.fromfile(path, "<i4", 256).tolist()
+    expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
+    if size <= 1024 or size % 2 or header[:3] != expected:
+        found = f"its {size} bytes begin with {header[:3]}, expected {expected}"
+        raise UserError(f"{path} is not a whole token shard: {found}; fetch it again")
     return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
-
-
-def batch_plan(pattern: str, seq_len: int, batch_seqs: int) -> list[tuple[str, Tensor, int]]:
-    """Each global batch of the stream: (path, tokens of its shard, first position).
-
-    A batch lies in one shard, a tail too short for one is dropped. Every shard is checked here.
-    Raises UserError for a pattern without shards, a bad shard, or a stream without a batch.
-    """
-    shards = [(path, load_data_shard(path)) for path in sorted(glob.glob(pattern))]
-    if not shards:
-        raise UserError(f"no shard matches {pattern}: get FineWeb with `python cached_fineweb.py`")
-    need = seq_len * batch_seqs
-    plan = [(p, shard, i * need) for p, shard in shards for i in range((len(shard) - 1) // need)]
-    if not plan:
-        found = max(len(shard) for _, shard in shards)
-        raise UserError(f"{pattern}: a shard has at most {found} tokens, a batch needs {need + 1}")
-    return plan
 
 
 def distributed_data_generator(
@@ -789,18 +739,26 @@ def distributed_data_generator(
     """This rank's part of each global batch from start_step on; the stream begins again at its end.
 
     Yields inputs (int32) and targets (int64), both (batch_seqs / world_size, seq_len); targets are
-    the stream shifted by one. A batch is batch_seqs consecutive sequences; rank r has the r-th run.
-    Raises UserError at once as batch_plan does and for a world size that does not divide the batch,
-    and on reading, on all ranks, for a token outside the vocabulary.
+    the stream shifted by one. A batch is batch_seqs consecutive sequences of one shard (a tail too
+    short for one is dropped); rank r has the r-th. Raises UserError: at once for shards that are
+    missing, damaged or too short and a world size that does not divide the batch; on all ranks when
+    it reads a token outside the vocabulary.
     """
     if batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
-    plan, share = batch_plan(pattern, seq_len, batch_seqs), batch_seqs // world_size
+    shards = [(path, load_data_shard(path)) for path in sorted(glob.glob(pattern))]
+    if not shards:
+        raise UserError(f"no shard matches {pattern}: get FineWeb with `python cached_fineweb.py`")
+    need, share = seq_len * batch_seqs, batch_seqs // world_size
+    plan = [(p, shard, i * need) for p, shard in shards for i in range((len(shard) - 1) // need)]
+    if not plan:
+        found = max(len(shard) for _, shard in shards)
+        raise UserError(f"{pattern}: a shard has at most {found} tokens, a batch needs {need + 1}")
 
     def batches():
         for step in itertools.count(start_step):
             path, shard, start = plan[step % len(plan)]
-            tokens = shard[start : start + batch_seqs * seq_len + 1].int()
+            tokens = shard[start : start + need + 1].int()
             if (worst := int(tokens.max())) >= vocab_size:
                 where = f"{path}: token {worst} at position {start + int(tokens.argmax())}"
                 raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
@@ -866,17 +824,8 @@ def all_reduce_(tensors: list[Tensor]) -> None:
             work.wait()
 
 
-def peak_memory(device: torch.device) -> str:
-    """Of the CUDA allocator; on a CPU, the resident memory of the process."""
-    if device.type == "cuda":
-        sizes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    else:
-        sizes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,) * 2
-    return f"peak memory allocated: {sizes[0] >> 20} MiB reserved: {sizes[1] >> 20} MiB"
-
-
 class Logger:
-    """The log file, and a progress bar on a terminal or plain lines elsewhere; of rank 0 alone."""
+    """Rank 0's log file, and the console: plain lines, on a terminal a bar for the steps."""
 
     def __init__(self, hp: Hyperparameters, device: torch.device, rank: int):
         """Begin logs/<run_id>.txt with what it takes to believe and to repeat the run."""
@@ -884,13 +833,9 @@ class Logger:
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
         self.path.parent.mkdir(exist_ok=True)
         self.file = self.path.open("w", buffering=1, encoding="utf-8")
-        self.console = sys.stdout if rank == 0 else self.file
-        self.bar = tqdm(
-            total=hp.num_iterations,
-            disable=not self.console.isatty(),
-            file=self.console,
-            bar_format="{n}/{total} {bar} {postfix}, {remaining} left",
-        )
+        bar_format = "{n}/{total} {bar}{postfix}, {remaining} left"
+        options = {"disable": None, "bar_format": bar_format}  # None: unless on a terminal
+        self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, **options)
         command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
         machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
         software = f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}"
@@ -901,25 +846,21 @@ class Logger:
     def __call__(self, line: str, console: bool = True) -> None:
         print(line, file=self.file)
         if console:
-            self.bar.write(line, file=self.console)
-            self.console.flush()
+            self.bar.write(line)
+            sys.stdout.flush()
 
-    def step(self, line: str, loss: float, ms_per_step: float, tokens_per_step: int) -> None:
+    def step(self, line: str, progress: str) -> None:
         """The line of one training step; on a terminal the bar moves instead."""
         self(line, console=self.bar.disable)
-        speed = f"{ms_per_step:.0f} ms/step, {1000 * tokens_per_step / ms_per_step:.0f} tokens/s"
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+        self.bar.set_postfix_str(progress, refresh=False)
         self.bar.update()
 
 
-def save_checkpoint(path: Path, model: GPT, step: int) -> None:
-    """Write weights, step, settings and source; the file has its name only when it is whole."""
-    state = {
-        "step": step,
-        "code": Path(__file__).read_text("utf-8"),
-        "model": model.state_dict(),
-        "hyperparameters": dataclasses.asdict(model.hp),
-    }
+def save_checkpoint(path: Path, model: GPT, record: str, step: int) -> None:
+    """Write weights, what they learn with, and the source; only a whole file gets the name."""
+    settings = {k: v for k, v in dataclasses.asdict(model.hp).items() if k not in RUN_FIELDS}
+    state = {"record": record, "hyperparameters": settings, "model": model.state_dict()}
+    state |= {"step": step, "code": Path(__file__).read_text("utf-8")}
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -934,39 +875,28 @@ def save_checkpoint(path: Path, model: GPT, step: int) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """`model`, named without _orig_mod., and `hyperparameters`, of which a published checkpoint has
-    none; on the CPU. UserError if the file is not a whole checkpoint."""
+    """A checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a published
+    one, `record` and `hyperparameters`. UserError if the file is not a whole checkpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        weights = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
-        settings = state.get("hyperparameters", {})
-        if settings:
+        state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
+        if "hyperparameters" in state:
+            settings = state["hyperparameters"]
             settings["layers"] = tuple(Layer(**row) for row in settings["layers"])
+            state["hyperparameters"] = replace(RECORDS[state["record"]], **settings)
+        return state
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{path} is not a whole checkpoint: {reason}") from error
-    return {"model": weights, "hyperparameters": settings}
-
-
-def load_weights(model: GPT, path: str | Path) -> None:
-    """Fill the model from a checkpoint; UserError if that is of another model."""
-    found, expected = load_checkpoint(path)["model"], model.state_dict()
-    for name in expected | found:
-        sizes = [list(d[name].shape) if name in d else "nothing" for d in (found, expected)]
-        if sizes[0] != sizes[1]:
-            other = f"{name} is {sizes[0]} there and {sizes[1]} in this model"
-            raise UserError(f"{path} is of other hyperparameters (--record, ...): {other}")
-    model.load_state_dict(found)
+        raise UserError(f"{path} is not a whole checkpoint: {error}") from error
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batches: list, window: int, device: torch.device) -> float:
-    """Mean loss per token of all ranks' validation sequences; this rank's come as (1, T) pairs."""
+def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.device) -> float:
+    """Mean loss of all ranks' validation sequences; this rank's are (n, T), and n may be 0."""
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
-    for batch in batches:
-        inputs, targets = (t[0].to(device) for t in batch)
-        total += torch.stack([model(inputs, targets, window), total.new_ones(())])
+    for inputs, targets in zip(*batches, strict=True):
+        loss = model(inputs.to(device), targets.to(device), window)
+        total += torch.stack([loss, torch.ones_like(loss)])
     all_reduce_([total])
     model.train()
     return (total[0] / total[1]).item()
@@ -1010,7 +940,7 @@ def warm_up(model: GPT, optimizers: list, device: torch.device, every_window: bo
     x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
     for window, step in list(windows.items())[0 if every_window else -1 :]:
         train_step(model, optimizers, x.int(), x, step)
-        evaluate(model, [(val.int(), val)], window, device)
+        evaluate(model, [val.int(), val], window, device)
     model.load_state_dict(initial)
     for optimizer in optimizers:
         optimizer.state.clear()
@@ -1026,30 +956,25 @@ def to_host(value: Tensor):
     return lambda: copied.synchronize() or host.item()
 
 
-def validation_batches(hp: Hyperparameters, rank: int, world_size: int) -> list:
-    """This rank's share of the first val_tokens of the stream, as (1, val_seq_len) pairs."""
-    count, pattern = hp.val_tokens // hp.val_seq_len, hp.val_files
-    if (found := len(batch_plan(pattern, hp.val_seq_len, 1))) < count:
-        lacks = f"{found} sequences of {hp.val_seq_len}, --val_tokens {hp.val_tokens} needs {count}"
-        raise UserError(f"{pattern}: too few tokens: {lacks}")
-    stream = distributed_data_generator(pattern, hp.val_seq_len, 1, 0, 1, 0, hp.vocab_size)
-    return list(itertools.islice(stream, rank, count, world_size))
-
-
 def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None) -> None:
     """A run, from finding the device to the last line of the log; with --eval, one validation."""
     device = start_device(hp.device, store)
     on_gpu = device.type == "cuda"
     compiled = hp.compile == "on" or (hp.compile == "auto" and on_gpu)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
-    val_batches = validation_batches(hp, rank, world_size)
+    count = hp.val_tokens // hp.val_seq_len  # validation is one global batch; a rank may get none
+    stream = hp.val_files, hp.val_seq_len, count, 0, 1, 0, hp.vocab_size
+    val_batches = [t[rank::world_size] for t in next(distributed_data_generator(*stream))]
     torch.manual_seed(hp.seed)
     model = GPT(hp)
     if "eval" in args:
-        load_weights(model, args.eval)
+        try:
+            model.load_state_dict(args.saved["model"])
+        except RuntimeError as error:
+            raise UserError(f"{args.eval} is of other hyperparameters: {error}") from error
         model.to_device(device, compiled)
         loss = evaluate(model, val_batches, get_window_size(hp.num_iterations, hp), device)
-        print(f"val_loss:{loss:.4f} {args.eval}\n" * (rank == 0), end="")
+        print(f"val_loss:{loss:.4f} {args.eval}")
         return
     sizes = hp.seq_len, hp.batch_seqs, rank, world_size, 0, hp.vocab_size
     batches = distributed_data_generator(hp.train_files, *sizes)
@@ -1070,12 +995,12 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         return loss
 
     log = Logger(hp, device, rank)
-    changed = [
-        f.name for f in FIELDS if getattr(hp, f.name) != getattr(RECORDS[args.record], f.name)
-    ]
-    place = torch.cuda.get_device_name() if on_gpu else "CPU, no GPU"
-    flags = "".join(f" --{name} {show(getattr(hp, name))}" for name in changed)
+    place = torch.cuda.get_device_name() if on_gpu else "CPU"
+    record = vars(RECORDS[args.record])
+    flags = "".join(f" --{name} {show(v)}" for name, v in vars(hp).items() if v != record[name])
     log(f"record {args.record}{flags}\non {world_size} x {place}, log in {log.path}")
+    if args.record == "demo" and hp.device == "auto" and not on_gpu:
+        log("no GPU found: this is a small demonstration, on the sample corpus in data/")
     if hp.fp8 and not (on_gpu and fp8_supported(device)):
         log(f"no FP8 here: the head trains in {'bfloat16' if on_gpu else 'float32'}")
     start = clock()
@@ -1098,8 +1023,11 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
                 log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.4f} {times}")
                 check_loss(loss, step)
+            if save and not all(p.isfinite().all() for p in model.parameters()):
+                check_loss(math.nan, step)
             if save and rank == 0:
-                save_checkpoint(Path("logs", log.run_id, f"state_step{step:06}.pt"), model, step)
+                path = Path("logs", log.run_id, f"state_step{step:06}.pt")
+                save_checkpoint(path, model, args.record, step)
             start = clock()
         if last:
             break
@@ -1110,18 +1038,23 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         ms = 1e3 * (seconds + time.perf_counter() - start)
         times = f"train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
         line = f"step:{step + 1}/{hp.num_iterations} {times}"
-        log.step(line, shown, ms / (step + 1), hp.batch_seqs * hp.seq_len)
-    log(peak_memory(device))
-    if store:
-        dist.destroy_process_group()
+        rate = hp.batch_seqs * hp.seq_len * (step + 1) / ms
+        log.step(line, f"loss {shown:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s")
+    unit = 1 if sys.platform == "darwin" else 1024
+    sizes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
+    if on_gpu:
+        sizes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    log("peak memory allocated: {} MiB reserved: {} MiB".format(*(size >> 20 for size in sizes)))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train; an error of the user's becomes one line and a status.
 
-    Of the ranks that fail, the lowest reports: the others leave it time to.
+    Rank 0 alone writes on the console. Of ranks that fail, the lowest reports: others wait for it.
     """
     status, store, rank = 2, None, int(os.environ.get("RANK", 0))
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             store = next(dist.rendezvous("env://"))[0]
@@ -1131,16 +1064,21 @@ def main(argv: list[str] | None = None) -> None:
             print_records()
         else:
             train(hp, args, store)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, OSError, RuntimeError) as error:
-        gone = store and (isinstance(error, dist.DistError) or "gloo" in str(error))
-        if isinstance(error, RuntimeError) and not gone:
+        message = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {error}"
+        elif store and (isinstance(error, dist.DistError) or "gloo" in message):
+            message = f"another rank has stopped: {error}"
+        elif isinstance(error, RuntimeError):
             raise
         time.sleep(min(rank, 40) / 4)
         if store is None or store.add("reports", 1) == 1:
-            message = f"lost another rank, which has stopped: {error}" if gone else error
-            print(f"train_gpt.py: error: {message}", file=sys.stderr)
+            print("train_gpt.py: error:", " ".join(message.split())[:500], file=sys.stderr)
         sys.exit(status)
 
 

@@ -1,7 +1,7 @@
 """Make the sample corpus: the King James Bible as GPT-2 tokens in FineWeb's shard format.
 
     apt-get install bible-kjv bible-kjv-text
-    pip install -r tests/requirements.txt
+    pip install tiktoken numpy
     python data/make_sample.py        # writes kjv_train_000001.bin and kjv_val_000000.bin
 
 A document is a chapter (1189 of them), a line is a verse, and verse references are stripped.

@@ -1,5 +1,7 @@
 """Shards and the loader against plain numpy slices of the stream."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -19,12 +21,13 @@ def test_shard_is_read_back(write_shard):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"magic": 1}, r"starts with \[1\], expected 20240520"),
-        ({"version": 2}, "shard version 2, expected 1"),
-        ({"count": 9}, "1040 bytes, expected 1042 for the 9 tokens"),
-        ({"cut": 2}, "1038 bytes, expected 1040 for the 8 tokens"),
-        ({"cut": 1030}, r"starts with \[20240520\]"),
-        ({"count": 0}, "1040 bytes"),
+        ({"magic": 1}, r"1040 bytes begin with \[1, 1, 8\], expected \[20240520, 1, 8\]"),
+        ({"version": 2}, r"begin with \[20240520, 2, 8\], expected \[20240520, 1, 8\]"),
+        ({"count": 9}, r"1040 bytes begin with \[20240520, 1, 9\], expected \[20240520, 1, 8\]"),
+        ({"cut": 2}, r"1038 bytes begin with \[20240520, 1, 8\], expected \[20240520, 1, 7\]"),
+        ({"cut": 1}, "its 1039 bytes"),
+        ({"cut": 1030}, r"10 bytes begin with \[20240520, 1\]"),
+        ({"count": 0, "cut": 16}, "its 1024 bytes"),
     ],
 )
 def test_damaged_shard_is_named_with_what_was_found_and_expected(write_shard, damage, message):
@@ -100,6 +103,8 @@ def test_token_outside_the_vocabulary_is_located(write_shard):
 
 
 def test_sample_corpus_is_the_bible_in_gpt2_tokens():
+    digest = hashlib.sha256((HERE / "data/vocab.bpe").read_bytes()).hexdigest()
+    assert digest == "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
     encoding = gpt2_encoding()
     assert encoding.encode_ordinary("Hello world, it's 1611!") == [
         *(15496, 995, 11, 340, 338, 1467, 1157, 0)

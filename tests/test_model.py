@@ -1,13 +1,15 @@
 """The whole model against a float64 reading of its specification, and its published names."""
 
+import ast
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 import reference
 import torch
 
-from train_gpt import GPT, RECORDS, CastedLinear, Layer, layer_table
+from train_gpt import GPT, HERE, RECORDS, CastedLinear, Layer, layer_table
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
 
@@ -111,3 +113,11 @@ def test_casted_linear_without_fp8_is_a_linear_layer_in_its_inputs_dtype():
     out = layer(x)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, x @ layer.weight.bfloat16().T)
+
+
+def test_train_gpt_imports_only_torch_numpy_tqdm_and_the_standard_library():
+    tree = ast.parse((HERE / "train_gpt.py").read_text())
+    names = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    roots = {name.split(".")[0] for name in names}
+    assert roots - set(sys.stdlib_module_names) == {"torch", "numpy", "tqdm"}

@@ -1,0 +1,68 @@
+"""torch.compile changes no result, leaves no graph break, and compiles nothing after warm-up."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import train_gpt
+from train_gpt import CastedLinear, HeadLoss, Layer, loss_chunk
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
+
+
+LAYERS = Layer("short", value_table=0), Layer("long", skip_from=0)
+
+
+def training_losses(hp, compiled: bool) -> list[float]:
+    """Six steps over growing windows, as a run makes them, and a validation."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    model = train_gpt.GPT(hp).to_device(device, compiled)
+    optimizers = train_gpt.build_optimizers(model, hp)
+    if compiled:
+        train_gpt.warm_up(model, optimizers, device, every_window=True)
+    warm = counters["stats"]["unique_graphs"]
+    generator, losses = torch.Generator().manual_seed(1), []
+    tokens = torch.randint(0, hp.vocab_size, (2, hp.seq_len + 1), generator=generator)
+    inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
+    for step in range(6):
+        losses.append(train_gpt.train_step(model, optimizers, inputs, targets, step).item())
+    batch = inputs[:1, : hp.val_seq_len], targets[:1, : hp.val_seq_len]
+    losses.append(train_gpt.evaluate(model, batch, 256, device))
+    assert counters["stats"]["unique_graphs"] == warm and not counters["graph_break"]
+    return losses
+
+
+def test_compiled_training_equals_eager_without_graph_breaks_or_late_compilation(tiny):
+    hp = replace(
+        tiny,
+        num_layers=2,
+        layers=LAYERS,
+        seq_len=512,
+        val_seq_len=256,
+        window_span=384,
+        batch_seqs=2,
+    )
+    hp = replace(hp, num_iterations=6, adam_eps=1e-6)
+    torch._dynamo.reset()
+    counters.clear()
+    assert training_losses(hp, compiled=True) == pytest.approx(training_losses(hp, False), abs=1e-4)
+
+
+def test_compiled_fp8_loss_equals_eager():
+    generator = torch.Generator().manual_seed(0)
+    head = CastedLinear(64, 512, use_fp8=True, x_s=2.0, w_s=2.0**9, grad_s=2.0**19)
+    head.weight.data = 0.05 * torch.randn(512, 64, generator=generator)
+    hidden = torch.randn(256, 64, generator=generator).bfloat16()
+    targets = torch.randint(0, 512, (256,), generator=generator)
+    results = []
+    for chunk in (loss_chunk, torch.compile(loss_chunk, dynamic=False)):
+        x, weight = hidden.clone().requires_grad_(), head.weight.detach().clone().requires_grad_()
+        loss = HeadLoss.apply(x, weight, targets, 15.0, head.scales, chunk)
+        loss.backward()
+        results.append((loss.detach(), x.grad, weight.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert (eager - compiled).norm() / eager.norm() < 0.01
