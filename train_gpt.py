@@ -109,9 +109,7 @@ class Hyperparameters:
     num_layers: int = setting(12, "rows from both ends of the layer table", 2, 12, 2, group="model")
     num_heads: int = setting(6, "attention heads")
     head_dim: int = setting(128, "channels in a head", 4, step=4)
-    model_dim: int = setting(
-        768, "channels in the residual stream, a quarter of the MLP's", 16, step=16
-    )
+    model_dim: int = setting(768, "channels of the residual stream", 16, step=16)
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
     attn_scale: float = setting(0.12, "factor on the products of normalised q and k")
     rope_base: float = setting(1024.0, "highest over lowest rotary frequency", 1)
@@ -465,7 +463,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim / 2), float32, of half-truncated RoPE (Grad62304977).
+    """cos and sin (T, 1, head_dim / 2), float32, of half-truncated RoPE.
 
     The first half of the frequencies falls geometrically from 1 to 1/rope_base, the rest are 0.
     """
@@ -488,9 +486,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.heads, self.scale = (hp.num_heads, hp.head_dim), hp.attn_scale
         width = hp.num_heads * hp.head_dim
-        self.qkv_w = nn.Parameter(
-            CastedLinear(hp.model_dim, 3 * width).weight.detach().view(3, width, -1)
-        )
+        qkv = CastedLinear(hp.model_dim, 3 * width)
+        self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1))
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
@@ -563,7 +560,7 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
 # while a chunk's logits are at hand. A chunk is long enough for fast matmuls; on a CPU the softmax
 # then takes a few rows at a time, which stay in the cache (BENCHMARKS.md).
 LOSS_CHUNK = {"cuda": 8192, "cpu": 128}  # tokens
-LOSS_ROWS = {"cuda": 8192, "cpu": 8}
+LOSS_ROWS = {"cuda": 8192, "cpu": 16}
 
 
 def softcapped_cross_entropy_(
@@ -617,8 +614,8 @@ def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
 class HeadLoss(torch.autograd.Function):
     """Mean soft-capped cross-entropy of x (T, K) and targets (T,) under a head's weight (V, K).
 
-    The forward pass adds the weight's gradient into its gradient_buffer and keeps that of x, so a
-    loss computed with_grad wants exactly one backward(), of itself and not of a multiple.
+    If x wants a gradient, the forward pass keeps it, and adds the weight's into gradient_buffer: so
+    such a loss wants exactly one backward(), of itself and not of a multiple.
     """
 
     @staticmethod
