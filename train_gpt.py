@@ -563,9 +563,7 @@ LOSS_CHUNK = {"cuda": 8192, "cpu": 128}  # tokens
 LOSS_ROWS = {"cuda": 8192, "cpu": 16}
 
 
-def softcapped_cross_entropy_(
-    logits: Tensor, targets: Tensor, cap: float, grad_scale: float | None
-) -> Tensor:
+def softcapped_cross_entropy_(logits: Tensor, targets: Tensor, cap: float, grad_scale) -> Tensor:
     """Summed loss () of logits (T, V); with grad_scale, they become its gradient * grad_scale.
 
     With s = sigmoid(2 logit / cap), cap * tanh(logit / cap) is 2 cap s less a constant, which
