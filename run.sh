@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up and train, with one command on any machine.
 #
-#   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a two-minute demo without one
+#   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a demo of minutes without one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
 #   ./run.sh test slow | gpu           the long tests | only those that need a GPU
@@ -97,6 +97,7 @@ train() {
     esac
 
     local processes="${NPROC:-$gpus}"
+    [[ $processes =~ ^[0-9]+$ ]] || die "NPROC=$NPROC: must be a number of processes"
     if [ -z "${NPROC:-}" ] && [ "$gpus" -gt 1 ]; then
         while ((batch % processes)); do processes=$((processes - 1)); done
         if [ "$processes" -ne "$gpus" ]; then
@@ -104,6 +105,7 @@ train() {
         fi
     fi
     if [ "$processes" -gt 1 ]; then
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # train_gpt.py sets the threads itself
         exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
             "$here/train_gpt.py" "$@"
     fi

@@ -98,7 +98,7 @@ class Hyperparameters:
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
     window_rule: str = setting("blocks", "unit of the window", choices=("blocks", "tokens"))
     window_min: int = setting(128, "long attention window at step 0, in tokens")
-    window_span: int = setting(1728, "tokens by which it grows until the last step", 0)
+    window_span: int = setting(1728, "blocks: it at the last step; tokens: its growth till then", 0)
     window_step: int = setting(128, "it is a multiple of this many tokens")
 
     seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, step=BLOCK, group="batch")
@@ -146,10 +146,10 @@ RUN_FIELDS = "train_files", "val_files", "val_loss_every", "save_every", "device
 
 RECORDS = {
     "2025-01-26_BatchSize": Hyperparameters(),
-    # The same recipe, sized for two CPU cores and about two minutes.
+    # The same recipe, sized for two CPU cores and a few minutes.
     "demo": Hyperparameters(
         num_iterations=128,
-        window_span=128,
+        window_span=256,
         seq_len=256,
         val_seq_len=1024,
         val_tokens=65536,
@@ -685,6 +685,8 @@ class GPT(nn.Module):
         Masks and rotary angles depend on the tokens alone: they are made here, once for all layers.
         """
         window = torch.full((), 0, device=input_seq.device) + window  # no copy that would wait
+        if not self.use_flex and len(input_seq) > 16384:
+            raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
         make_mask, rule = flex_mask if self.use_flex else dense_mask, self.hp.window_rule
         masks = {
             name: make_mask(first_visible(input_seq, size, rule))
@@ -724,7 +726,7 @@ def load_data_shard(path: str | Path) -> Tensor:
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
     if size <= 1024 or size % 2 or header[:3] != expected:
         found = f"its {size} bytes begin with {header[:3]}, expected {expected}"
-        raise UserError(f"{path} is not a whole token shard: {found}; fetch it again")
+        raise UserError(f"{path} is not a whole token shard: {found}; fetch or make it again")
     return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
 
 
@@ -743,7 +745,8 @@ def distributed_data_generator(
         raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
     shards = [(path, load_data_shard(path)) for path in sorted(glob.glob(pattern))]
     if not shards:
-        raise UserError(f"no shard matches {pattern}: get FineWeb with `python cached_fineweb.py`")
+        remedy = f"; fetch FineWeb with {HERE}/cached_fineweb.py" * pattern.startswith(FINEWEB)
+        raise UserError(f"no shard matches {pattern}{remedy}")
     need, share = seq_len * batch_seqs, batch_seqs // world_size
     plan = [(p, shard, i * need) for p, shard in shards for i in range((len(shard) - 1) // need)]
     if not plan:
@@ -764,7 +767,7 @@ def distributed_data_generator(
 
 
 # -----------------------------------------------------------------------------
-# Schedules: functions of the step alone, so that a resumed run repeats an uninterrupted one
+# Schedules: functions of the step alone, whatever machine it runs on
 
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
@@ -799,7 +802,7 @@ def start_device(wanted: str, store: dist.Store | None) -> torch.device:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= gpus:
             remedy = f"start {gpus} processes a node" if gpus else "use --device cpu"
-            raise UserError(f"process {local_rank} finds {gpus} GPUs on its node: {remedy}")
+            raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     elif store:  # torchrun gives each process one thread
@@ -864,8 +867,10 @@ def save_checkpoint(path: Path, model: GPT, record: str, step: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-    except (OSError, RuntimeError) as error:  # torch's writer makes a full disk a RuntimeError
+    except BaseException as error:  # torch's writer makes everything a RuntimeError
         temporary.unlink(missing_ok=True)
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
 
 
@@ -880,8 +885,11 @@ def load_checkpoint(path: str | Path) -> dict:
             settings["layers"] = tuple(Layer(**row) for row in settings["layers"])
             state["hyperparameters"] = replace(RECORDS[state["record"]], **settings)
         return state
-    except Exception as error:
-        raise UserError(f"{path} is not a whole checkpoint: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # torch's own advice is to load it unsafely
+        kind = type(error).__name__
+        raise UserError(f"{path} is not a whole checkpoint of this program ({kind})") from error
 
 
 @torch.no_grad()
@@ -968,8 +976,9 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         except RuntimeError as error:
             raise UserError(f"{args.eval} is of other hyperparameters: {error}") from error
         model.to_device(device, compiled)
-        loss = evaluate(model, val_batches, get_window_size(hp.num_iterations, hp), device)
-        print(f"val_loss:{loss:.4f} {args.eval}")
+        step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
+        loss = evaluate(model, val_batches, get_window_size(step, hp), device)
+        print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.eval}")
         return
     sizes = hp.seq_len, hp.batch_seqs, rank, world_size, 0, hp.vocab_size
     batches = distributed_data_generator(hp.train_files, *sizes)
@@ -1062,6 +1071,7 @@ def main(argv: list[str] | None = None) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt:
+        print("\ntrain_gpt.py: interrupted", file=sys.stderr)
         sys.exit(130)
     except (UserError, OSError, RuntimeError) as error:
         message = str(error)

@@ -112,6 +112,17 @@ def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):
     assert val_losses(capsys.readouterr().out) == warm
 
 
+def test_windows_of_the_demo_grow():
+    windows = {train_gpt.get_window_size(step, RECORDS["demo"]) for step in range(129)}
+    assert windows == {128, 256}
+
+
+def test_a_sequence_too_long_for_a_cpu_is_a_sentence(flags, tmp_path, write_shard, capsys):
+    write_shard("train_1.bin", [1] * 140000)
+    status, err = error_of([*flags, "--seq_len", "17408"], capsys)
+    assert status == 1 and "17408 tokens a sequence need a GPU" in err and err.count("\n") == 1
+
+
 def test_sample_corpus_and_demo_need_no_flag_and_no_folder():
     hp, _ = train_gpt.parse_args(["--device", "cpu"])
     assert hp == train_gpt.replace(RECORDS["demo"], device="cpu")
@@ -163,7 +174,17 @@ def test_checkpoint_evaluates_to_the_loss_of_the_run_that_wrote_it(flags, tmp_pa
     (folder / "state_step000004.pt").rename(moved)
     (tmp_path / "val_0.bin").rename(tmp_path / "other.bin")
     main(["--eval", str(moved), "--val_files", "other.bin"])  # it knows its model, not its places
-    assert f"val_loss:{expected:.4f} {moved}" in capsys.readouterr().out
+    assert f"val_loss:{expected:.4f} over 2048 tokens, {moved}" in capsys.readouterr().out
+
+
+def test_an_early_checkpoint_is_evaluated_under_the_window_of_its_step(flags, tmp_path, capsys):
+    wide = ["--window_span", "256", "--num_iterations", "8", "--val_loss_every", "4"]
+    main([*flags, *wide, "--seq_len", "256", "--save_every", "4"])
+    (losses,) = [val_losses(capsys.readouterr().out)]
+    for step in (4, 8):
+        (path,) = tmp_path.glob(f"logs/*/state_step{step:06}.pt")
+        main(["--eval", str(path), "--val_files", str(tmp_path / "val_*.bin"), "--device", "cpu"])
+        assert f"val_loss:{losses[step]:.4f} " in capsys.readouterr().out
 
 
 def test_published_checkpoint_loads(flags, tmp_path, capsys, randomize):
