@@ -832,7 +832,11 @@ class Logger:
         self.path.parent.mkdir(exist_ok=True)
         self.file = self.path.open("w", buffering=1, encoding="utf-8")
         bar_format = "{n}/{total} {bar}{postfix}, {remaining} left"
-        options = {"disable": None, "bar_format": bar_format}  # None: unless on a terminal
+        options = {
+            "disable": None,
+            "leave": False,
+            "bar_format": bar_format,
+        }  # None: if no terminal
         self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, **options)
         command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
         machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
@@ -1044,6 +1048,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         line = f"step:{step + 1}/{hp.num_iterations} {times}"
         rate = hp.batch_seqs * hp.seq_len * (step + 1) / ms
         log.step(line, f"loss {shown:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s")
+    log.bar.close()
     unit = 1 if sys.platform == "darwin" else 1024
     sizes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
     if on_gpu:
