@@ -26,6 +26,7 @@ import glob
 import itertools
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -57,28 +58,16 @@ class UserError(ValueError):
 # Configuration: a layer is a row, a setting is a row, a record is a row
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One row of the model: what this layer attends with and what is added to it."""
-
-    window: str | None = "long"  # "long", "short" (half of long), or None: no attention
-    value_table: int | None = None  # which value-embedding table is mixed into v
-    skip_from: int | None = None  # which earlier layer's output is added to the input
-
-
-LAYERS_2025_01 = (
-    Layer("long", value_table=0),
-    Layer("short", value_table=1),
-    Layer("short", value_table=2),
-    Layer("short"),
-    Layer("long"),
-    Layer("short"),
-    Layer("short", skip_from=5),
-    Layer(None, skip_from=4),
-    Layer("short", skip_from=3),
-    Layer("short", skip_from=2, value_table=0),
-    Layer("short", skip_from=1, value_table=1),
-    Layer("long", skip_from=0, value_table=2),
+# A layer is what it attends with: the long window, the short one that is half of it, or none. Then
+# +v0, +v1, ...: values from that embedding table are mixed into its own, or +vfirst: the first
+# layer's values; and +x5: the output of layer 5 is added to its input.
+LAYERS_2024 = (
+    "long+vfirst,long+vfirst,long+vfirst,long+vfirst,long+vfirst,long+vfirst,long+vfirst+x5,"
+    "long+vfirst+x4,long+vfirst+x3,long+vfirst+x2,long+vfirst+x1,long+vfirst+x0"
+)
+LAYERS_2025 = (
+    "long+v0,short+v1,short+v2,short,long,short,"
+    "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
 )
 
 
@@ -106,15 +95,17 @@ class Hyperparameters:
     val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, step=BLOCK)
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
 
-    num_layers: int = setting(12, "rows from both ends of the layer table", 2, 12, 2, group="model")
+    layers: str = setting(LAYERS_2025, "a layer each, as described in train_gpt.py", group="model")
+    num_layers: int = setting(12, "how many of them, half from either end", 2, step=2)
     num_heads: int = setting(6, "attention heads")
     head_dim: int = setting(128, "channels in a head", 4, step=4)
     model_dim: int = setting(768, "channels of the residual stream", 16, step=16)
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
-    attn_scale: float = setting(0.12, "factor on the products of normalised q and k")
+    init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
+    attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
+    rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "highest over lowest rotary frequency", 1)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
-    layers: tuple[Layer, ...] = LAYERS_2025_01
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
@@ -136,15 +127,46 @@ class Hyperparameters:
     train_files: str = setting(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
     val_files: str = setting(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
     val_loss_every: int = setting(125, "steps between validations, 0 for the last step only", 0)
+    run_id: str = setting("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
     save_every: int = setting(0, "steps between checkpoints, one at the end too; 0 for none", 0)
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
     compile: str = setting("auto", "torch.compile; auto: on CUDA", choices=("auto", "on", "off"))
 
 
-FIELDS = [f for f in dataclasses.fields(Hyperparameters) if f.name != "layers"]  # those with a flag
-RUN_FIELDS = "train_files", "val_files", "val_loss_every", "save_every", "device", "compile"
+FIELDS = dataclasses.fields(Hyperparameters)
+RUN_FIELDS = [f.name for f in FIELDS][-7:]  # about this run, not about what is learned
 
+WINDOW_WARMUP = Hyperparameters(
+    num_iterations=1750,
+    cooldown_frac=640 / 1750,
+    lr_final=0.0,
+    window_rule="tokens",
+    window_min=64,
+    window_step=64,
+    seq_len=65536,
+    val_seq_len=65536,
+    layers=LAYERS_2024,
+    vocab_size=50304,
+    init_bound=1.0,
+    attn_scale=0.0,
+    rope="full",
+    rope_base=10000.0,
+    logit_softcap=30.0,
+    adam_eps=1e-8,
+    fp8=False,
+)
 RECORDS = {
+    "2024-11-19_FlexAttention": replace(
+        WINDOW_WARMUP,
+        num_iterations=1875,
+        cooldown_frac=562 / 1875,
+        window_min=1024,
+        window_span=0,
+        adam_betas=(0.9, 0.95),
+        muon_lr=0.04,
+        momentum_warmup_steps=500,
+    ),
+    "2024-11-24_WindowWarmup": WINDOW_WARMUP,
     "2025-01-26_BatchSize": Hyperparameters(),
     # The same recipe, sized for two CPU cores and a few minutes.
     "demo": Hyperparameters(
@@ -162,16 +184,77 @@ RECORDS = {
         val_loss_every=64,
     ),
 }
-PUBLISHED_MINUTES = {"2025-01-26_BatchSize": 2.933}  # training time on 8 H100s
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a record reached on 8 H100s; its run logs are in the public project's records/."""
+
+    minutes: float  # train_time by the clock of its day
+    mean: float  # of the last validation loss over all published runs, and its standard deviation
+    deviation: float
+    losses: tuple[float, ...]  # of one run: at steps 0, 125, 250, ... and at the last one
+
+
+# fmt: off
+PUBLISHED = {
+    "2024-11-19_FlexAttention": Published(5.03, 3.2783, 0.005, (
+        10.8258, 4.4503, 4.0085, 3.8399, 3.7415, 3.6656, 3.6068, 3.5596, 3.5195, 3.4905, 3.4625,
+        3.4321, 3.3823, 3.3383, 3.2997, 3.2783)),
+    "2024-11-24_WindowWarmup": Published(4.66, 3.2770, 0.0039, (
+        10.8258, 4.4538, 4.0346, 3.8523, 3.7289, 3.6466, 3.5915, 3.5470, 3.5074, 3.4790, 3.4248,
+        3.3778, 3.3332, 3.2972, 3.2759)),
+    "2025-01-26_BatchSize": Published(2.933, 3.2787, 0.0019, (
+        10.8258, 4.6549, 4.1014, 3.9027, 3.7540, 3.6688, 3.6031, 3.5542, 3.5147, 3.4749, 3.4266,
+        3.3835, 3.3452, 3.3110, 3.2838, 3.2808)),
+}
+# fmt: on
+
+
+def published_curve(record: str) -> dict[int, float]:
+    """The record's published validation losses by step; empty for what is no published record."""
+    steps = [*range(0, RECORDS[record].num_iterations, 125), RECORDS[record].num_iterations]
+    return dict(zip(steps, PUBLISHED[record].losses, strict=True)) if record in PUBLISHED else {}
+
+
+def against_published(record: str, hp: Hyperparameters, step: int, loss: float) -> str:
+    """How a validation loss on FineWeb compares with the published ones; empty on other data."""
+    files, lines = (hp.train_files, hp.val_files), []
+    if record not in PUBLISHED or not all(Path(f).name.startswith("fineweb_") for f in files):
+        return ""
+    if expected := published_curve(record).get(step):
+        lines.append(f"    published: {expected:.4f}, difference {loss - expected:+.4f}")
+    if step == hp.num_iterations:
+        mean, deviation = PUBLISHED[record].mean, PUBLISHED[record].deviation
+        place = "inside" if abs(loss - mean) <= 2 * deviation else "outside"
+        lines.append(f"    {place} the published spread, {mean:.4f} +- 2 x {deviation:.4f}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the model: what this layer attends with and what is added to it."""
+
+    window: str  # "long", "short" (half of long), or "none": no attention
+    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
+    skip_from: int | None = None  # which earlier layer's output is added to the input
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     """The rows in use: num_layers of them from both ends, layer i linked to layer n-1-i."""
+    rows, table = hp.layers.split(","), []
     n, half = hp.num_layers, hp.num_layers // 2
-    if n == len(hp.layers):
-        return hp.layers
-    rows = hp.layers[:half] + hp.layers[-half:]
-    return tuple(replace(r, skip_from=n - 1 - i if i >= half else None) for i, r in enumerate(rows))
+    if n > len(rows):
+        raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
+    for i, text in enumerate(rows):
+        row = re.fullmatch(r"(long|short|none)(?:(?<!none)\+v(first|\d))?(?:\+x(\d+))?", text)
+        if row is None or (row[3] and not int(row[3]) < i >= half):
+            raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2025 shows the form")
+        table.append(Layer(row[1], row[2], int(row[3]) if row[3] else None))
+    if n < len(table):
+        decoder = enumerate(reversed(table[-half:]))
+        table[half:] = reversed([replace(row, skip_from=i) for i, row in decoder])
+    return tuple(table)
 
 
 def check(hp: Hyperparameters) -> None:
@@ -185,6 +268,7 @@ def check(hp: Hyperparameters) -> None:
             raise UserError(f"--{f.name} {show(value)}: must be {rule}")
     if hp.val_tokens % hp.val_seq_len:
         raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
+    layer_table(hp)
 
 
 def show(value) -> str:
@@ -196,11 +280,15 @@ def show(value) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value).removeprefix(f"{HERE}/")
 
 
-def print_records() -> None:
-    """Print all records with their numbers, a column each."""
-    rows = {f.name: [show(getattr(hp, f.name)) for hp in RECORDS.values()] for f in FIELDS}
-    minutes = [str(PUBLISHED_MINUTES.get(name, "-")) for name in RECORDS]
-    for name, cells in [("", RECORDS), *rows.items(), ("published minutes", minutes)]:
+def print_records(names: list[str], differing: bool = False) -> None:
+    """Print records with their numbers, a column each; or only the numbers that differ."""
+    rows = {f.name: [show(getattr(RECORDS[name], f.name)) for name in names] for f in FIELDS}
+    tables = itertools.zip_longest(*(cell.split(",") for cell in rows.pop("layers")), fillvalue="-")
+    rows |= {f"layer {i}": cells for i, cells in enumerate(tables)}
+    minutes = {name: published.minutes for name, published in PUBLISHED.items()}
+    rows["published minutes"] = [str(minutes.get(name, "-")) for name in names]
+    rows = {k: cells for k, cells in rows.items() if not differing or len(set(cells)) > 1}
+    for name, cells in [("", names), *rows.items()]:
         print(f"{name:<24}" + "".join(f"{cell:<40}" for cell in cells).rstrip())
 
 
@@ -225,6 +313,8 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     parser.error = fail
     parser.add_argument("--record", choices=RECORDS, help="row to start from; on a CPU [demo]")
     parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
+    diff = {"nargs": 2, "choices": RECORDS, "metavar": "NAME"}
+    parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
     parser.add_argument("--eval", metavar="PATH", help="print a checkpoint's validation loss, exit")
     for f in FIELDS:
         words = ("on", "off") if f.type is bool else f.metadata.get("choices")
@@ -316,10 +406,6 @@ class CastedLinear(nn.Linear):
     def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         super().__init__(in_features, out_features, bias=False)
         self.use_fp8, self.scales = use_fp8, (float(x_s), float(w_s), float(grad_s))
-
-    def reset_parameters(self) -> None:
-        bound = 0.5 * (3 / self.in_features) ** 0.5  # a standard deviation of 0.5 / sqrt(fan_in)
-        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in bfloat16 with FP8, else in x's dtype."""
@@ -463,12 +549,17 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim / 2), float32, of half-truncated RoPE.
+    """cos and sin (T, 1, head_dim / 2), float32.
 
-    The first half of the frequencies falls geometrically from 1 to 1/rope_base, the rest are 0.
+    "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
+    half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
     """
-    exponent = torch.linspace(0, 1, hp.head_dim // 4, device=device)
-    frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 4))
+    if hp.rope == "full":
+        exponent = torch.arange(0, hp.head_dim, 2, device=device) / hp.head_dim
+        frequency = hp.rope_base**-exponent
+    else:
+        exponent = torch.linspace(0, 1, hp.head_dim // 4, device=device)
+        frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 4))
     angle = torch.arange(length, device=device)[:, None, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -480,25 +571,29 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normalised, rotated q and k, and with value embeddings mixed into v."""
+    """Attention with normalised, rotated q and k, and with values from elsewhere mixed into v."""
 
-    def __init__(self, hp: Hyperparameters):
+    def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
-        self.heads, self.scale = (hp.num_heads, hp.head_dim), hp.attn_scale
-        width = hp.num_heads * hp.head_dim
+        self.heads, self.values = (hp.num_heads, hp.head_dim), layer.values
+        self.scale, width = hp.attn_scale or hp.head_dim**-0.5, hp.num_heads * hp.head_dim
         qkv = CastedLinear(hp.model_dim, 3 * width)
-        self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1))
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
+        self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * hp.init_bound)
+        self.lambdas = nn.Parameter(torch.tensor([0.5] if layer.values == "first" else [0.5, 0.5]))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rotary, mask) -> Tensor:
-        """x (1, T, C), value_embed (T, H * D) or None; returns (1, T, C)."""
+    def forward(self, x: Tensor, values: dict[str, Tensor], rotary, mask) -> Tensor:
+        """x (1, T, C), values (T, H * D) by name, to which the first layer adds its own v."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        q, k, v = rotate(norm(q), rotary), rotate(norm(k), rotary), self.lambdas[0] * v
-        if value_embed is not None:
-            v = v + self.lambdas[1] * value_embed.view_as(v)
+        q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
+        if self.values == "first":
+            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * values.setdefault("first", v)
+        else:
+            v = self.lambdas[0] * v
+            if self.values:
+                v = v + self.lambdas[1] * values[self.values].view_as(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (1, H, T, D)
         return self.c_proj(attend(q, k, v, mask, self.scale).transpose(1, 2).flatten(2))
 
@@ -509,6 +604,7 @@ class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
+        self.c_fc.weight.data *= hp.init_bound
         self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
@@ -521,14 +617,14 @@ class Block(nn.Module):
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
-        self.attn = CausalSelfAttention(hp) if layer.window else None
+        self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
         self.mlp = MLP(hp)
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(self, x: Tensor, x0: Tensor, value_embed: Tensor | None, rotary, mask) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, values: dict[str, Tensor], rotary, mask) -> Tensor:
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
-            x = x + self.attn(norm(x), value_embed, rotary, mask)
+            x = x + self.attn(norm(x), values, rotary, mask)
         return x + self.mlp(norm(x))
 
 
@@ -644,10 +740,10 @@ class GPT(nn.Module):
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         self.hp, self.layers = hp, layer_table(hp)
-        tables = sorted({row.value_table for row in self.layers} - {None})
+        tables = sorted({row.values for row in self.layers} - {None, "first"})
         table = partial(nn.Embedding, hp.vocab_size)
         self.embed, width = table(hp.model_dim), hp.num_heads * hp.head_dim
-        value_embeds = nn.ModuleDict({str(i): table(width) for i in tables})
+        value_embeds = nn.ModuleDict({i: table(width) for i in tables})
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
@@ -668,14 +764,14 @@ class GPT(nn.Module):
             self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
         return self
 
-    def trunk(self, x: Tensor, value_embeds: dict[int, Tensor], rotary, masks: dict) -> Tensor:
+    def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """The layers, from embeddings (T, C) to what the head reads (T, C)."""
         x = x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
-        outputs = []
+        values, outputs = dict(value_embeds), []
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             if row.skip_from is not None:
                 x = x + self.skip_weights[i - len(self.layers) // 2] * outputs[row.skip_from]
-            x = block(x, x0, value_embeds.get(row.value_table), rotary, masks.get(row.window))
+            x = block(x, x0, values, rotary, masks.get(row.window))
             outputs.append(x)
         return norm(x)[0]
 
@@ -694,7 +790,7 @@ class GPT(nn.Module):
             if any(row.window == name for row in self.layers)
         }
         tables = self.value_embeds["embed"].items()
-        value_embeds = {int(i): lookup(table, input_seq) for i, table in tables}
+        value_embeds = {name: lookup(table, input_seq) for name, table in tables}
         rotary = rotary_table(len(input_seq), self.hp, input_seq.device)
         return self.trunk(lookup(self.embed, input_seq), value_embeds, rotary, masks)
 
@@ -827,17 +923,15 @@ class Logger:
 
     def __init__(self, hp: Hyperparameters, device: torch.device, rank: int):
         """Begin logs/<run_id>.txt with what it takes to believe and to repeat the run."""
-        self.run_id = time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
+        self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
+        if rank == 0 and self.path.exists():
+            raise UserError(f"{self.path} is there already: choose another --run_id")
         self.path.parent.mkdir(exist_ok=True)
         self.file = self.path.open("w", buffering=1, encoding="utf-8")
-        bar_format = "{n}/{total} {bar}{postfix}, {remaining} left"
-        options = {
-            "disable": None,
-            "leave": False,
-            "bar_format": bar_format,
-        }  # None: if no terminal
-        self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, **options)
+        options = {"total": hp.num_iterations, "file": sys.stdout, "leave": False}
+        options["bar_format"] = "{n}/{total} {bar}{postfix}, {remaining} left"
+        self.bar = tqdm(disable=None, **options)  # None: no bar where there is no terminal
         command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
         machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
         software = f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}"
@@ -845,8 +939,9 @@ class Logger:
         for part in (Path(__file__).read_text("utf-8"), software, machine, settings):
             print(part, "=" * 100, sep="\n", file=self.file)
 
-    def __call__(self, line: str, console: bool = True) -> None:
-        print(line, file=self.file)
+    def __call__(self, line: str, console: bool = True, file: bool = True) -> None:
+        if file:
+            print(line, file=self.file)
         if console:
             self.bar.write(line)
             sys.stdout.flush()
@@ -885,9 +980,8 @@ def load_checkpoint(path: str | Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         if "hyperparameters" in state:
-            settings = state["hyperparameters"]
-            settings["layers"] = tuple(Layer(**row) for row in settings["layers"])
-            state["hyperparameters"] = replace(RECORDS[state["record"]], **settings)
+            record = RECORDS[state["record"]]
+            state["hyperparameters"] = replace(record, **state["hyperparameters"])
         return state
     except OSError:
         raise
@@ -1030,6 +1124,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 loss = evaluate(model, val_batches, get_window_size(step, hp), device)
                 times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
                 log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.4f} {times}")
+                if note := against_published(args.record, hp, step, loss):
+                    log(note, file=False)
                 check_loss(loss, step)
             if save and not all(p.isfinite().all() for p in model.parameters()):
                 check_loss(math.nan, step)
@@ -1069,8 +1165,8 @@ def main(argv: list[str] | None = None) -> None:
             store = next(dist.rendezvous("env://"))[0]
         hp, args = parse_args(argv)
         status = 1
-        if "list_records" in args:
-            print_records()
+        if "list_records" in args or "diff" in args:
+            print_records(getattr(args, "diff", list(RECORDS)), differing="diff" in args)
         else:
             train(hp, args, store)
         if dist.is_initialized():

@@ -1,32 +1,47 @@
-"""The model of 2025-01-26 read from its specification in plain float64, sharing no code with it."""
+"""The published models read from their specification in plain float64, sharing no code with them.
+
+`year` is 2024 for the records of 2024-11-19 and 2024-11-24, whose models are the same, and 2025 for
+2025-01-26.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-# window (blocks of the long one; "half" of them, at least one; or no attention) and value table
-ENCODER = [("long", 0), ("half", 1), ("half", 2), ("half", None), ("long", None), ("half", None)]
-DECODER = [("half", None), (None, None), ("half", None), ("half", 0), ("half", 1), ("long", 2)]
+# window (the long one, "half" of it and at least a block, or no attention) and what is mixed into v
+LAYERS = {
+    2024: [("long", "first")] * 12,
+    2025: [
+        *[("long", 0), ("half", 1), ("half", 2), ("half", None), ("long", None), ("half", None)],
+        *[("half", None), (None, None), ("half", None), ("half", 0), ("half", 1), ("long", 2)],
+    ],
+}
+CAP = {2024: 30.0, 2025: 15.0}
 
 
 def rms_norm(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 2.0**-23).sqrt()
 
 
-def visible(tokens: Tensor, blocks: int) -> Tensor:
-    """Causal, same document, and within the nearest blocks of 128, the query's own included."""
+def visible(tokens: Tensor, window: int, year: int) -> Tensor:
+    """Causal, same document, and fewer than `window` tokens back; in 2025 within the nearest
+    window / 128 blocks of 128, the query's own included."""
     t = len(tokens)
     document = (tokens == 50256).cumsum(0)
     i, j = torch.arange(t)[:, None], torch.arange(t)[None, :]
-    return (j <= i) & (document[:, None] == document[None, :]) & (i // 128 - j // 128 < blocks)
+    near = i - j < window if year == 2024 else i // 128 - j // 128 < window // 128
+    return (j <= i) & (document[:, None] == document[None, :]) & near
 
 
-def rope(x: Tensor) -> Tensor:
-    """x (T, heads, D): half of the frequencies from 1 to 1/1024, both ends included, half zero."""
+def rope(x: Tensor, year: int) -> Tensor:
+    """x (T, heads, D). 2024: frequencies 10000^(-k / (D/2)); 2025: half of them from 1 to 1/1024,
+    both ends included, and half zero."""
     t, _, d = x.shape
     quarter = d // 4
     frequencies = [1024.0 ** (-k / (quarter - 1)) for k in range(quarter)] + [0.0] * quarter
+    if year == 2024:
+        frequencies = [10000.0 ** (-k / (d // 2)) for k in range(d // 2)]
     out = torch.empty_like(x)
     position = torch.arange(t, dtype=torch.float64)[:, None]
     for k, frequency in enumerate(frequencies):
@@ -41,35 +56,44 @@ def softcapped_loss(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     return (torch.logsumexp(capped, 1) - capped[torch.arange(len(targets)), targets]).mean()
 
 
-def loss(w: dict[str, Tensor], tokens: Tensor, targets: Tensor, blocks: int, heads: int) -> Tensor:
-    """Mean loss from published parameter names and float64 weights, long window in blocks."""
-    masks = {"long": visible(tokens, blocks), "half": visible(tokens, max(blocks // 2, 1))}
+def loss(
+    w: dict[str, Tensor], tokens: Tensor, targets: Tensor, window: int, heads: int, year: int
+) -> Tensor:
+    """Mean loss from float64 weights by their names; the long window is in tokens."""
+    masks = {"long": visible(tokens, window, year)}
+    masks["half"] = visible(tokens, max(window // 2, 128), year)
     x = x0 = rms_norm(w["embed.weight"][tokens])
     t = len(tokens)
-    skips = []
-    for i, (window, table) in enumerate(ENCODER + DECODER):
+    skips, first_v = [], None
+    for i, (kind, mixed) in enumerate(LAYERS[year]):
         if i >= 6:
             x = x + w["skip_weights"][i - 6] * skips.pop()
         a, b = w[f"blocks.{i}.lambdas"]
         x = a * x + b * x0
-        if window is not None:
+        if kind is not None:
             h = rms_norm(x)
             q, k, v = (torch.stack([h @ m.T for m in w[f"blocks.{i}.attn.qkv_w"]])).view(
                 3, t, heads, -1
             )
-            q, k = rope(rms_norm(q)), rope(rms_norm(k))
-            c0, c1 = w[f"blocks.{i}.attn.lambdas"]
-            v = c0 * v
-            if table is not None:
-                v = v + c1 * w[f"value_embeds.embed.{table}.weight"][tokens].view(t, heads, -1)
+            q, k = rope(rms_norm(q), year), rope(rms_norm(k), year)
+            c = w[f"blocks.{i}.attn.lambdas"]
+            if mixed == "first":
+                first_v = v if first_v is None else first_v
+                v = (1 - c[0]) * v + c[0] * first_v
+            elif mixed is not None:
+                table = w[f"value_embeds.embed.{mixed}.weight"]
+                v = c[0] * v + c[1] * table[tokens].view(t, heads, -1)
+            else:
+                v = c[0] * v
+            scale = 0.12 if year == 2025 else 1 / math.sqrt(q.shape[-1])
             outputs = []
             for head in range(heads):
-                scores = 0.12 * q[:, head] @ k[:, head].T
-                scores = scores.masked_fill(~masks[window], -math.inf)
+                scores = scale * q[:, head] @ k[:, head].T
+                scores = scores.masked_fill(~masks[kind], -math.inf)
                 outputs.append(torch.softmax(scores, 1) @ v[:, head])
             x = x + torch.cat(outputs, 1) @ w[f"blocks.{i}.attn.c_proj.weight"].T
         h = rms_norm(x) @ w[f"blocks.{i}.mlp.c_fc.weight"].T
         x = x + h.clamp(min=0).pow(2) @ w[f"blocks.{i}.mlp.c_proj.weight"].T
         if i < 6:
             skips.append(x)
-    return softcapped_loss(rms_norm(x) @ w["lm_head.weight"].T, targets, cap=15.0)
+    return softcapped_loss(rms_norm(x) @ w["lm_head.weight"].T, targets, CAP[year])

@@ -7,8 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import BLOCK, END_OF_TEXT, GPT, Layer, dense_mask, first_visible, flex_mask
+from train_gpt import (
+    BLOCK,
+    END_OF_TEXT,
+    GPT,
+    RECORDS,
+    dense_mask,
+    first_visible,
+    flex_mask,
+    get_window_size,
+)
 
 LENGTH = 4 * BLOCK
 
@@ -28,12 +39,12 @@ def brute_force(tokens: torch.Tensor, window: int, rule: str) -> torch.Tensor:
         document.append(current)
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
-        for j in range(i + 1):
-            visible[i, j] = document[i] == document[j]
-    if rule == "tokens":
-        return visible & torch.tensor(
-            [[i - j < window for j in range(length)] for i in range(length)]
+        first = 0 if rule == "blocks" else max(i - window + 1, 0)
+        visible[i, first : i + 1] = torch.tensor(
+            [document[i] == document[j] for j in range(first, i + 1)]
         )
+    if rule == "tokens":
+        return visible
     kept = torch.zeros_like(visible)
     for q in range(blocks):  # the nearest blocks that survive causality and the document test
         rows = slice(q * BLOCK, (q + 1) * BLOCK)
@@ -61,12 +72,33 @@ def test_masks_equal_brute_force(starts, window, rule):
     assert torch.equal(read_block_mask(flex_mask(first)), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("2024-11-19_FlexAttention", {0: 1024, 1875: 1024}),
+        ("2024-11-24_WindowWarmup", {0: 64, 300: 320, 1000: 1024}),
+        ("2025-01-26_BatchSize", {0: 128, 300: 384, 1000: 1024}),
+    ],
+)
+def test_mask_of_each_record_equals_brute_force(name, windows):
+    hp = RECORDS[name]
+    tokens = torch.zeros(11 * BLOCK, dtype=torch.int32)
+    tokens[[0, 5, 130, 131]] = END_OF_TEXT  # the last document is longer than any window here
+    for step, window in windows.items():
+        assert get_window_size(step, hp) == window
+        first = first_visible(tokens, torch.tensor(window), hp.window_rule)
+        expected = brute_force(tokens, window, hp.window_rule)
+        assert torch.equal(dense_mask(first) == 0, expected)
+        assert torch.equal(read_block_mask(flex_mask(first)), expected)
+
+
 def read_block_mask(mask) -> torch.Tensor:
     """What a kernel sees that takes full blocks whole and asks mask_mod inside partial ones."""
-    visible = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
-    q, kv = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    length = mask.kv_num_blocks.numel() * BLOCK
+    visible = torch.zeros(length, length, dtype=torch.bool)
+    q, kv = torch.arange(length)[:, None], torch.arange(length)[None]
     inside = mask.mask_mod(0, 0, q, kv)
-    for row in range(LENGTH // BLOCK):
+    for row in range(length // BLOCK):
         rows = slice(row * BLOCK, (row + 1) * BLOCK)
         lists = (
             (mask.kv_num_blocks, mask.kv_indices, inside),
@@ -93,8 +125,7 @@ def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile
     tiny, randomize, monkeypatch
 ):
     """FlexAttention has no backward on a CPU: forward only here, gradients in tests/gpu."""
-    layers = Layer("long", value_table=0), Layer("short", skip_from=0)
-    hp = replace(tiny, vocab_size=50257, num_layers=2, layers=layers)
+    hp = replace(tiny, vocab_size=50257, num_layers=2, layers="long+v0,short+x0")
     model = randomize(GPT(hp).eval())
     generator = torch.Generator().manual_seed(1)
     cases = []
@@ -111,11 +142,28 @@ def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
-def test_block_mask_of_262144_tokens_needs_no_square_of_tokens():
-    """The validation length; T x T booleans would be 69 GB, 2048 x 2048 blocks are 16 MB a list."""
-    tokens = torch.zeros(262144, dtype=torch.int32)
+class LargestTensor(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.elements = max([self.elements, *(t.numel() for t in made)])
+        return result
+
+
+@pytest.mark.parametrize(
+    ("length", "rule", "window", "blocks"),
+    [(262144, "blocks", 1792, 14), (65536, "tokens", 1792, 15), (65536, "tokens", 1024, 9)],
+)
+def test_block_mask_needs_no_square_of_tokens(length, rule, window, blocks):
+    """Lengths of validation in 2025 and 2024: T x T booleans of them would be 69 GB and 4 GB."""
+    tokens = torch.zeros(length, dtype=torch.int32)
     tokens[::5000] = END_OF_TEXT
-    mask = flex_mask(first_visible(tokens, torch.tensor(1792), "blocks"))
-    assert mask.kv_num_blocks.shape == (1, 1, 2048)
+    with LargestTensor() as largest:
+        mask = flex_mask(first_visible(tokens, torch.tensor(window), rule))
+    assert largest.elements <= (length // BLOCK) * (length // BLOCK + 1)
     counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
-    assert counts.max() == 14 and counts[0] == 1
+    assert len(counts) == length // BLOCK and counts.max() == blocks and counts[0] == 1

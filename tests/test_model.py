@@ -9,9 +9,11 @@ import pytest
 import reference
 import torch
 
-from train_gpt import GPT, HERE, RECORDS, CastedLinear, Layer, layer_table
+from train_gpt import GPT, HERE, RECORDS, CastedLinear, Layer, get_window_size, layer_table
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
+RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], model_dim=64, num_heads=2, head_dim=32)
+PUBLISHED = ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup", "2025-01-26_BatchSize"]
 
 
 def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,25 +23,46 @@ def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return stream[:-1].int(), stream[1:]
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3, 14])
-def test_loss_and_all_gradients_equal_the_float64_reading(blocks, randomize):
-    model = randomize(GPT(RECORD))
+@pytest.mark.parametrize(
+    ("hp", "window"),
+    [(RECORD, 128), (RECORD, 256), (RECORD, 384), (RECORD, 1792)]
+    + [(RECORD_2024, 64), (RECORD_2024, 192), (RECORD_2024, 1024)],
+)
+def test_loss_and_all_gradients_equal_the_float64_reading(hp, window, randomize):
+    model = randomize(GPT(hp))
     inputs, targets = sequence(3 * 128)
-    loss = model(inputs, targets, torch.tensor(128 * blocks))
+    loss = model(inputs, targets, torch.tensor(window))
     loss.backward()
 
     weights = {k: v.detach().double().requires_grad_() for k, v in model.named_parameters()}
-    expected = reference.loss(weights, inputs.long(), targets, blocks, heads=2)
+    year = 2025 if hp is RECORD else 2024
+    expected = reference.loss(weights, inputs.long(), targets, window, heads=2, year=year)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
     for name, p in model.named_parameters():
+        if name == "blocks.0.attn.lambdas" and hp is RECORD_2024:
+            assert p.grad.abs().max() < 1e-6  # the first layer mixes its v with itself
+            continue
         error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
         assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
-def test_first_loss_is_the_logarithm_of_the_padded_vocabulary():
-    loss = GPT(RECORD)(*sequence(128), 128)
-    assert loss.item() == pytest.approx(math.log(50304), abs=1e-5)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_full_size_records_begin_at_ln_50304_and_equal_the_float64_reading(name, randomize):
+    """1024 tokens; at the start the zero head hides everything, so then all weights are random."""
+    hp = RECORDS[name]
+    window = get_window_size(hp.num_iterations // 2, hp)
+    inputs, targets = sequence(1024)
+    with torch.no_grad():
+        model = GPT(hp)
+        first = model(inputs[:128], targets[:128], window).item()
+        assert round(first, 4) == 10.8258 == round(math.log(50304), 4)
+        loss = randomize(model)(inputs, targets, window)
+        weights = {k: v.double() for k, v in model.named_parameters()}
+        year = int(name[:4])
+        expected = reference.loss(weights, inputs.long(), targets, window, heads=6, year=year)
+    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
+    assert abs(loss.item() - math.log(50304)) > 0.1
 
 
 def test_logits_are_soft_capped_and_give_the_loss(randomize):
@@ -86,16 +109,35 @@ def test_initial_weights_are_the_published_ones():
     assert w["skip_weights"].tolist() == [1] * 6
 
 
+def test_initial_weights_of_2024_reach_one_over_the_root_of_their_inputs():
+    w = dict(GPT(RECORD_2024).named_parameters())
+    for name in ("blocks.3.attn.qkv_w", "blocks.3.mlp.c_fc.weight"):
+        assert w[name].abs().max().item() == pytest.approx(1 / math.sqrt(64), rel=0.01)
+        assert w[name].std().item() == pytest.approx(1 / math.sqrt(3 * 64), rel=0.02)
+    assert all(w[f"blocks.{i}.attn.lambdas"].tolist() == [0.5] for i in range(12))
+    assert w["embed.weight"].shape[0] == 50304 and not any("value_embeds" in name for name in w)
+
+
 def test_num_layers_keeps_the_ends_of_the_table_and_links_them():
     rows = layer_table(replace(RECORDS["2025-01-26_BatchSize"], num_layers=6))
     assert rows == (
-        Layer("long", 0),
-        Layer("short", 1),
-        Layer("short", 2),
-        Layer("short", 0, skip_from=2),
-        Layer("short", 1, skip_from=1),
-        Layer("long", 2, skip_from=0),
+        Layer("long", "0"),
+        Layer("short", "1"),
+        Layer("short", "2"),
+        Layer("short", "0", skip_from=2),
+        Layer("short", "1", skip_from=1),
+        Layer("long", "2", skip_from=0),
     )
+
+
+def test_layer_table_is_the_published_one():
+    """Read another way: windows and tables of 2025 from the test's own list, skips from 11 - i."""
+    windows = {"long": "long", "half": "short", None: "none"}
+    for name in PUBLISHED:
+        for i, row in enumerate(layer_table(RECORDS[name])):
+            window, values = reference.LAYERS[int(name[:4])][i]
+            skip_from = 11 - i if i > 5 else None
+            assert row == Layer(windows[window], None if values is None else str(values), skip_from)
 
 
 def test_a_later_token_changes_no_earlier_output(tiny, randomize):

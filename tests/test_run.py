@@ -104,6 +104,68 @@ def test_loss_falls(flags, capsys):
     assert losses[40] < 4  # 6.24 at the start, 2.5 is the entropy of the language
 
 
+@pytest.mark.parametrize("record", train_gpt.PUBLISHED)
+def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num_layers 4 --model_dim 64 --num_heads 2 --head_dim 32 --num_iterations 8"
+    lengths = "--seq_len 128 --val_seq_len 512 --val_tokens 2048 --val_loss_every 4"
+    files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
+    main(f"--record {record} --device cpu {sizes} {lengths} {files}".split())
+    console = capsys.readouterr().out
+    losses = val_losses(console)
+    assert losses[0] == 10.8258 and losses[4] < 10.2 and losses[8] < 8.5
+    assert "published" not in console  # other data than FineWeb
+
+
+def test_on_fineweb_the_console_holds_published_losses_and_the_log_does_not(
+    flags, tmp_path, capsys, monkeypatch
+):
+    """Two losses as on the curve and far from it; the curve is that of steps 0, 125, ..."""
+    for kind in ("train", "val"):
+        (path,) = tmp_path.glob(f"{kind}_*.bin")
+        path.rename(tmp_path / f"fineweb_{path.name}")
+    flags += ["--record", "2024-11-19_FlexAttention", "--val_loss_every", "125"]
+    flags += ["--num_iterations", "250", "--num_layers", "2", "--batch_seqs", "1"]
+    flags += ["--train_files", "fineweb_train_*.bin", "--val_files", "fineweb_val_*.bin"]
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(5.0))
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    losses = iter([10.8258, 4.4403, 3.2873])
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *args: next(losses))
+    main(flags)
+    lines = capsys.readouterr().out.splitlines()
+    after = {m[1]: lines[i + 1 : i + 3] for i, s in enumerate(lines) if (m := VAL.match(s))}
+    assert after["0"][0].split() == ["published:", "10.8258,", "difference", "+0.0000"]
+    assert after["125"][0].split() == ["published:", "4.4503,", "difference", "-0.0100"]
+    assert after["250"][0].split() == ["published:", "4.0085,", "difference", "-0.7212"]
+    assert after["250"][1].strip() == "inside the published spread, 3.2783 +- 2 x 0.0050"
+    (log,) = tmp_path.glob("logs/*.txt")
+    results = log.read_text().removeprefix(Path(SCRIPT).read_text())
+    assert "published" not in results and list(val_losses(results)) == [0, 125, 250]
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"), [(3.2748, "outside"), (3.2750, "inside"), (3.2824, "inside"), (4, "outside")]
+)
+def test_the_published_spread_is_two_deviations_wide(loss, place):
+    record, hp = "2025-01-26_BatchSize", RECORDS["2025-01-26_BatchSize"]
+    text = train_gpt.against_published(record, hp, 1770, loss)
+    assert f"published: 3.2808, difference {loss - 3.2808:+.4f}" in text
+    assert f" {place} the published spread, 3.2787 +- 2 x 0.0019" in text
+    assert train_gpt.against_published(record, hp, 1000, loss).count("\n") == 0
+    assert train_gpt.against_published(record, hp, 1001, loss) == ""
+    assert train_gpt.against_published("demo", RECORDS["demo"], 128, loss) == ""
+
+
+def test_published_curves_end_at_the_last_step():
+    ends = {name: train_gpt.published_curve(name) for name in train_gpt.PUBLISHED}
+    assert {name: (max(curve), curve[max(curve)]) for name, curve in ends.items()} == {
+        "2024-11-19_FlexAttention": (1875, 3.2783),
+        "2024-11-24_WindowWarmup": (1750, 3.2759),
+        "2025-01-26_BatchSize": (1770, 3.2808),
+    }
+    assert [curve[1000] for curve in ends.values()] == [3.5195, 3.5074, 3.5147]
+
+
 def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):
     main(flags)
     warm = val_losses(capsys.readouterr().out)
@@ -146,8 +208,42 @@ def test_help_and_records_name_every_setting(capsys):
     records = capsys.readouterr().out
     for f in train_gpt.FIELDS:
         assert f"--{f.name} " in text
-        assert re.search(rf"^{f.name} +\S", records, re.M)
+        assert re.search(rf"^{f.name} +", records, re.M) or f.name == "layers"
+    assert re.search(r"^layer 11 +long\+vfirst\+x0 +long\+vfirst\+x0 +long\+v2\+x0 ", records, re.M)
     assert "2025-01-26_BatchSize" in records and "1770" in records
+
+
+def test_diff_prints_what_two_records_differ_in_and_nothing_else(capsys):
+    main(["--diff", "2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"],
+        ["num_iterations", "1875", "1750"],
+        ["cooldown_frac", f"{562 / 1875:.10g}", f"{640 / 1750:.10g}"],
+        ["window_min", "1024", "64"],
+        ["window_span", "0", "1728"],
+        ["adam_betas", "0.9", "0.95", "0.8", "0.95"],
+        ["muon_lr", "0.04", "0.05"],
+        ["momentum_warmup_steps", "500", "300"],
+        ["published", "minutes", "5.03", "4.66"],
+    ]
+
+
+def test_the_row_before_2025_01_26_is_a_few_flags_away():
+    words = "--record 2025-01-26_BatchSize --seq_len 65536 --val_seq_len 65536 --w_s 32"
+    hp, _ = train_gpt.parse_args(f"{words} --grad_s {2**29} --grad_clip 1.0".split())
+    changed = {"seq_len": 65536, "val_seq_len": 65536, "w_s": 2.0**5, "grad_s": 2.0**29}
+    assert hp == train_gpt.replace(RECORDS["2025-01-26_BatchSize"], **changed, grad_clip=1.0)
+
+
+def test_a_log_is_never_overwritten(flags, tmp_path, capsys):
+    flags += ["--run_id", "mine", "--val_loss_every", "0"]
+    main(flags)
+    log = (tmp_path / "logs" / "mine.txt").read_text()
+    assert "log in logs/mine.txt" in capsys.readouterr().out and "step:4/4 val_loss" in log
+    status, err = error_of(flags, capsys)
+    assert status == 1 and "logs/mine.txt is there already: choose another --run_id" in err
+    assert (tmp_path / "logs" / "mine.txt").read_text() == log
 
 
 def test_flags_reach_the_settings():
@@ -273,8 +369,13 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
         (["--adam_betas", "0.9", "1.5"], 2, "--adam_betas 0.9 1.5: must be from 0 to 0.9999"),
         (["--seed", "9" * 30], 2, "--seed " + "9" * 30),
         (["--x_s", "0"], 2, "--x_s 0: must be at least 1e-06"),
-        (["--num_layers", "5"], 2, "--num_layers 5: must be from 2 to 12, a multiple of 2"),
-        (["--num_layers", "14"], 2, "--num_layers 14: must be from 2 to 12, a multiple of 2"),
+        (["--num_layers", "5"], 2, "--num_layers 5: must be at least 2, a multiple of 2"),
+        (["--num_layers", "14"], 2, "--num_layers 14: --layers has 12"),
+        (["--layers", "long,wide,long,long"], 2, "--layers: 'wide' cannot be layer 1"),
+        (["--layers", "long,long+x0,long,long"], 2, "'long+x0' cannot be layer 1"),
+        (["--layers", "long,long,long+x2,long"], 2, "'long+x2' cannot be layer 2"),
+        (["--layers", "long,none+v0,long,long"], 2, "'none+v0' cannot be layer 1"),
+        (["--diff", "demo", "2023"], 2, "argument --diff: invalid choice: '2023'"),
         (["--logit_softcap", "80"], 2, "--logit_softcap 80: must be from 0.001 to 38"),
         (["--train_files", "none*.bin"], 1, "no shard matches none*.bin"),
         (["--seq_len", "8192"], 1, "at most 30000 tokens, a batch needs 65537"),

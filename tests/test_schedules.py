@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from train_gpt import RECORDS, Hyperparameters, get_lr, get_muon_momentum, get_window_size
+from train_gpt import RECORDS, get_lr, get_muon_momentum, get_window_size
 
 HP = RECORDS["2025-01-26_BatchSize"]
 STEPS = (0, 125, 500, 885, 1062, 1063, 1416, 1770)
@@ -29,27 +29,46 @@ def test_block_window_is_the_least_multiple_that_covers_the_grown_span():
         assert get_window_size(step, HP) == next(multiples)
 
 
+# Computed by hand from the specification, at steps 0, 1, 300, 500, N - 1 and N.
+BY_HAND = {
+    "2024-11-19_FlexAttention": {
+        get_window_size: (1024, 1024, 1024, 1024, 1024, 1024),
+        get_lr: (1, 1, 1, 1, 1 / 562, 0),
+        get_muon_momentum: (0.85, 0.8502, 0.91, 0.95, 0.95, 0.95),
+    },
+    "2024-11-24_WindowWarmup": {
+        get_window_size: (64, 64, 320, 512, 1728, 1792),
+        get_lr: (1, 1, 1, 1, 1 / 640, 0),
+        get_muon_momentum: (0.85, 0.8503333, 0.95, 0.95, 0.95, 0.95),
+    },
+    "2025-01-26_BatchSize": {
+        get_window_size: (128, 128, 384, 512, 1792, 1792),
+        get_lr: (1, 1, 1, 1, 0.10127119, 0.1),
+        get_muon_momentum: (0.85, 0.8503333, 0.95, 0.95, 0.95, 0.95),
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_schedules_of_each_record_equal_numbers_computed_by_hand(name):
+    hp = RECORDS[name]
+    steps = (0, 1, 300, 500, hp.num_iterations - 1, hp.num_iterations)
+    for schedule, expected in BY_HAND[name].items():
+        assert [schedule(step, hp) for step in steps] == pytest.approx(expected, abs=1e-7)
+
+
 def test_token_window_of_2024_11_24_grows_from_64_to_1792_in_steps_of_64():
-    hp = Hyperparameters(
-        window_rule="tokens", window_min=64, window_span=1728, window_step=64, num_iterations=1750
-    )
+    hp = RECORDS["2024-11-24_WindowWarmup"]
     windows = [get_window_size(s, hp) for s in range(1751)]
     assert windows == [64 * math.floor((Fraction(s, 1750) * 1728 + 64) / 64) for s in range(1751)]
-    assert (windows[0], windows[-1]) == (64, 1792)
 
 
-def test_window_without_a_span_is_fixed():
-    hp = replace(HP, window_rule="tokens", window_min=1024, window_span=0, window_step=64)
-    assert {get_window_size(s, hp) for s in range(1771)} == {1024}
-
-
-def test_learning_rate_of_2024_rises_then_falls_to_zero():
-    hp = replace(HP, num_iterations=1750, cooldown_frac=640 / 1750, lr_final=0.0, warmup_steps=100)
+def test_learning_rate_rises_then_falls_to_zero():
+    hp = replace(RECORDS["2024-11-24_WindowWarmup"], warmup_steps=100)
     assert get_lr(0, hp) == pytest.approx(1 / 100)
     assert get_lr(49, hp) == pytest.approx(50 / 100)
-    assert get_lr(1000, hp) == 1
+    assert get_lr(1110, hp) == 1
     assert get_lr(1430, hp) == pytest.approx((1750 - 1430) / 640)
-    assert get_lr(1750, hp) == pytest.approx(0)
 
 
 def test_muon_momentum_ramps_from_085_to_095_over_300_steps():

@@ -8,12 +8,12 @@ import torch
 from torch._dynamo.utils import counters
 
 import train_gpt
-from train_gpt import CastedLinear, HeadLoss, Layer, loss_chunk
+from train_gpt import CastedLinear, HeadLoss, loss_chunk
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 
 
-LAYERS = Layer("short", value_table=0), Layer("long", skip_from=0)
+LAYERS = "short+v0,long+x0"
 
 
 def training_losses(hp, compiled: bool) -> list[float]:
