@@ -2,6 +2,8 @@
 # Set up and train, with one command on any machine.
 #
 #   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a demo of minutes without one
+#   ./run.sh --runs N [flags]          N runs with seeds 0 to N-1, then their statistics
+#   ./run.sh tools/NAME.py [flags]     set up, add what the tools need, and run one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
 #   ./run.sh test slow | gpu           the long tests | only those that need a GPU
@@ -60,19 +62,20 @@ setup() {
     fi
 }
 
-setup_tests() {
+setup_more() { # setup_more FOLDER: also what FOLDER/requirements.txt names
     setup
-    marked "$here/tests/requirements.txt" tests && python="$venv/bin/python" && return
+    local requirements="$1/requirements.txt"
+    marked "$here/$requirements" "$1" && python="$venv/bin/python" && return
     if [ "$python" != "$venv/bin/python" ]; then # beside a Python that is used as it is
-        make_venv --clear --system-site-packages
+        [ -x "$venv/bin/python" ] || make_venv --system-site-packages
         python="$venv/bin/python"
         # A virtual environment does not pass its packages on: then this one needs its own.
         has_torch "$python" || "$python" -m pip install --quiet -r "$here/requirements.txt" ||
             die "pip could not install requirements.txt: see its message above"
     fi
-    "$python" -m pip install --quiet -r "$here/tests/requirements.txt" ||
-        die "pip could not install tests/requirements.txt: see its message above"
-    mark "$here/tests/requirements.txt" tests
+    "$python" -m pip install --quiet -r "$here/$requirements" ||
+        die "pip could not install $requirements: see its message above"
+    mark "$here/$requirements" "$1"
 }
 
 fetch_fineweb() { # with huggingface-hub beside a Python that is used as it is and lacks it
@@ -88,7 +91,7 @@ train() {
     local gpus=0 batch=8 line=" ${*//=/ } " # --flag=value and --flag value alike
     [[ $line =~ " --batch_seqs "+([1-9][0-9]*)" " ]] && batch="${BASH_REMATCH[1]}"
     case "$line" in
-    *" --help "* | *" -h "* | *" --list_records "* | *" --device cpu "*) ;;
+    *" --help "* | *" -h "* | *" --list_records "* | *" --diff "* | *" --device cpu "*) ;;
     *) gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')" ;;
     esac
     case "$gpus$line" in
@@ -112,6 +115,16 @@ train() {
     exec "$python" "$here/train_gpt.py" "$@"
 }
 
+runs() { # runs N [flags]: N runs, a seed each, then what they say together
+    local name
+    [[ $1 =~ ^[1-9][0-9]*$ ]] || die "--runs $1: must be a number of runs"
+    name="$(date +%Y-%m-%d_%H-%M-%S)"
+    for ((seed = 0; seed < $1; seed++)); do
+        (train "${@:2}" --seed "$seed" --run_id "${name}_seed$seed")
+    done
+    "$python" "$here/tools/leaderboard.py" "logs/${name}"_seed*.txt
+}
+
 case "${1:-}" in
 setup)
     setup
@@ -119,14 +132,37 @@ setup)
     ;;
 test)
     shift
-    setup_tests
+    setup_more tools
+    setup_more tests
     if [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then
         exec "$python" -m pytest "$here/tests/$1" "${@:2}"
     fi
     exec "$python" -m pytest "$here/tests" --ignore "$here/tests/slow" "$@"
     ;;
+tools/*.py)
+    setup_more tools
+    exec "$python" "$here/$1" "${@:2}"
+    ;;
 *)
-    setup
-    train "$@"
+    count="" flags=()
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        --runs)
+            count="${2:-(nothing)}"
+            [ $# -eq 1 ] || shift
+            ;;
+        --runs=*) count="${1#--runs=}" ;;
+        *) flags+=("$1") ;;
+        esac
+        shift
+    done
+    set -- ${flags[@]+"${flags[@]}"} # an empty array is unset to the bash of macOS
+    if [ -n "$count" ]; then
+        setup_more tools
+        runs "$count" "$@"
+    else
+        setup
+        train "$@"
+    fi
     ;;
 esac

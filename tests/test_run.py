@@ -509,6 +509,7 @@ esac
         (8, "--train_files x", 8, False),
         (8, "--help", 1, False),
         (8, "--list_records", 1, False),
+        (8, "--diff demo demo", 1, False),
     ],
 )
 def test_run_sh_launches_a_divisor_of_the_batch(gpus, arguments, processes, fetches, tmp_path):
@@ -532,3 +533,39 @@ def test_run_sh_launches_a_divisor_of_the_batch(gpus, arguments, processes, fetc
     assert before == ["fetch"] * fetches
     said = f"{gpus} GPUs cannot share" in done.stderr
     assert said == (gpus > 1 and processes not in (1, gpus))
+
+
+def test_run_sh_makes_runs_with_different_seeds_and_their_statistics(tmp_path):
+    """The real launcher and tool, in a copy of the project that finds this Python set up."""
+    for name in ("run.sh", "train_gpt.py", "requirements.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    for name in ("tools", "data"):
+        (tmp_path / name).symlink_to(HERE / name)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    shutil.copy(HERE / "requirements.txt", tmp_path / ".venv" / ".installed-run")
+    shutil.copy(HERE / "tools" / "requirements.txt", tmp_path / ".venv" / ".installed-tools")
+    size = "--num_layers 2 --model_dim 16 --num_heads 1 --head_dim 16 --seq_len 128"
+    size += " --val_seq_len 128 --val_tokens 128 --num_iterations 2 --device cpu"
+
+    def call(words: str):
+        command = ["./run.sh", *words.split()]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    done = call(f"{size} --runs 2 --muon_lr 0.06")
+    assert done.returncode == 0, done.stderr
+    logs = sorted((tmp_path / "logs").iterdir())
+    assert [re.search(r"_seed(\d)\.txt", log.name)[1] for log in logs] == ["0", "1"]
+    assert all(f"\nseed: {seed}\n" in log.read_text() for seed, log in enumerate(logs))
+    losses = [val_losses(log.read_text())[2] for log in logs]
+    row = done.stdout.splitlines()[-1].split()
+    assert row[:3] == ["A", "2", f"{np.mean(losses):.4f}"] and losses[0] != losses[1]
+    assert "--muon_lr 0.06" in " ".join(row)
+
+    failed = call("--runs 3 --device cpu --seq_len 5")
+    assert failed.returncode == 2 and failed.stderr.count("--seq_len 5: must be") == 1
+    for words in ("--runs", "--runs 0", "--runs=many"):
+        failed = call(words)
+        assert failed.returncode == 1 and "must be a number of runs" in failed.stderr

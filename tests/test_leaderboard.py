@@ -1,0 +1,271 @@
+"""tools/leaderboard.py on made-up logs: those of the public project, of both years, and ours."""
+
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+sys.path.insert(0, str(ROOT / "tools"))
+import leaderboard  # noqa: E402
+
+RULE = "=" * 100
+SMI = """| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:18:00.0 Off |                    0 |
+| N/A   32C    P0             69W /  700W |       4MiB /  81559MiB |      0%      Default |"""
+GPUS = "\n".join(SMI.format(i=i) for i in range(8))
+
+
+def ours(loss: float = 3.28, ms: float = 100.0, source="import torch", flags="", **machine) -> str:
+    """The log of a run of four steps by this project."""
+    settings = {"num_iterations": "4", "muon_lr": "0.05", "seed": "0", "val_loss_every": "2"}
+    settings |= {"train_files": "data/fineweb10B/fineweb_train_*.bin"}
+    settings |= {"val_files": "data/fineweb10B/fineweb_val_*.bin"}
+    settings |= dict(re.findall(r"--(\w+) (\S+)", flags))
+    lines = [f"record 2025-01-26_BatchSize{flags}"]
+    lines += [f"on {machine.get('gpu', '8 x NVIDIA H100 80GB HBM3')}, log in logs/a.txt"]
+    lines += ["step:0/4 val_loss:10.8258 train_time:0ms step_avg:0.00ms"]
+    for step in (1, 2, 3, 4):
+        times = f"train_time:{step * ms:.0f}ms step_avg:{ms:.2f}ms"
+        lines += [f"step:{step}/4 {times}"]
+        lines += [f"step:{step}/4 val_loss:{loss + 4 - step:.4f} {times}"] * (step % 2 == 0)
+    lines += ["peak memory allocated: 29898 MiB reserved: 44552 MiB"]
+    software = f"Python 3.12.1\ntorch {machine.get('torch', '2.13.0')} CUDA 12.8"
+    table = "\n".join(f"{name}: {value}" for name, value in settings.items())
+    parts = [source, software, GPUS, table, "\n".join(lines)]
+    return f"\n{RULE}\n".join(parts) + "\n"
+
+
+def of_2024(loss: float = 3.2783) -> str:
+    """A public log of 2024: a rule first, train losses, a clock that starts again, no memory."""
+    source = f"import os\nprint0('{'=' * 99}')"
+    software = (
+        f"Running pytorch 2.6.0.dev20241119+cu124 compiled for CUDA 12.4\nnvidia-smi:\n{GPUS}"
+    )
+    lines = ["step:0/1875 val_loss:10.8258 train_time:0ms step_avg:nanms"]
+    for step in (1, 10, 1875):
+        lines += [f"step:{step}/1875 train_loss:10.8258 train_time:{step * 160}ms step_avg:nanms"]
+    lines += [f"step:1875/1875 val_loss:{loss:.4f} train_time:301825ms step_avg:161.84ms"]
+    return "\n".join([RULE, source, RULE, software, "", RULE, "Training", RULE, *lines])
+
+
+def of_2025(loss: float = 3.2808) -> str:
+    """A public log of 2025: step_avg is nan at first."""
+    software = f"Running Python 3.10.12\nRunning PyTorch 2.7.0.dev20250125+cu126 compiled\n{GPUS}"
+    lines = ["step:0/1770 val_loss:10.8258 train_time:0ms step_avg:nanms"]
+    lines += ["step:1/1770 train_time:24286ms step_avg:nanms"]
+    lines += [f"step:1770/1770 val_loss:{loss:.4f} train_time:176003ms step_avg:100.00ms"]
+    lines += ["peak memory allocated: 29898 MiB reserved: 44552 MiB"]
+    return "\n".join(["import os", RULE, software, RULE, *lines])
+
+
+@pytest.fixture
+def board(tmp_path, capsys):
+    """board(files, *flags) writes the logs, calls the tool; returns status, output and errors."""
+
+    def call(files: dict[str, str | bytes], *flags) -> tuple[int, str, str]:
+        paths = []
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(text.encode() if isinstance(text, str) else text)
+            paths.append(str(path))
+        with pytest.raises(SystemExit) as stop:
+            leaderboard.main([*paths, *map(str, flags)])
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+def rows_of(out: str) -> list[list[str]]:
+    """The rows of both tables, their cells split where two blanks are."""
+    return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r"\w  ", line)]
+
+
+def test_rows_of_our_log_and_of_both_years_of_public_logs(board, tmp_path):
+    files = {"a.txt": ours(), "x.txt": of_2024(), "2025-01-26_BatchSize/y.txt": of_2025()}
+    status, out, err = board(files)
+    assert (status, err) == (0, "")
+    gpu = "8 x NVIDIA H100 80GB HBM3"
+    memory = "29898/44552"
+    a, x, y = (str(tmp_path / name) for name in files)
+    record, torch24, torch25 = (
+        "2025-01-26_BatchSize",
+        "2.6.0.dev20241119+cu124",
+        "2.7.0.dev20250125",
+    )
+    assert rows_of(out)[:3] == [
+        ["A", record, "2.13.0", gpu, "4", "3.2800", "0.4", "100.00", memory, a],
+        ["B", "x", torch24, gpu, "1875", "3.2783", "301.8", "161.84", "-", x],
+        ["C", record, f"{torch25}+cu126", gpu, "1770", "3.2808", "176.0", "100.00", memory, y],
+    ]
+
+
+def test_statistics_of_81_runs_are_those_of_scipy_and_of_the_record(board):
+    """The record's 81 losses had mean 3.2787 and deviation 0.0019, which give 1.4e-8."""
+    noise = np.random.default_rng(0).normal(size=81)
+    losses = 3.2787 + 0.0019 * (noise - noise.mean()) / noise.std(ddof=1)
+    losses = losses.round(4)
+    status, out, _ = board({f"{i}.txt": ours(loss) for i, loss in enumerate(losses)})
+    (group,) = [row for row in rows_of(out) if row[1] == "81"]
+    p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
+    assert group[2:5] == ["3.2787", "0.0019", f"{p:.2e}"] and status == 0
+    assert 0.5e-8 < p < 4e-8
+
+    _, out, _ = board({f"{i}.txt": ours(loss) for i, loss in enumerate(losses)}, "--target", 3.2785)
+    (group,) = [row for row in rows_of(out) if row[1] == "81"]
+    p = stats.ttest_1samp(losses, 3.2785, alternative="less").pvalue
+    assert group[4] == f"{p:.3f}" and p > 0.5
+
+
+def test_small_p_are_printed_with_an_exponent():
+    assert leaderboard.show_p(8.48e-4) == "8.48e-04"
+    assert leaderboard.show_p(0.25) == "0.250" and leaderboard.show_p(math.nan) == "-"
+
+
+def hand_welch(a, b) -> tuple[float, float, float]:
+    """Difference, half of its 95 % interval and p, from the textbook's formulas."""
+    va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
+    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    difference, error = np.mean(b) - np.mean(a), math.sqrt(va + vb)
+    p = 2 * stats.t.sf(abs(difference) / error, freedom)
+    return difference, stats.t.ppf(0.975, freedom) * error, p
+
+
+def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
+    a_losses, b_losses = [3.2780, 3.2790, 3.2772], [3.2795, 3.2785, 3.2801, 3.2790]
+    a_ms, b_ms = [101.0, 101.3, 100.8], [99.0, 99.4, 99.1, 98.9]
+    files = {f"a{i}.txt": ours(*x) for i, x in enumerate(zip(a_losses, a_ms, strict=True))}
+    flags = " --muon_lr 0.06"
+    files |= {
+        f"b{i}.txt": ours(*x, flags=f"{flags} --seed {i}")
+        for i, x in enumerate(zip(b_losses, b_ms, strict=True))
+    }
+    status, out, _ = board(files)
+    assert status == 0 and rows_of(out)[-1][-1] == "2025-01-26_BatchSize --muon_lr 0.06"
+    higher, by, p = hand_welch(a_losses, b_losses)
+    # train_time is in whole milliseconds in a log
+    slower, slower_by, _ = hand_welch(*[[round(4 * x) for x in ms] for ms in (a_ms, b_ms)])
+    percent = 100 / np.mean([round(4 * x) for x in a_ms])
+
+    def p_with(more: int) -> float:
+        va, vb = (np.var(x, ddof=1) / (len(x) + more) for x in (a_losses, b_losses))
+        n, m = (len(x) + more - 1 for x in (a_losses, b_losses))
+        freedom = (va + vb) ** 2 / (va**2 / n + vb**2 / m)
+        return 2 * stats.t.sf(abs(higher) / math.sqrt(va + vb), freedom)
+
+    more = next(m for m in range(1000) if p_with(m) < 0.01)
+    assert more > 1
+    assert out.splitlines()[-1] == (
+        f"B is {-percent * slower:.1f} % ± {percent * slower_by:.1f} % faster than A; "
+        f"its loss is {higher:.4f} ± {by:.4f} higher; "
+        f"{more} more runs each would settle it (p = {p:.3f} now)"
+    )
+
+
+def test_a_clear_difference_is_called_settled_and_single_runs_are_not(board):
+    lower = {f"b{i}.txt": ours(3.20 + 0.001 * i, flags=" --muon_lr 0.04") for i in range(3)}
+    higher = {f"a{i}.txt": ours(3.28 + 0.001 * i) for i in range(3)}
+    assert "lower; that is settled (p = " in board(higher | lower)[1]
+    single = board({"a.txt": ours(3.28), "b.txt": ours(3.2, flags=" --muon_lr 0.04")})[1]
+    assert "its loss is 0.0800 lower; single runs settle nothing" in single
+
+
+def test_runs_differ_in_seed_but_not_in_source_flags_torch_or_gpus(board):
+    files = {
+        "a.txt": ours(),
+        "b.txt": ours(flags=" --seed 5 --val_loss_every 4"),
+        "c.txt": ours(source="import numpy"),
+        "d.txt": ours(flags=" --muon_lr 0.06"),
+        "e.txt": ours(torch="2.11.0"),
+        "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
+    }
+    groups = [row[0] for row in rows_of(board(files)[1])]
+    assert groups == [*"AABCDE", *"ABCDE"]
+
+
+def test_a_log_named_twice_is_one_run(board, tmp_path):
+    _, out, _ = board({"a.txt": ours()}, tmp_path / "a.txt")
+    assert [row[0] for row in rows_of(out)] == ["A", "A"] and rows_of(out)[1][1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is empty"),
+        (" \n\n", "is empty"),
+        ("hello\n", "it is no log, or was cut short"),
+        (f"hello\n{RULE}\nworld\n", "no line of a step"),
+        (
+            ours().replace("step:2/4 val_loss:5.2800", "step:2/4 val_loss"),
+            "a malformed line: 'step:2",
+        ),
+        (ours().replace("val_loss:3.2800", "val_loss:nan"), "has a loss of nan at step 4"),
+        (ours().split("step:4/4")[0], "is truncated: it ends at step 3 of 4"),
+        (ours().encode()[:-90] + b"\xff\xfe", "can't decode byte"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_log_is_named_and_skipped(board, tmp_path, content, reason):
+    bad = {} if content is None else {"bad.txt": content}
+    status, out, err = board({"good.txt": ours()} | bad, tmp_path / "bad.txt")
+    assert status == 1 and err.count("\n") == 1
+    assert f"skipped {tmp_path / 'bad.txt'}: " in err and reason in err
+    assert len(rows_of(out)) == 2  # a row for the good run and one for its group
+
+
+@settings(max_examples=200, deadline=None)
+@given(cut=st.integers(0, len(of_2025())))
+def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, cut):
+    path = tmp_path_factory.mktemp("cut") / "log.txt"
+    path.write_text(of_2025()[:cut])
+    try:
+        run = leaderboard.read_log(path)
+    except ValueError:
+        return
+    assert (run.loss, run.seconds, run.steps) == (3.2808, 176.003, 1770)
+
+
+def test_plot_draws_all_runs_and_published_curves_on_fineweb_only(board, tmp_path, monkeypatch):
+    from matplotlib import figure, image
+
+    figures, save = [], figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k)
+    )
+    sample = ours(4.0, flags=" --train_files data/kjv_train_*.bin")
+    png = tmp_path / "out.png"
+    board({"a.txt": ours(), "b.txt": ours(3.3), "c.txt": sample}, "--plot", png)
+    board({"c.txt": sample}, "--plot", png)
+    assert image.imread(png).std() > 0.05  # not blank
+    for drawn, runs, dashed in zip(figures, (3, 1), (1, 0), strict=True):
+        for axis in drawn.axes:
+            styles = [line.get_linestyle() for line in axis.get_lines()]
+            assert (styles.count("-"), styles.count("--")) == (runs, dashed)
+    over_steps = figures[0].axes[1].get_lines()
+    assert over_steps[0].get_xdata().tolist() == [0, 2, 4]
+    assert over_steps[0].get_ydata().tolist() == [10.8258, 5.28, 3.28]
+    published = next(line for line in over_steps if line.get_linestyle() == "--")
+    assert published.get_xydata()[-1].tolist() == [1770, 3.2808]
+
+
+def test_diff_prints_settings_and_source_lines_that_differ(board, tmp_path):
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    board({"a.txt": ours(), "b.txt": ours(source="import torch\nx = 1", flags=" --muon_lr 0.06")})
+    status, out, _ = board({}, "--diff", a, b)
+    assert status == 0
+    assert [line.split() for line in out.splitlines()[:2]] == [
+        ["setting", "a.txt", "b.txt"],
+        ["muon_lr", "0.05", "0.06"],
+    ]
+    changed = [line for line in out.splitlines()[5:] if line[:1] in ("+", "-")]
+    assert changed == ["+x = 1"] and " import torch" in out.splitlines()
+    status, out, _ = board({}, "--diff", a, a)
+    assert "the settings are equal" in out and "the sources are equal" in out
+    a.write_text("")
+    assert board({}, "--diff", a, b)[0] == 1

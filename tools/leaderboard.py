@@ -1,0 +1,319 @@
+"""Which run was better, and is it more than luck? Reads the logs of runs, ours and the public ones.
+
+    ./run.sh tools/leaderboard.py logs/*.txt                    a row a run, a row a group of equals
+    ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
+    ./run.sh tools/leaderboard.py --diff logs/A.txt logs/B.txt  settings and source that differ
+
+Runs of equal source, flags (but for the seed and other names of one run), torch and GPUs are a
+group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at most the
+target. Each later group is compared with the first one; intervals are Welch's, of 95 %.
+"""
+
+import argparse
+import difflib
+import math
+import re
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from train_gpt import PUBLISHED, RECORDS, published_curve  # noqa: E402
+
+RULE = "=" * 100  # between the parts of a log: source, machine, settings, steps
+STEP = re.compile(
+    r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? train_time:(\d+)ms step_avg:(nan|[\d.]+)ms"
+)
+OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every"}  # flags that equals may differ in
+SETTLED = 0.01  # the leaderboard's p
+
+
+@dataclass
+class Run:
+    """What a log says; None for what it lacks."""
+
+    path: Path
+    source: str
+    steps: int  # how many the run was to have, and had
+    curve: dict[int, tuple[float, float]]  # validation loss and train_time in seconds by step
+    step_ms: float | None
+    record: str | None
+    settings: dict[str, str] = field(default_factory=dict)
+    flags: str = ""
+    torch: str | None = None
+    gpu: str | None = None
+    memory: str | None = None  # MiB allocated/reserved
+
+    @property
+    def name(self) -> str:
+        return f"{self.record or self.path.stem}{self.flags}"
+
+    @property
+    def loss(self) -> float:
+        return self.curve[self.steps][0]
+
+    @property
+    def seconds(self) -> float:
+        return self.curve[self.steps][1]
+
+    @property
+    def group(self) -> tuple:
+        settings = {k: v for k, v in self.settings.items() if k not in OF_ONE_RUN}
+        return self.source, tuple(settings.items()), self.torch, self.gpu
+
+    @property
+    def on_fineweb(self) -> bool:
+        """The public project knows no other data, and its logs hold no settings."""
+        files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
+        return all(Path(file).name.startswith("fineweb_") for file in files)
+
+
+def read_log(path: Path) -> Run:
+    """The run of a log. ValueError says what is wrong with one that is no log of a whole run."""
+    text = path.read_bytes().decode("utf-8")  # its error is a ValueError
+    if not text.strip():
+        raise ValueError("is empty")
+    parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
+    source, *parts = [part for part in parts if part]  # logs of 2024 begin with a rule
+    if not parts:
+        raise ValueError("has no part after a source: it is no log, or was cut short")
+    results, machine = parts[-1], "\n".join(parts)
+
+    curve, steps, step, step_ms = {}, None, 0, None
+    for line in results.splitlines():
+        if not line.startswith("step:"):
+            continue
+        match = STEP.fullmatch(line)
+        if not match:
+            raise ValueError(f"has a malformed line: {line[:80]!r}")
+        step, steps, average = int(match[1]), int(match[2]), float(match[6])
+        if match[3] == "val":
+            loss = float(match[4])
+            if not math.isfinite(loss):
+                raise ValueError(f"has a loss of {loss} at step {step}")
+            curve[step] = loss, int(match[5]) / 1000
+            step_ms = average if math.isfinite(average) else None
+    if steps is None:
+        raise ValueError("has no line of a step: it is no log, or was cut short")
+    if steps not in curve:
+        raise ValueError(f"is truncated: it ends at step {step} of {steps}")
+
+    run = Run(path, source, steps, curve, step_ms, record=None)
+    run.record = next((part for part in path.resolve().parts if part in PUBLISHED), None)
+    if match := re.search(r"^record (\S+)(.*)$", results, re.M):
+        flags = re.findall(r" --(\w+) ((?:(?! --).)*)", match[2])
+        run.record = match[1]
+        run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN | {"device"})
+        run.settings = dict(re.findall(r"^(\w+): (.*)$", parts[-2], re.M))
+    if match := re.search(r"^(?:Running )?(?:Py)?torch (\S+)", machine, re.M | re.I):
+        run.torch = match[1]
+    if match := re.search(r"^on (\d+ x .+), log in ", results, re.M):
+        run.gpu = match[1]
+    elif names := re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s+(?:On|Off)\s", machine, re.M):
+        run.gpu = f"{len(names)} x {names[0]}"
+    if match := re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB", results, re.M):
+        run.memory = f"{match[1]}/{match[2]}"
+    return run
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Columns as wide as they need be: the first and the last to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    number = re.compile(r"-?[\d.]+(e[-+]\d+)?(/\d+)?|-")
+    right = [all(number.fullmatch(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        print("  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in cells).rstrip())
+
+
+def show(value: float | None, form: str) -> str:
+    """A number, or a dash for what is unknown."""
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+def show_p(p: float) -> str:
+    return show(p, ".2e" if p < SETTLED else ".3f")
+
+
+def deviation(values: list[float]) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
+def p_at_most(target: float, losses: list[float]) -> float:
+    """One-sided t-test: how likely such a low mean loss is if the true one is over the target."""
+    if len(losses) < 2 or np.ptp(losses) == 0:
+        return math.nan
+    return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+
+
+def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
+    """b's mean minus a's, half the width of its 95 % interval, and the two-sided p."""
+    difference = float(np.mean(b) - np.mean(a))
+    if min(len(a), len(b)) < 2 or np.ptp(a) + np.ptp(b) == 0:
+        return difference, math.nan, math.nan
+    test = stats.ttest_ind(b, a, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    return difference, float(high - low) / 2, float(test.pvalue)
+
+
+def runs_to_settle(a: list[float], b: list[float], most: int = 1000) -> int | None:
+    """How many more runs of each would settle a difference, were means and deviations to stay."""
+    moments = [(np.mean(x), np.std(x, ddof=1)) for x in (b, a)]
+
+    def settled(more: int) -> bool:
+        sizes = len(b) + more, len(a) + more
+        both = [(*moment, size) for moment, size in zip(moments, sizes, strict=True)]
+        return stats.ttest_ind_from_stats(*both[0], *both[1], equal_var=False).pvalue < SETTLED
+
+    return next((more for more in range(most + 1) if settled(more)), None)
+
+
+def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
+    """Times in seconds and last losses of some runs."""
+    return [r.seconds for r in runs], [r.loss for r in runs]
+
+
+def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
+    """In plain words: how b compares with a, how sure that is, and what would settle it."""
+    (a_times, a_losses), (b_times, b_losses) = columns(a), columns(b)
+    percent = 100 / np.mean(a_times) if any(a_times) else math.nan
+    slower, slower_by, _ = (percent * x for x in welch(a_times, b_times))
+    higher, higher_by, p = welch(a_losses, b_losses)
+
+    def amount(value: float, by: float, form: str, unit: str = "") -> str:
+        interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
+        return f"{abs(value):{form}}{unit}{interval}"
+
+    time = f"{amount(slower, slower_by, '.1f', ' %')} {'slower' if slower > 0 else 'faster'}"
+    loss = f"{amount(higher, higher_by, '.4f')} {'higher' if higher > 0 else 'lower'}"
+    text = f"{names[1]} is {time} than {names[0]}; its loss is {loss}; "
+    if math.isnan(p):
+        return text + "single runs settle nothing: make several with ./run.sh --runs N"
+    if p < SETTLED:
+        return text + f"that is settled (p = {show_p(p)})"
+    more = runs_to_settle(a_losses, b_losses)
+    many = "over 1000" if more is None else str(more)
+    return text + f"{many} more runs each would settle it (p = {show_p(p)} now)"
+
+
+def print_leaderboard(groups: list[list[Run]], target: float) -> None:
+    """Print a row a run, a row a group, and a sentence for each group after the first."""
+    letters = [chr(ord("A") + i) if i < 26 else str(i) for i in range(len(groups))]
+    rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
+    for letter, runs in zip(letters, groups, strict=True):
+        for r in runs:
+            known = [letter, r.record or r.path.stem, r.torch or "-", r.gpu or "-", str(r.steps)]
+            numbers = show(r.loss, ".4f"), show(r.seconds, ".1f"), show(r.step_ms, ".2f")
+            rows.append([*known, *numbers, r.memory or "-", str(r.path)])
+    print_table(rows)
+    print()
+    rows = [["group", "n", "loss", "±", f"p(<={target:g})", "time_s", "±", "what"]]
+    for letter, runs in zip(letters, groups, strict=True):
+        times, losses = columns(runs)
+        loss = show(np.mean(losses), ".4f"), show(deviation(losses), ".4f")
+        p, seconds = show_p(p_at_most(target, losses)), show(np.mean(times), ".1f")
+        rows.append([letter, str(len(runs)), *loss, p, seconds, show(deviation(times), ".1f")])
+        rows[-1].append(runs[0].name)
+    print_table(rows)
+    for letter, runs in zip(letters[1:], groups[1:], strict=True):
+        print(f"\n{sentence(groups[0], runs, (letters[0], letter))}")
+
+
+def plot(groups: list[list[Run]], path: Path) -> None:
+    """Draw the validation loss over train_time and over steps; published curves are dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    shown, published = [], set()
+    for i, runs in enumerate(groups):
+        color = f"C{i % 10}"
+        for j, r in enumerate(runs):
+            steps, (losses, seconds) = list(r.curve), zip(*r.curve.values(), strict=True)
+            label = f"{r.name} ({len(runs)})" if j == 0 else None
+            for axis, x in zip(axes, (seconds, steps), strict=True):
+                axis.plot(x, losses, color=color, linewidth=1, marker=".", ms=4, label=label)
+            shown += [loss for s, (loss, _) in r.curve.items() if s >= 0.1 * r.steps]
+        record = runs[0].record
+        if record in PUBLISHED and runs[0].on_fineweb and record not in published:
+            published.add(record)
+            curve, last = published_curve(record), RECORDS[record].num_iterations
+            second = 60 * PUBLISHED[record].minutes / last  # a step: the curve holds no times
+            for axis, unit in zip(axes, (second, 1), strict=True):
+                x, label = [unit * step for step in curve], f"{record}, published"
+                axis.plot(x, curve.values(), color=color, linestyle="--", linewidth=2, label=label)
+    margin = 0.05 * (max(shown) - min(shown)) + 1e-3
+    axes[0].set_ylim(min(shown) - margin, max(shown) + margin)
+    axes[0].set(xlabel="train_time (s)", ylabel="validation loss")
+    axes[1].set(xlabel="step")
+    axes[1].legend(fontsize="small")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    print(f"\nwrote {path}")
+
+
+def print_diff(a: Run, b: Run) -> None:
+    """Print the settings and the lines of source in which two runs differ."""
+    names = dict.fromkeys([*a.settings, *b.settings])
+    both = [(name, a.settings.get(name, "-"), b.settings.get(name, "-")) for name in names]
+    rows = [["setting", a.path.name, b.path.name], *([*row] for row in both if row[1] != row[2])]
+    if len(rows) > 1:
+        print_table(rows)
+    else:
+        print("the settings are equal" if names else "these logs hold no settings")
+    sources = a.source.splitlines(), b.source.splitlines()
+    lines = list(difflib.unified_diff(*sources, str(a.path), str(b.path), lineterm="", n=2))
+    print("\n".join(["", *(lines or ["the sources are equal"])]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print what the logs say; status 1 if one of them could not be used, 2 for bad flags."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="logs of runs")
+    parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
+    parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
+    args = parser.parse_args(argv)
+    if not args.logs and not args.diff:
+        parser.error("name at least one log")
+
+    skipped = 0
+
+    def read(path: Path) -> Run | None:
+        nonlocal skipped
+        try:
+            return read_log(path)
+        except (ValueError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            print(f"leaderboard.py: skipped {path}: {reason}", file=sys.stderr)
+            skipped += 1
+
+    def in_groups(runs: list[Run]) -> list[list[Run]]:
+        groups: dict[tuple, list[Run]] = {}
+        for r in runs:
+            groups.setdefault(r.group, []).append(r)
+        return list(groups.values())
+
+    if args.diff:
+        a, b = map(read, args.diff)
+        if a and b:
+            print_diff(a, b)
+    logs = {path.resolve(): path for path in args.logs}  # a log named twice is one run
+    if groups := in_groups([r for r in map(read, logs.values()) if r]):
+        print_leaderboard(groups, args.target)
+        if args.plot:
+            plot(groups, args.plot)
+    sys.exit(1 if skipped else 0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
+    main()
