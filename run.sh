@@ -78,13 +78,13 @@ setup_more() { # setup_more FOLDER: also what FOLDER/requirements.txt names
     mark "$here/$requirements" "$1"
 }
 
-fetch_fineweb() { # with huggingface-hub beside a Python that is used as it is and lacks it
+fetch_fineweb() { # fetch_fineweb SHARDS; a Python that is used as it is may lack huggingface-hub
     if ! "$python" -c 'import huggingface_hub' 2>/dev/null; then
         "$python" -m pip install --quiet --target "$venv/hub" huggingface-hub ||
             die "pip could not install huggingface-hub, which fetches FineWeb: see its message above"
         local -x PYTHONPATH="$venv/hub${PYTHONPATH:+:$PYTHONPATH}"
     fi
-    "$python" "$here/cached_fineweb.py"
+    "$python" "$here/cached_fineweb.py" "$1"
 }
 
 train() {
@@ -96,7 +96,8 @@ train() {
     esac
     case "$gpus$line" in
     0* | *" --train_files "* | *" --record demo "* | *" --eval "*) ;;
-    *) fetch_fineweb ;;
+    *" --record 2024"*) fetch_fineweb 10 ;; # these records read more
+    *) fetch_fineweb 7 ;;
     esac
 
     local processes="${NPROC:-$gpus}"

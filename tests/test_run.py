@@ -486,7 +486,7 @@ STUB = """#!/bin/sh
 case "$*" in
     -) exit 0 ;;
     *device_count*) echo $GPUS ;;
-    *cached_fineweb.py*) echo "fetch" ;;
+    *cached_fineweb.py*) echo "fetch $2" ;;
     *huggingface_hub*) exit 0 ;;
     *) echo "run $*" ;;
 esac
@@ -494,25 +494,27 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("gpus", "arguments", "processes", "fetches"),
+    ("gpus", "arguments", "processes", "shards"),
     [
-        (0, "--num_iterations 3", 1, False),
-        (1, "--num_iterations 3", 1, True),
-        (8, "--num_iterations 3", 8, True),
-        (5, "", 4, True),
-        (3, "--batch_seqs 6", 3, True),
-        (3, "--batch_seqs=4", 2, True),
-        (8, "--device cpu", 1, False),
-        (8, "--device=cpu", 1, False),
-        (8, "--record demo", 8, False),
-        (8, "--record=demo", 8, False),
-        (8, "--train_files x", 8, False),
-        (8, "--help", 1, False),
-        (8, "--list_records", 1, False),
-        (8, "--diff demo demo", 1, False),
+        (0, "--num_iterations 3", 1, 0),
+        (1, "--num_iterations 3", 1, 7),
+        (8, "--num_iterations 3", 8, 7),
+        (5, "", 4, 7),
+        (3, "--batch_seqs 6", 3, 7),
+        (3, "--batch_seqs=4", 2, 7),
+        (8, "--record 2025-01-26_BatchSize", 8, 7),
+        (8, "--record=2024-11-24_WindowWarmup", 8, 10),
+        (8, "--device cpu", 1, 0),
+        (8, "--device=cpu", 1, 0),
+        (8, "--record demo", 8, 0),
+        (8, "--record=demo", 8, 0),
+        (8, "--train_files x", 8, 0),
+        (8, "--help", 1, 0),
+        (8, "--list_records", 1, 0),
+        (8, "--diff demo demo", 1, 0),
     ],
 )
-def test_run_sh_launches_a_divisor_of_the_batch(gpus, arguments, processes, fetches, tmp_path):
+def test_run_sh_launches_a_divisor_of_the_batch(gpus, arguments, processes, shards, tmp_path):
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -530,7 +532,7 @@ def test_run_sh_launches_a_divisor_of_the_batch(gpus, arguments, processes, fetc
     script = f"{tmp_path}/train_gpt.py {arguments}".rstrip()
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
     assert launch == f"run {torchrun if processes > 1 else ''}{script}"
-    assert before == ["fetch"] * fetches
+    assert before == ([f"fetch {shards}"] if shards else [])
     said = f"{gpus} GPUs cannot share" in done.stderr
     assert said == (gpus > 1 and processes not in (1, gpus))
 
