@@ -47,6 +47,7 @@ def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
         "val_loss_every": 2,
         "train_files": str(tmp_path / "train_*.bin"),
         "val_files": str(tmp_path / "val_*.bin"),
+        "epochs": 0,
         "device": "cpu",
         "seed": 1,
     }
@@ -381,6 +382,8 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
         (["--seq_len", "8192"], 1, "at most 30000 tokens, a batch needs 65537"),
         (["--val_tokens", "262144"], 1, "at most 10001 tokens, a batch needs 262145"),
         (["--vocab_size", "256"], 1, "is outside the vocabulary of 256"),
+        (["--epochs", "1", "--num_iterations", "30"], 1, "holds 29 batches, the run reads 30"),
+        (["--verify_data", "on"], 1, "SHA256SUMS is missing, cannot verify"),
         (["--embed_lr", "1e38"], 1, "the loss is nan at step"),
         (["--device", "cuda"], 1, "use --device cpu"),
     ],
