@@ -2,7 +2,7 @@
 # Set up and train, with one command on any machine.
 #
 #   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a demo of minutes without one
-#   ./run.sh --runs N [flags]          N runs with seeds 0 to N-1, then their statistics
+#   ./run.sh --runs N [flags]          N runs with seeds from --seed on, then their statistics
 #   ./run.sh tools/NAME.py [flags]     set up, add what the tools need, and run one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
@@ -117,11 +117,14 @@ train() {
 }
 
 runs() { # runs N [flags]: N runs, a seed each, then what they say together
-    local name
-    [[ $1 =~ ^[1-9][0-9]*$ ]] || die "--runs $1: must be a number of runs"
+    local count="$1" line=" ${*//=/ } " seed=0 name i
+    [[ $count =~ ^[1-9][0-9]*$ ]] || die "--runs $count: must be a number of runs"
     name="$(date +%Y-%m-%d_%H-%M-%S)"
-    for ((seed = 0; seed < $1; seed++)); do
-        (train "${@:2}" --seed "$seed" --run_id "${name}_seed$seed")
+    [[ $line =~ " --seed "+([0-9]+)" " ]] && seed="${BASH_REMATCH[1]}" # the first of the seeds
+    [[ $line =~ " --run_id "+([^ ]+)" " ]] && name="${BASH_REMATCH[1]}"
+    echo "run.sh: $count runs, logs in logs/${name}_seed*.txt" >&2
+    for ((i = seed; i < seed + count; i++)); do
+        (train "${@:2}" --seed "$i" --run_id "${name}_seed$i")
     done
     "$python" "$here/tools/leaderboard.py" "logs/${name}"_seed*.txt
 }
@@ -152,7 +155,7 @@ tools/*.py)
             count="${2:-(nothing)}"
             [ $# -eq 1 ] || shift
             ;;
-        --runs=*) count="${1#--runs=}" ;;
+        --runs=*) count="${1#--runs=}" && count="${count:-(nothing)}" ;;
         *) flags+=("$1") ;;
         esac
         shift

@@ -63,11 +63,8 @@ class UserError(ValueError):
 
 # A layer is what it attends with: the long window, the short one that is half of it, or none. Then
 # +v0, +v1, ...: values from that embedding table are mixed into its own, or +vfirst: the first
-# layer's values; and +x5: the output of layer 5 is added to its input.
-LAYERS_2024 = (
-    "long+vfirst,long+vfirst,long+vfirst,long+vfirst,long+vfirst,long+vfirst,long+vfirst+x5,"
-    "long+vfirst+x4,long+vfirst+x3,long+vfirst+x2,long+vfirst+x1,long+vfirst+x0"
-)
+# layer's values (arXiv 2410.17897); and +x5: the output of layer 5 is added to its input.
+LAYERS_2024 = ",".join(["long+vfirst"] * 6 + [f"long+vfirst+x{i}" for i in range(5, -1, -1)])
 LAYERS_2025 = (
     "long+v0,short+v1,short+v2,short,long,short,"
     "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
@@ -110,7 +107,7 @@ class Hyperparameters:
     init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
     attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
-    rope_base: float = setting(1024.0, "highest over lowest rotary frequency", 1)
+    rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
@@ -141,7 +138,8 @@ class Hyperparameters:
 
 
 FIELDS = dataclasses.fields(Hyperparameters)
-RUN_FIELDS = [f.name for f in FIELDS][-8:]  # about this run, not about what is learned
+NAMES = [f.name for f in FIELDS]
+RUN_FIELDS = NAMES[NAMES.index("train_files") :]  # about this run, not about what is learned
 
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
@@ -198,43 +196,52 @@ class Published:
     """What a record reached on 8 H100s; its run logs are in the public project's records/."""
 
     minutes: float  # train_time by the clock of its day
-    mean: float  # of the last validation loss over all published runs, and its standard deviation
-    deviation: float
-    losses: tuple[float, ...]  # of one run: at steps 0, 125, 250, ... and at the last one
+    step_ms: tuple[float, float]  # at the first steps and at the last
+    mean: float  # of the last validation loss over several runs (2024-11-19: one), and its
+    deviation: float  # standard deviation
+    steps: int
+    losses: tuple[float, ...]  # of one run: at steps 0, 125, 250, ... and at the last
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """The published validation losses by step."""
+        return dict(zip([*range(0, self.steps, 125), self.steps], self.losses, strict=True))
 
 
 # fmt: off
 PUBLISHED = {
-    "2024-11-19_FlexAttention": Published(5.03, 3.2783, 0.005, (
+    "2024-11-19_FlexAttention": Published(5.03, (160, 160), 3.2783, 0.005, 1875, (
         10.8258, 4.4503, 4.0085, 3.8399, 3.7415, 3.6656, 3.6068, 3.5596, 3.5195, 3.4905, 3.4625,
         3.4321, 3.3823, 3.3383, 3.2997, 3.2783)),
-    "2024-11-24_WindowWarmup": Published(4.66, 3.2770, 0.0039, (
+    "2024-11-24_WindowWarmup": Published(4.66, (148, 171), 3.2770, 0.0039, 1750, (
         10.8258, 4.4538, 4.0346, 3.8523, 3.7289, 3.6466, 3.5915, 3.5470, 3.5074, 3.4790, 3.4248,
         3.3778, 3.3332, 3.2972, 3.2759)),
-    "2025-01-26_BatchSize": Published(2.933, 3.2787, 0.0019, (
+    "2025-01-26_BatchSize": Published(2.933, (95, 105), 3.2787, 0.0019, 1770, (
         10.8258, 4.6549, 4.1014, 3.9027, 3.7540, 3.6688, 3.6031, 3.5542, 3.5147, 3.4749, 3.4266,
         3.3835, 3.3452, 3.3110, 3.2838, 3.2808)),
 }
 # fmt: on
 
 
-def published_curve(record: str) -> dict[int, float]:
-    """The record's published validation losses by step; empty for what is no published record."""
-    steps = [*range(0, RECORDS[record].num_iterations, 125), RECORDS[record].num_iterations]
-    return dict(zip(steps, PUBLISHED[record].losses, strict=True)) if record in PUBLISHED else {}
+def on_fineweb(*patterns: str) -> bool:
+    """Whether patterns of shards name FineWeb's, on which losses are published."""
+    return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
 
 
 def against_published(record: str, hp: Hyperparameters, step: int, loss: float) -> str:
     """How a validation loss on FineWeb compares with the published ones; empty on other data."""
-    files, lines = (hp.train_files, hp.val_files), []
-    if record not in PUBLISHED or not all(Path(f).name.startswith("fineweb_") for f in files):
+    published, lines = PUBLISHED.get(record), []
+    if published is None or not on_fineweb(hp.train_files, hp.val_files):
         return ""
-    if expected := published_curve(record).get(step):
+    if expected := published.curve.get(step):
         lines.append(f"    published: {expected:.4f}, difference {loss - expected:+.4f}")
     if step == hp.num_iterations:
-        mean, deviation = PUBLISHED[record].mean, PUBLISHED[record].deviation
-        place = "inside" if abs(loss - mean) <= 2 * deviation else "outside"
-        lines.append(f"    {place} the published spread, {mean:.4f} +- 2 x {deviation:.4f}")
+        place = "in" if abs(loss - published.mean) <= 2 * published.deviation else "out"
+        spread = f"{published.mean:.4f} +- 2 x {published.deviation:.4f}"
+        lines.append(f"    {place}side the published spread, {spread}")
+        own, names = RECORDS[record], set(NAMES) - {*RUN_FIELDS, "seed"}
+        if changed := sorted(n for n in names if getattr(hp, n) != getattr(own, n)):
+            lines[-1] += f"; other than the record's: {', '.join(changed)}"
     return "\n".join(lines)
 
 
@@ -253,14 +260,12 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     n, half = hp.num_layers, hp.num_layers // 2
     if n > len(rows):
         raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
-    for i, text in enumerate(rows):
+    for i, text in enumerate(rows[:half] + rows[-half:]):
         row = re.fullmatch(r"(long|short|none)(?:(?<!none)\+v(first|\d))?(?:\+x(\d+))?", text)
-        if row is None or (row[3] and not int(row[3]) < i >= half):
+        skip_from = row and row[3] and (int(row[3]) if n == len(rows) else n - 1 - i)
+        if row is None or (row[3] and not skip_from < i >= half):
             raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2025 shows the form")
-        table.append(Layer(row[1], row[2], int(row[3]) if row[3] else None))
-    if n < len(table):
-        decoder = enumerate(reversed(table[-half:]))
-        table[half:] = reversed([replace(row, skip_from=i) for i, row in decoder])
+        table.append(Layer(row[1], row[2], skip_from))
     return tuple(table)
 
 
@@ -340,6 +345,8 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     if remembered:
         args.record = args.saved["record"]
     hp = remembered or RECORDS[args.record]
+    if "layers" in args and "num_layers" not in args:
+        args.num_layers = args.layers.count(",") + 1
     for name in vars(args).keys() & vars(hp).keys():
         value = getattr(args, name)
         value = tuple(value) if isinstance(value, list) else value
@@ -561,12 +568,10 @@ def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tupl
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
     """
-    if hp.rope == "full":
-        exponent = torch.arange(0, hp.head_dim, 2, device=device) / hp.head_dim
-        frequency = hp.rope_base**-exponent
-    else:
-        exponent = torch.linspace(0, 1, hp.head_dim // 4, device=device)
-        frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 4))
+    full = hp.rope == "full"
+    turning = hp.head_dim // (2 if full else 4)
+    exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
+    frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
     angle = torch.arange(length, device=device)[:, None, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -595,8 +600,9 @@ class CausalSelfAttention(nn.Module):
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
         q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
+        first = values.setdefault("first", v)
         if self.values == "first":
-            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * values.setdefault("first", v)
+            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * first
         else:
             v = self.lambdas[0] * v
             if self.values:
@@ -1022,9 +1028,8 @@ class Logger:
         for part in (Path(__file__).read_text("utf-8"), software, machine, settings):
             print(part, "=" * 100, sep="\n", file=self.file)
 
-    def __call__(self, line: str, console: bool = True, file: bool = True) -> None:
-        if file:
-            print(line, file=self.file)
+    def __call__(self, line: str, console: bool = True) -> None:
+        print(line, file=self.file)
         if console:
             self.bar.write(line)
             sys.stdout.flush()
@@ -1063,8 +1068,9 @@ def load_checkpoint(path: str | Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         if "hyperparameters" in state:
-            record = RECORDS[state["record"]]
-            state["hyperparameters"] = replace(record, **state["hyperparameters"])
+            hp = replace(RECORDS[state["record"]], **state["hyperparameters"])
+            check(hp)
+            state["hyperparameters"] = hp
         return state
     except OSError:
         raise
@@ -1150,7 +1156,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     if hp.verify_data:
         for pattern in (hp.val_files, hp.train_files)[: 1 if "eval" in args else 2]:
             verify_shards(pattern)
-    stream, options = (hp.val_files, hp.val_seq_len, count, 0, 1), {"vocab_size": hp.vocab_size}
+    options = {"vocab_size": min(hp.vocab_size, END_OF_TEXT + 1)}  # GPT-2's; a table may be padded
+    stream = hp.val_files, hp.val_seq_len, count, 0, 1
     val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
     val_batches = [t[rank::world_size] for t in val_batch]
     torch.manual_seed(hp.seed)
@@ -1213,9 +1220,9 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 loss = evaluate(model, val_batches, get_window_size(step, hp), device)
                 times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
                 log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.4f} {times}")
-                if note := against_published(args.record, hp, step, loss):
-                    log(note, file=False)
                 check_loss(loss, step)
+                if note := against_published(args.record, hp, step, loss):
+                    log.bar.write(note)
             if save and not all(p.isfinite().all() for p in model.parameters()):
                 check_loss(math.nan, step)
             if save and rank == 0:

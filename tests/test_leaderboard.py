@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +124,17 @@ def test_statistics_of_81_runs_are_those_of_scipy_and_of_the_record(board):
     assert group[4] == f"{p:.3f}" and p > 0.5
 
 
+def test_a_group_of_three_has_the_figures_worked_out_by_hand(board):
+    """Losses 3.1, 3.2, 3.4: mean 3.2333, deviation sqrt(0.046667 / 2) = 0.1528. Times 4, 5, 9 s:
+    mean 6, deviation sqrt(14 / 2) = 2.6. t = (3.2333 - 3.28) / (0.1528 / sqrt(3)) = -0.5291, and
+    with two degrees of freedom p = 1/2 - 0.5291 / (2 sqrt(2 + 0.5291^2)) = 0.325."""
+    runs = zip((3.1, 3.2, 3.4), (1000, 1250, 2250), strict=True)
+    files = {f"{i}.txt": ours(loss, ms, flags=f" --seed {i}") for i, (loss, ms) in enumerate(runs)}
+    group = rows_of(board(files)[1])[-1]
+    expected = ["A", "3", "3.2333", "0.1528", "0.325", "6.0", "2.6", "2025-01-26_BatchSize"]
+    assert group == expected
+
+
 def test_small_p_are_printed_with_an_exponent():
     assert leaderboard.show_p(8.48e-4) == "8.48e-04"
     assert leaderboard.show_p(0.25) == "0.250" and leaderboard.show_p(math.nan) == "-"
@@ -164,7 +176,7 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
     assert out.splitlines()[-1] == (
         f"B is {-percent * slower:.1f} % ± {percent * slower_by:.1f} % faster than A; "
         f"its loss is {higher:.4f} ± {by:.4f} higher; "
-        f"{more} more runs each would settle it (p = {p:.3f} now)"
+        f"{more} more runs each would settle it, if that stays so (p = {p:.3f} now)"
     )
 
 
@@ -174,6 +186,53 @@ def test_a_clear_difference_is_called_settled_and_single_runs_are_not(board):
     assert "lower; that is settled (p = " in board(higher | lower)[1]
     single = board({"a.txt": ours(3.28), "b.txt": ours(3.2, flags=" --muon_lr 0.04")})[1]
     assert "its loss is 0.0800 lower; single runs settle nothing" in single
+    one = {"c.txt": ours(3.2, flags=" --muon_lr 0.03")}
+    assert "0.0810 lower; single runs settle nothing" in board(higher | one)[1]
+
+
+@pytest.mark.parametrize("losses", [(3.28, 3.28), (3.27, 3.29)])
+def test_equal_groups_are_not_called_different(board, losses):
+    files = {f"a{i}.txt": ours(loss) for i, loss in enumerate(losses)}
+    files |= {f"b{i}.txt": ours(loss, flags=" --muon_lr 0.04") for i, loss in enumerate(losses)}
+    last = board(files)[1].splitlines()[-1]
+    assert last.startswith("B is 0.0 % different than A; its loss is 0.0000")
+    assert last.endswith("different; no difference that 1000 more runs each would settle") or (
+        "± 0.0430 different; no difference" in last
+    )
+
+
+def test_a_seed_that_ran_twice_is_noticed(board):
+    twice = {"a.txt": ours(3.28, flags=" --seed 4"), "b.txt": ours(3.28, flags=" --seed 4")}
+    once = {"a.txt": ours(3.28, flags=" --seed 4"), "b.txt": ours(3.28, flags=" --seed 5")}
+    assert "A has a seed twice" in board(twice)[1]
+    assert "A has a seed twice" not in board(once)[1]
+
+
+def test_clocks_that_begin_at_step_ten_are_named(board):
+    text = board({"a.txt": ours(), "y.txt": of_2025(), "z.txt": of_2024()})[1]
+    assert text.count("(but one clock leaves out ten steps)") == 2
+    text = board({"y.txt": of_2025(), "z.txt": of_2024()})[1]
+    assert "B is " in text and "leaves out" not in text
+
+
+def test_a_resumed_run_counts_once(board):
+    """Its log repeats the steps from the checkpoint on: the later ones are right."""
+    again = ours(3.1, ms=200).split("log in logs/a.txt\n")[1].split("step:1/4")[1]
+    out = board({"a.txt": ours(3.28) + "step:1/4" + again})[1]
+    assert [row[5:7] for row in rows_of(out)][0] == ["3.1000", "0.8"]
+    assert list(leaderboard.read_log(Path(rows_of(out)[0][-1])).curve) == [0, 2, 4]
+
+
+def test_cpus_are_named_by_their_model(board):
+    lscpu = "Architecture:   x86_64\nModel name:     AMD EPYC 9B45"
+    log = ours(gpu="1 x CPU").replace(GPUS, lscpu)
+    assert rows_of(board({"a.txt": log})[1])[0][3] == "1 x AMD EPYC 9B45"
+
+
+def test_a_plot_that_cannot_be_drawn_is_one_line(board, tmp_path):
+    for name in ("none/out.png", "out.foo"):
+        status, out, err = board({"a.txt": ours()}, "--plot", tmp_path / name)
+        assert isinstance(status, str) and f"could not draw {tmp_path / name}" in status
 
 
 def test_runs_differ_in_seed_but_not_in_source_flags_torch_or_gpus(board):
@@ -200,7 +259,8 @@ def test_a_log_named_twice_is_one_run(board, tmp_path):
         ("", "is empty"),
         (" \n\n", "is empty"),
         ("hello\n", "it is no log, or was cut short"),
-        (f"hello\n{RULE}\nworld\n", "no line of a step"),
+        (f"hello\n{RULE}\nworld\n", "has no steps after its source"),
+        (f"hello\n{RULE}\nworld\n{RULE}\nrecord demo\n", "has no line of a step"),
         (
             ours().replace("step:2/4 val_loss:5.2800", "step:2/4 val_loss"),
             "a malformed line: 'step:2",
@@ -220,15 +280,18 @@ def test_a_bad_log_is_named_and_skipped(board, tmp_path, content, reason):
 
 
 @settings(max_examples=200, deadline=None)
-@given(cut=st.integers(0, len(of_2025())))
-def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, cut):
+@given(text=st.sampled_from([of_2025(3.28), ours(), of_2024(3.28)]), data=st.data())
+def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, data):
+    """At a character, or where lines are missing."""
     path = tmp_path_factory.mktemp("cut") / "log.txt"
-    path.write_text(of_2025()[:cut])
+    lines = text[: data.draw(st.integers(0, len(text)))].splitlines(keepends=True)
+    begin = data.draw(st.integers(0, len(lines)))
+    path.write_text("".join(lines[:begin] + lines[data.draw(st.integers(begin, len(lines))) :]))
     try:
         run = leaderboard.read_log(path)
     except ValueError:
         return
-    assert (run.loss, run.seconds, run.steps) == (3.2808, 176.003, 1770)
+    assert run.loss == 3.28 and run.steps in (4, 1770, 1875)
 
 
 def test_plot_draws_all_runs_and_published_curves_on_fineweb_only(board, tmp_path, monkeypatch):

@@ -140,6 +140,16 @@ def test_layer_table_is_the_published_one():
             assert row == Layer(windows[window], None if values is None else str(values), skip_from)
 
 
+def test_the_first_layers_values_are_the_first_layers(tiny, randomize):
+    """Also where that layer mixes nothing: then the mixing scalar of a later one has an effect."""
+    model = randomize(GPT(replace(tiny, num_layers=2, layers="long,long+vfirst+x0")).eval())
+    tokens = torch.randint(0, 512, (128,), dtype=torch.int32)
+    with torch.no_grad():
+        before = model.logits(tokens, 128)
+        model.blocks[1].attn.lambdas.fill_(0.0)
+        assert not torch.allclose(model.logits(tokens, 128), before, atol=1e-2)
+
+
 def test_a_later_token_changes_no_earlier_output(tiny, randomize):
     model = randomize(GPT(tiny)).eval()
     tokens = torch.randint(0, 512, (256,), dtype=torch.int32)

@@ -138,7 +138,7 @@ def test_on_fineweb_the_console_holds_published_losses_and_the_log_does_not(
     assert after["0"][0].split() == ["published:", "10.8258,", "difference", "+0.0000"]
     assert after["125"][0].split() == ["published:", "4.4503,", "difference", "-0.0100"]
     assert after["250"][0].split() == ["published:", "4.0085,", "difference", "-0.7212"]
-    assert after["250"][1].strip() == "inside the published spread, 3.2783 +- 2 x 0.0050"
+    assert after["250"][1].startswith("    inside the published spread, 3.2783 +- 2 x 0.0050; ")
     (log,) = tmp_path.glob("logs/*.txt")
     results = log.read_text().removeprefix(Path(SCRIPT).read_text())
     assert "published" not in results and list(val_losses(results)) == [0, 125, 250]
@@ -151,14 +151,18 @@ def test_the_published_spread_is_two_deviations_wide(loss, place):
     record, hp = "2025-01-26_BatchSize", RECORDS["2025-01-26_BatchSize"]
     text = train_gpt.against_published(record, hp, 1770, loss)
     assert f"published: 3.2808, difference {loss - 3.2808:+.4f}" in text
-    assert f" {place} the published spread, 3.2787 +- 2 x 0.0019" in text
+    assert text.endswith(f" {place} the published spread, 3.2787 +- 2 x 0.0019")
     assert train_gpt.against_published(record, hp, 1000, loss).count("\n") == 0
     assert train_gpt.against_published(record, hp, 1001, loss) == ""
     assert train_gpt.against_published("demo", RECORDS["demo"], 128, loss) == ""
+    tweaked = train_gpt.replace(hp, muon_lr=0.06, val_tokens=262144, seed=3, val_loss_every=10)
+    text = train_gpt.against_published(record, tweaked, 1770, loss)
+    assert text.endswith("0.0019; other than the record's: muon_lr, val_tokens")
 
 
 def test_published_curves_end_at_the_last_step():
-    ends = {name: train_gpt.published_curve(name) for name in train_gpt.PUBLISHED}
+    ends = {name: published.curve for name, published in train_gpt.PUBLISHED.items()}
+    assert all(RECORDS[name].num_iterations == max(curve) for name, curve in ends.items())
     assert {name: (max(curve), curve[max(curve)]) for name, curve in ends.items()} == {
         "2024-11-19_FlexAttention": (1875, 3.2783),
         "2024-11-24_WindowWarmup": (1750, 3.2759),
@@ -245,6 +249,47 @@ def test_a_log_is_never_overwritten(flags, tmp_path, capsys):
     status, err = error_of(flags, capsys)
     assert status == 1 and "logs/mine.txt is there already: choose another --run_id" in err
     assert (tmp_path / "logs" / "mine.txt").read_text() == log
+
+
+# SPEC's table of the published systems, value by value.
+COMMON = {
+    **{"num_layers": 12, "model_dim": 768, "num_heads": 6, "head_dim": 128, "batch_seqs": 8},
+    **{"val_loss_every": 125, "val_tokens": 10485760, "warmup_steps": 0, "grad_clip": 0},
+    **{"embed_lr": 0.6, "head_lr": 0.008, "scalar_lr": 0.04, "window_min": 64, "window_step": 64},
+    **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
+    **{"muon_lr": 0.05, "adam_betas": (0.8, 0.95), "window_span": 1728},
+}
+OF_2024 = {
+    **{"seq_len": 65536, "val_seq_len": 65536, "lr_final": 0, "adam_eps": 1e-8, "fp8": False},
+    **{"window_rule": "tokens", "logit_softcap": 30, "rope": "full", "rope_base": 10000},
+    **{"attn_scale": 0, "init_bound": 1, "vocab_size": 50304},
+}
+SYSTEMS = {
+    "2024-11-19_FlexAttention": COMMON
+    | OF_2024
+    | {"num_iterations": 1875, "cooldown_frac": 562 / 1875, "window_min": 1024, "window_span": 0}
+    | {"adam_betas": (0.9, 0.95), "muon_lr": 0.04, "momentum_warmup_steps": 500},
+    "2024-11-24_WindowWarmup": COMMON
+    | OF_2024
+    | {"num_iterations": 1750, "cooldown_frac": 640 / 1750},
+    "2025-01-26_BatchSize": COMMON
+    | {"num_iterations": 1770, "cooldown_frac": 0.4, "lr_final": 0.1, "seq_len": 49152}
+    | {"val_seq_len": 262144, "window_rule": "blocks", "window_min": 128, "window_step": 128}
+    | {"adam_eps": 1e-10, "logit_softcap": 15, "fp8": True, "x_s": 2, "w_s": 512}
+    | {"grad_s": 2**19, "rope": "half", "rope_base": 1024, "attn_scale": 0.12}
+    | {"init_bound": 3**0.5 * 0.5, "vocab_size": 50257},
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_each_record_has_the_published_numbers(name):
+    found = {setting: getattr(RECORDS[name], setting) for setting in SYSTEMS[name]}
+    assert found == SYSTEMS[name]
+
+
+def test_a_layer_table_brings_its_number_of_layers():
+    hp, _ = train_gpt.parse_args(["--layers", "long,long+vfirst,short+x1,long+x0"])
+    assert hp.num_layers == len(train_gpt.layer_table(hp)) == 4
 
 
 def test_flags_reach_the_settings():
@@ -559,11 +604,11 @@ def test_run_sh_makes_runs_with_different_seeds_and_their_statistics(tmp_path):
         command = ["./run.sh", *words.split()]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
-    done = call(f"{size} --runs 2 --muon_lr 0.06")
+    done = call(f"{size} --runs 2 --muon_lr 0.06 --seed=5")
     assert done.returncode == 0, done.stderr
     logs = sorted((tmp_path / "logs").iterdir())
-    assert [re.search(r"_seed(\d)\.txt", log.name)[1] for log in logs] == ["0", "1"]
-    assert all(f"\nseed: {seed}\n" in log.read_text() for seed, log in enumerate(logs))
+    assert [re.search(r"_seed(\d)\.txt", log.name)[1] for log in logs] == ["5", "6"]
+    assert all(f"\nseed: {seed}\n" in log.read_text() for seed, log in enumerate(logs, 5))
     losses = [val_losses(log.read_text())[2] for log in logs]
     row = done.stdout.splitlines()[-1].split()
     assert row[:3] == ["A", "2", f"{np.mean(losses):.4f}"] and losses[0] != losses[1]
@@ -571,6 +616,6 @@ def test_run_sh_makes_runs_with_different_seeds_and_their_statistics(tmp_path):
 
     failed = call("--runs 3 --device cpu --seq_len 5")
     assert failed.returncode == 2 and failed.stderr.count("--seq_len 5: must be") == 1
-    for words in ("--runs", "--runs 0", "--runs=many"):
+    for words in ("--runs", "--runs=", "--runs 0", "--runs=many"):
         failed = call(words)
         assert failed.returncode == 1 and "must be a number of runs" in failed.stderr

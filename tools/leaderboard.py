@@ -22,14 +22,14 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train_gpt import PUBLISHED, RECORDS, published_curve  # noqa: E402
+from train_gpt import PUBLISHED, on_fineweb  # noqa: E402
 
 RULE = "=" * 100  # between the parts of a log: source, machine, settings, steps
 STEP = re.compile(
     r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? train_time:(\d+)ms step_avg:(nan|[\d.]+)ms"
 )
-OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every"}  # flags that equals may differ in
-SETTLED = 0.01  # the leaderboard's p
+OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "device"}  # equals may differ in it
+SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Run:
     steps: int  # how many the run was to have, and had
     curve: dict[int, tuple[float, float]]  # validation loss and train_time in seconds by step
     step_ms: float | None
+    skips_ten: bool  # by the public project's early clock, which begins at step 10
     record: str | None
     settings: dict[str, str] = field(default_factory=dict)
     flags: str = ""
@@ -69,7 +70,7 @@ class Run:
     def on_fineweb(self) -> bool:
         """The public project knows no other data, and its logs hold no settings."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
-        return all(Path(file).name.startswith("fineweb_") for file in files)
+        return on_fineweb(*files)
 
 
 def read_log(path: Path) -> Run:
@@ -79,11 +80,11 @@ def read_log(path: Path) -> Run:
         raise ValueError("is empty")
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
     source, *parts = [part for part in parts if part]  # logs of 2024 begin with a rule
-    if not parts:
-        raise ValueError("has no part after a source: it is no log, or was cut short")
+    if len(parts) < 2:
+        raise ValueError("has no steps after its source: it is no log, or was cut short")
     results, machine = parts[-1], "\n".join(parts)
 
-    curve, steps, step, step_ms = {}, None, 0, None
+    curve, steps, step, step_ms, skips_ten = {}, None, 0, None, False
     for line in results.splitlines():
         if not line.startswith("step:"):
             continue
@@ -95,24 +96,27 @@ def read_log(path: Path) -> Run:
             loss = float(match[4])
             if not math.isfinite(loss):
                 raise ValueError(f"has a loss of {loss} at step {step}")
+            curve = {k: v for k, v in curve.items() if k < step}  # a resumed run repeats steps
             curve[step] = loss, int(match[5]) / 1000
             step_ms = average if math.isfinite(average) else None
+        skips_ten |= step > 0 and math.isnan(average)
     if steps is None:
         raise ValueError("has no line of a step: it is no log, or was cut short")
     if steps not in curve:
         raise ValueError(f"is truncated: it ends at step {step} of {steps}")
 
-    run = Run(path, source, steps, curve, step_ms, record=None)
+    run = Run(path, source, steps, curve, step_ms, skips_ten, record=None)
     run.record = next((part for part in path.resolve().parts if part in PUBLISHED), None)
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):
         flags = re.findall(r" --(\w+) ((?:(?! --).)*)", match[2])
         run.record = match[1]
-        run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN | {"device"})
+        run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN)
         run.settings = dict(re.findall(r"^(\w+): (.*)$", parts[-2], re.M))
     if match := re.search(r"^(?:Running )?(?:Py)?torch (\S+)", machine, re.M | re.I):
         run.torch = match[1]
     if match := re.search(r"^on (\d+ x .+), log in ", results, re.M):
-        run.gpu = match[1]
+        cpu = re.search(r"^(?:Model name|machdep.cpu.brand_string): +(.+)$", machine, re.M)
+        run.gpu = match[1].replace("CPU", cpu[1]) if cpu else match[1]
     elif names := re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s+(?:On|Off)\s", machine, re.M):
         run.gpu = f"{len(names)} x {names[0]}"
     if match := re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB", results, re.M):
@@ -144,7 +148,7 @@ def deviation(values: list[float]) -> float:
 
 
 def p_at_most(target: float, losses: list[float]) -> float:
-    """One-sided t-test: how likely such a low mean loss is if the true one is over the target."""
+    """One-sided t-test: how likely so low a mean loss is, were the true one the target or more."""
     if len(losses) < 2 or np.ptp(losses) == 0:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
@@ -184,20 +188,25 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
     slower, slower_by, _ = (percent * x for x in welch(a_times, b_times))
     higher, higher_by, p = welch(a_losses, b_losses)
 
-    def amount(value: float, by: float, form: str, unit: str = "") -> str:
+    def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str = "") -> str:
         interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
-        return f"{abs(value):{form}}{unit}{interval}"
+        word = words[int(value > 0)] if float(f"{value:{form}}") else "different"
+        return f"{abs(value):{form}}{unit}{interval} {word}"
 
-    time = f"{amount(slower, slower_by, '.1f', ' %')} {'slower' if slower > 0 else 'faster'}"
-    loss = f"{amount(higher, higher_by, '.4f')} {'higher' if higher > 0 else 'lower'}"
+    time = amount(slower, slower_by, ".1f", ("faster", "slower"), " %")
+    if a[0].skips_ten != b[0].skips_ten:
+        time += " (but one clock leaves out ten steps)"
+    loss = amount(higher, higher_by, ".4f", ("lower", "higher"))
     text = f"{names[1]} is {time} than {names[0]}; its loss is {loss}; "
-    if math.isnan(p):
+    if min(len(a), len(b)) < 2:
         return text + "single runs settle nothing: make several with ./run.sh --runs N"
     if p < SETTLED:
         return text + f"that is settled (p = {show_p(p)})"
-    more = runs_to_settle(a_losses, b_losses)
-    many = "over 1000" if more is None else str(more)
-    return text + f"{many} more runs each would settle it (p = {show_p(p)} now)"
+    more = None if math.isnan(p) else runs_to_settle(a_losses, b_losses)
+    if more is None:
+        return text + "no difference that 1000 more runs each would settle"
+    runs = f"{more} more runs" if more > 1 else "1 more run"
+    return text + f"{runs} each would settle it, if that stays so (p = {show_p(p)} now)"
 
 
 def print_leaderboard(groups: list[list[Run]], target: float) -> None:
@@ -211,7 +220,7 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
             rows.append([*known, *numbers, r.memory or "-", str(r.path)])
     print_table(rows)
     print()
-    rows = [["group", "n", "loss", "±", f"p(<={target:g})", "time_s", "±", "what"]]
+    rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd", "what"]]
     for letter, runs in zip(letters, groups, strict=True):
         times, losses = columns(runs)
         loss = show(np.mean(losses), ".4f"), show(deviation(losses), ".4f")
@@ -219,6 +228,10 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
         rows.append([letter, str(len(runs)), *loss, p, seconds, show(deviation(times), ".1f")])
         rows[-1].append(runs[0].name)
     print_table(rows)
+    for letter, runs in zip(letters, groups, strict=True):
+        seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
+        if len(set(seeds)) < len(seeds):
+            print(f"\n{letter} has a seed twice: those runs are one sample, not two, on a CPU")
     for letter, runs in zip(letters[1:], groups[1:], strict=True):
         print(f"\n{sentence(groups[0], runs, (letters[0], letter))}")
 
@@ -243,11 +256,13 @@ def plot(groups: list[list[Run]], path: Path) -> None:
         record = runs[0].record
         if record in PUBLISHED and runs[0].on_fineweb and record not in published:
             published.add(record)
-            curve, last = published_curve(record), RECORDS[record].num_iterations
-            second = 60 * PUBLISHED[record].minutes / last  # a step: the curve holds no times
-            for axis, unit in zip(axes, (second, 1), strict=True):
-                x, label = [unit * step for step in curve], f"{record}, published"
-                axis.plot(x, curve.values(), color=color, linestyle="--", linewidth=2, label=label)
+            curve, (first_ms, last_ms) = PUBLISHED[record].curve, PUBLISHED[record].step_ms
+            steps, losses = np.array([*curve]), [*curve.values()]
+            # A step's published time grows from first_ms to last_ms: this is its sum so far.
+            seconds = steps * (first_ms + (last_ms - first_ms) * steps / steps[-1] / 2) / 1000
+            style = {"color": color, "linestyle": "--", "linewidth": 2}
+            for axis, x in zip(axes, (seconds, steps), strict=True):
+                axis.plot(x, losses, label=f"{record}, published", **style)
     margin = 0.05 * (max(shown) - min(shown)) + 1e-3
     axes[0].set_ylim(min(shown) - margin, max(shown) + margin)
     axes[0].set(xlabel="train_time (s)", ylabel="validation loss")
@@ -281,8 +296,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
     parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
-    args = parser.parse_args(argv)
-    if not args.logs and not args.diff:
+    args = parser.parse_intermixed_args(argv)
+    if not args.logs and (args.plot or not args.diff):
         parser.error("name at least one log")
 
     skipped = 0
@@ -310,7 +325,10 @@ def main(argv: list[str] | None = None) -> None:
     if groups := in_groups([r for r in map(read, logs.values()) if r]):
         print_leaderboard(groups, args.target)
         if args.plot:
-            plot(groups, args.plot)
+            try:
+                plot(groups, args.plot)
+            except (ValueError, OSError) as error:  # an unknown suffix, no such folder
+                sys.exit(f"leaderboard.py: could not draw {args.plot}: {error}")
     sys.exit(1 if skipped else 0)
 
 
