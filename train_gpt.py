@@ -844,7 +844,7 @@ def verify_shards(pattern: str) -> None:
     for path in sorted(Path(p) for p in glob.glob(pattern)):
         manifest = path.with_name("SHA256SUMS")
         if not manifest.exists():
-            raise UserError(f"{manifest} is missing, cannot verify: cached_fineweb.py makes one")
+            raise UserError(f"{manifest} is missing: cached_fineweb.py or sha256sum makes one")
         sums = dict(reversed(line.split(maxsplit=1)) for line in manifest.read_text().splitlines())
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -105,6 +105,24 @@ def test_loss_falls(flags, capsys):
     assert losses[40] < 4  # 6.24 at the start, 2.5 is the entropy of the language
 
 
+def test_aligned_and_verified_the_sample_trains(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num_layers 2 --model_dim 32 --num_heads 1 --head_dim 32 --num_iterations 8"
+    lengths = "--seq_len 128 --val_seq_len 512 --val_tokens 1024 --val_loss_every 0"
+    seen, step_of = [], train_gpt.train_step
+
+    def watching(model, optimizers, inputs, targets, step):
+        seen.append(inputs)
+        return step_of(model, optimizers, inputs, targets, step)
+
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    monkeypatch.setattr(train_gpt, "train_step", watching)
+    data = "--verify_data on --align_to_documents on --max_document_tokens 100"
+    main(f"--record demo --device cpu {sizes} {lengths} {data}".split())
+    assert val_losses(capsys.readouterr().out)[8] < 10
+    assert len(seen) == 8 and all((inputs[:, [0, 100]] == 50256).all() for inputs in seen)
+
+
 @pytest.mark.parametrize("record", train_gpt.PUBLISHED)
 def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -428,7 +446,7 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
         (["--val_tokens", "262144"], 1, "at most 10001 tokens, a batch needs 262145"),
         (["--vocab_size", "256"], 1, "is outside the vocabulary of 256"),
         (["--epochs", "1", "--num_iterations", "30"], 1, "holds 29 batches, the run reads 30"),
-        (["--verify_data", "on"], 1, "SHA256SUMS is missing, cannot verify"),
+        (["--verify_data", "on"], 1, "SHA256SUMS is missing: cached_fineweb.py or"),
         (["--embed_lr", "1e38"], 1, "the loss is nan at step"),
         (["--device", "cuda"], 1, "use --device cpu"),
     ],
