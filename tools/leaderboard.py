@@ -209,9 +209,13 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
     return text + f"{runs} each would settle it, if that stays so (p = {show_p(p)} now)"
 
 
+def letters_of(groups: list[list[Run]]) -> list[str]:
+    return [chr(ord("A") + i) if i < 26 else f"G{i}" for i in range(len(groups))]
+
+
 def print_leaderboard(groups: list[list[Run]], target: float) -> None:
     """Print a row a run, a row a group, and a sentence for each group after the first."""
-    letters = [chr(ord("A") + i) if i < 26 else str(i) for i in range(len(groups))]
+    letters = letters_of(groups)
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in zip(letters, groups, strict=True):
         for r in runs:
@@ -245,11 +249,12 @@ def plot(groups: list[list[Run]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     shown, published = [], set()
-    for i, runs in enumerate(groups):
-        color = f"C{i % 10}"
+    for i, (letter, runs) in enumerate(zip(letters_of(groups), groups, strict=True)):
+        color, name = f"C{i % 10}", f"{letter}: {runs[0].name}"
+        name = name if len(name) <= 50 else f"{name[:50]}..."
         for j, r in enumerate(runs):
             steps, (losses, seconds) = list(r.curve), zip(*r.curve.values(), strict=True)
-            label = f"{r.name} ({len(runs)})" if j == 0 else None
+            label = f"{name} ({len(runs)})" if j == 0 else None
             for axis, x in zip(axes, (seconds, steps), strict=True):
                 axis.plot(x, losses, color=color, linewidth=1, marker=".", ms=4, label=label)
             shown += [loss for s, (loss, _) in r.curve.items() if s >= 0.1 * r.steps]
