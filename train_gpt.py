@@ -23,6 +23,7 @@ The file reads like the life of a batch, and importing it does nothing:
 import argparse
 import dataclasses
 import glob
+import hashlib
 import itertools
 import math
 import os
@@ -32,6 +33,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +94,9 @@ class Hyperparameters:
     batch_seqs: int = setting(8, "sequences in a global batch, shared by all ranks")
     val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, step=BLOCK)
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
+    epochs: int = setting(1, "passes over the training shards at most, 0 for any number", 0)
+    align_to_documents: bool = setting(False, "begin each training sequence with a document")
+    max_document_tokens: int = setting(2048, "then longer documents are cut")
 
     layers: str = setting(LAYERS_2025, "a layer each, as described in train_gpt.py", group="model")
     num_layers: int = setting(12, "how many of them, half from either end", 2, step=2)
@@ -123,6 +129,7 @@ class Hyperparameters:
 
     train_files: str = setting(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
     val_files: str = setting(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
+    verify_data: bool = setting(False, "compare all shards with the SHA256SUMS beside them first")
     val_loss_every: int = setting(125, "steps between validations, 0 for the last step only", 0)
     run_id: str = setting("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
     save_every: int = setting(0, "steps between checkpoints, one at the end too; 0 for none", 0)
@@ -343,7 +350,7 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     for name in vars(args).keys() & vars(hp).keys():
         value = getattr(args, name)
         value = tuple(value) if isinstance(value, list) else value
-        hp = replace(hp, **{name: value == "on" if name == "fp8" else value})
+        hp = replace(hp, **{name: value == "on" if type(vars(hp)[name]) is bool else value})
     check(hp)
     return hp, args
 
@@ -832,38 +839,114 @@ def load_data_shard(path: str | Path) -> Tensor:
     return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
 
 
-def distributed_data_generator(
-    pattern, seq_len, batch_seqs, rank, world_size, start_step=0, vocab_size=2**16
-):
-    """This rank's part of each global batch from start_step on; the stream begins again at its end.
+def verify_shards(pattern: str) -> None:
+    """Compare each shard with the file SHA256SUMS beside it, in sha256sum's form; UserError."""
+    for path in sorted(Path(p) for p in glob.glob(pattern)):
+        manifest = path.with_name("SHA256SUMS")
+        if not manifest.exists():
+            raise UserError(f"{manifest} is missing: cached_fineweb.py or sha256sum makes one")
+        sums = dict(reversed(line.split(maxsplit=1)) for line in manifest.read_text().splitlines())
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sums.get(path.name):
+            expected = sums.get(path.name, "no checksum of it")
+            raise UserError(f"{path} has SHA-256 {found}, {manifest} {expected}; fetch it again")
 
-    Yields inputs (int32) and targets (int64), both (batch_seqs / world_size, seq_len); targets are
-    the stream shifted by one. A batch is batch_seqs consecutive sequences of one shard (a tail too
-    short for one is dropped); rank r has the r-th. Raises UserError: at once for shards that are
-    missing, damaged or too short and a world size that does not divide the batch; on all ranks when
-    it reads a token outside the vocabulary.
+
+def cut_sequences(tokens: np.ndarray, seq_len: int, longest: int) -> tuple[np.ndarray, ...]:
+    """Where in a shard's tokens (n,) its sequences of seq_len + 1 are: (starts, stops, bounds).
+
+    Sequence i is the pieces starts[j]:stops[j] for j from bounds[i] to bounds[i + 1]. Without
+    `longest`, one piece, and the next sequence begins with its last token. Otherwise a piece is a
+    document's first tokens, at most `longest`; what the last one has left is dropped, so that each
+    sequence begins with a document, as on the leaderboard since July 2025.
+    """
+    if not longest:
+        starts = np.arange(0, len(tokens) - seq_len, seq_len)
+        return starts, starts + seq_len + 1, np.arange(len(starts) + 1)
+    starts = np.flatnonzero(tokens == END_OF_TEXT)
+    lengths = np.minimum(np.diff(starts, append=len(tokens)), longest)
+    stops, ends, end, bounds = starts + lengths, lengths.cumsum(), 0, [0]
+    while (last := np.searchsorted(ends, end + seq_len + 1)) < len(ends):
+        stops[last] -= ends[last] - (end + seq_len + 1)
+        end = ends[last]
+        bounds.append(last + 1)
+    return starts, stops, np.array(bounds)
+
+
+def distributed_data_generator(
+    pattern,
+    seq_len,
+    batch_seqs,
+    rank,
+    world_size,
+    start_step=0,
+    num_batches=0,
+    epochs=1,
+    vocab_size=2**16,
+    longest=0,
+    device=None,
+):
+    """This rank's part of each global batch from start_step on, read ahead by a thread.
+
+    Yields inputs (int32) and targets (int64), both (batch_seqs / world_size, seq_len), pinned for a
+    CUDA device; targets are the sequence shifted by one. A batch is batch_seqs consecutive
+    sequences of one shard (a tail too short for one is dropped); rank r has the r-th part. It ends
+    after num_batches, or else after `epochs` passes over the shards (0: never). For `longest` see
+    cut_sequences.
+
+    Raises UserError at once: for shards that are missing, damaged, too short for num_batches (0:
+    for one) or hold a token outside the vocabulary, and for a world size that does not divide the
+    batch. That reads all the shards of the run, which brings them into the page cache too.
     """
     if batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
-    shards = [(path, load_data_shard(path)) for path in sorted(glob.glob(pattern))]
+    shards = [(path, load_data_shard(path).numpy()) for path in sorted(glob.glob(pattern))]
     if not shards:
         remedy = f"; fetch FineWeb with {HERE}/cached_fineweb.py" * pattern.startswith(FINEWEB)
         raise UserError(f"no shard matches {pattern}{remedy}")
-    need, share = seq_len * batch_seqs, batch_seqs // world_size
-    plan = [(p, shard, i * need) for p, shard in shards for i in range((len(shard) - 1) // need)]
+    plan = []  # of each batch: the shard, its pieces, and the bounds of batch_seqs sequences
+    for path, tokens in shards:
+        if (worst := tokens.max()) >= vocab_size:
+            where = f"{path}: token {worst} at position {tokens.argmax()}"
+            raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
+        starts, stops, bounds = cut_sequences(tokens, seq_len, longest)
+        batches = range(0, len(bounds) - batch_seqs, batch_seqs)
+        plan += [(tokens, starts, stops, bounds[i : i + batch_seqs + 1]) for i in batches]
+        if num_batches and len(plan) >= num_batches:
+            break
     if not plan:
-        found = max(len(shard) for _, shard in shards)
-        raise UserError(f"{pattern}: a shard has at most {found} tokens, a batch needs {need + 1}")
+        found, need = max(len(tokens) for _, tokens in shards), seq_len * batch_seqs + 1
+        raise UserError(f"{pattern}: a shard has at most {found} tokens, a batch needs {need}")
+    if epochs and len(plan) * epochs < num_batches:
+        found = f"{pattern} holds {len(plan)} batches, the run reads {num_batches}"
+        raise UserError(f"{found}: add shards, or read them again with --epochs")
+    share = batch_seqs // world_size
+
+    def read(step: int) -> tuple[Tensor, Tensor]:
+        tokens, starts, stops, bounds = plan[step % len(plan)]
+        rows = []
+        for i, j in itertools.pairwise(bounds[rank * share :][: share + 1]):
+            pieces = zip(starts[i:j], stops[i:j], strict=True)
+            rows.append(np.concatenate([tokens[start:stop] for start, stop in pieces]))
+        rows = np.stack(rows)
+        both = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int64)
+        both = tuple(map(torch.from_numpy, both))
+        if device is None or device.type == "cpu":
+            return both
+        torch.cuda.set_device(device)  # else a thread's pinned memory is that of GPU 0
+        return tuple(t.pin_memory() for t in both)
 
     def batches():
-        for step in itertools.count(start_step):
-            path, shard, start = plan[step % len(plan)]
-            tokens = shard[start : start + need + 1].int()
-            if (worst := int(tokens.max())) >= vocab_size:
-                where = f"{path}: token {worst} at position {start + int(tokens.argmax())}"
-                raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
-            both = tokens[:-1].view(batch_seqs, -1), tokens[1:].view(batch_seqs, -1).long()
-            yield tuple(t[rank * share :][:share] for t in both)
+        last = num_batches or (epochs * len(plan) if epochs else sys.maxsize)
+        with ThreadPoolExecutor(1) as reader:
+            ahead = deque()
+            for step in range(start_step, last):
+                ahead.append(reader.submit(read, step))
+                if len(ahead) > 4:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
     return batches()
 
@@ -1070,9 +1153,13 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     compiled = hp.compile == "on" or (hp.compile == "auto" and on_gpu)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
     count = hp.val_tokens // hp.val_seq_len  # validation is one global batch; a rank may get none
-    tokens = min(hp.vocab_size, END_OF_TEXT + 1)  # GPT-2's; a table may be padded
-    stream = hp.val_files, hp.val_seq_len, count, 0, 1, 0, tokens
-    val_batches = [t[rank::world_size] for t in next(distributed_data_generator(*stream))]
+    if hp.verify_data:
+        for pattern in (hp.val_files, hp.train_files)[: 1 if "eval" in args else 2]:
+            verify_shards(pattern)
+    options = {"vocab_size": min(hp.vocab_size, END_OF_TEXT + 1)}  # GPT-2's; a table may be padded
+    stream = hp.val_files, hp.val_seq_len, count, 0, 1
+    val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
+    val_batches = [t[rank::world_size] for t in val_batch]
     torch.manual_seed(hp.seed)
     model = GPT(hp)
     if "eval" in args:
@@ -1085,8 +1172,10 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         loss = evaluate(model, val_batches, get_window_size(step, hp), device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.eval}")
         return
-    sizes = hp.seq_len, hp.batch_seqs, rank, world_size, 0, tokens
-    batches = distributed_data_generator(hp.train_files, *sizes)
+    stream = hp.train_files, hp.seq_len, hp.batch_seqs, rank, world_size
+    options |= {"num_batches": hp.num_iterations, "epochs": hp.epochs, "device": device}
+    options["longest"] = hp.max_document_tokens * hp.align_to_documents
+    batches = distributed_data_generator(*stream, **options)
     model.to_device(device, compiled)
     optimizers = build_optimizers(model, hp, rank, world_size)
     if compiled:
@@ -1142,8 +1231,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
             start = clock()
         if last:
             break
-        batch = (t.pin_memory() for t in next(batches)) if on_gpu else next(batches)
-        inputs, targets = (t.to(device, non_blocking=True) for t in batch)
+        inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
         loss = train_step(model, optimizers, inputs, targets, step)
         shown, last_loss = check_loss(last_loss(), step), to_host(loss)  # a step late: no waiting
         ms = 1e3 * (seconds + time.perf_counter() - start)

@@ -1,6 +1,11 @@
 """Shards and the loader against plain numpy slices of the stream."""
 
 import hashlib
+import itertools
+import os
+import random
+import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -9,7 +14,7 @@ from gpt2 import gpt2_encoding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard
+from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard, verify_shards
 
 
 def test_shard_is_read_back(write_shard):
@@ -64,7 +69,7 @@ def test_ranks_together_see_the_stream_in_order(
 
     def loader(rank):
         return distributed_data_generator(
-            pattern, seq_len, batch_seqs, rank, world_size, start_step
+            pattern, seq_len, batch_seqs, rank, world_size, start_step, epochs=0
         )
 
     if not expected:
@@ -90,16 +95,164 @@ def test_no_shard_and_a_world_size_that_does_not_divide_are_refused_at_once(tmp_
         distributed_data_generator(str(path), 8, 8, 0, 3)
 
 
-def test_token_outside_the_vocabulary_is_located(write_shard):
+def test_ranks_share_a_numpy_slice_of_the_stream_over_a_shard_boundary(write_shard, tmp_path):
+    """8 sequences of 16 tokens: 3 batches from the first shard, whose tail is dropped, 4 after."""
+    stream = np.random.default_rng(0).integers(0, 50257, 500 + 600)
+    write_shard("s1.bin", stream[:500])
+    write_shard("s2.bin", stream[500:])
+    begins = [0, 128, 256, 500, 628, 756, 884]
+    for world_size in (1, 2, 4, 8):
+        parts = [
+            list(distributed_data_generator(str(tmp_path / "s*.bin"), 16, 8, rank, world_size))
+            for rank in range(world_size)
+        ]
+        for step, begin in enumerate(begins):
+            inputs, targets = (torch.cat([p[step][i].flatten() for p in parts]) for i in (0, 1))
+            assert np.array_equal(inputs, stream[begin : begin + 128])
+            assert np.array_equal(targets, stream[begin + 1 : begin + 129])
+        assert {len(p) for p in parts} == {len(begins)}  # it ends with the data
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=3),
+    seq_len=st.integers(1, 30),
+    longest=st.integers(1, 25),
+    world_size=st.sampled_from([1, 2, 4]),
+    start_step=st.integers(0, 3),
+)
+def test_aligned_sequences_are_the_beginnings_of_whole_documents(
+    sizes, seq_len, longest, world_size, start_step, write_shard, tmp_path
+):
+    """Against documents dealt out one by one; a document is 50256 and `size` tokens of its own."""
+    for old in tmp_path.glob("*.bin"):
+        old.unlink()
+    word, batches = itertools.count(1), []
+    for i, shard in enumerate(sizes):
+        documents = [[50256, *(next(word) for _ in range(size))] for size in shard]
+        write_shard(f"s{i}.bin", [7, 7, *sum(documents, [])])  # begins within a document
+        sequences, current = [], []
+        for document in documents:
+            current += document[:longest]
+            if len(current) > seq_len:
+                sequences.append(current[: seq_len + 1])
+                current = []
+        batches += [sequences[j : j + 4] for j in range(0, len(sequences) - 3, 4)]
+
+    def loader(rank, start):
+        sizes = seq_len, 4, rank, world_size, start
+        return distributed_data_generator(str(tmp_path / "s*.bin"), *sizes, longest=longest)
+
+    if not batches:
+        with pytest.raises(UserError, match="a batch needs"):
+            loader(0, 0)
+        return
+    found = [list(loader(rank, start_step)) for rank in range(world_size)]
+    assert {len(part) for part in found} == {max(len(batches) - start_step, 0)}
+    for step, expected in enumerate(batches[start_step:]):
+        inputs, targets = (torch.cat([part[step][i] for part in found]).tolist() for i in (0, 1))
+        assert inputs == [sequence[:-1] for sequence in expected]
+        assert targets == [sequence[1:] for sequence in expected]
+        for sequence in inputs:
+            starts = [i for i, token in enumerate(sequence) if token == 50256]
+            ends = [*starts[1:], len(sequence)]
+            assert starts[0] == 0
+            assert all(end - start <= longest for start, end in zip(starts, ends, strict=True))
+
+
+def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, tmp_path):
+    write_shard("a.bin", range(50))
     tokens = np.arange(200) % 50
     tokens[150] = 77
-    path = write_shard("a.bin", tokens)
-    for rank in range(2):  # every rank stops, also the one whose share is clean
-        loader = distributed_data_generator(str(path), 32, 2, rank, 2, vocab_size=50)
-        next(loader)
-        next(loader)
-        with pytest.raises(UserError, match="token 77 at position 150 is outside .* of 50"):
-            next(loader)
+    path = write_shard("b.bin", tokens)
+    for rank in range(2):  # every rank stops, whichever share it has
+        with pytest.raises(UserError, match=f"{path}: token 77 at position 150 is outside .* 50"):
+            distributed_data_generator(str(tmp_path / "*.bin"), 8, 2, rank, 2, vocab_size=50)
+
+
+def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shard):
+    path = str(write_shard("a.bin", range(65)))
+    with pytest.raises(
+        UserError, match="holds 4 batches, the run reads 9: add shards, or .*epochs"
+    ):
+        distributed_data_generator(path, 8, 2, 0, 1, num_batches=9, epochs=2)
+    for epochs in (3, 0):
+        loader = distributed_data_generator(path, 8, 2, 0, 1, num_batches=9, epochs=epochs)
+        assert [int(inputs[0, 0]) for inputs, _ in loader] == [0, 16, 32, 48] * 2 + [0]
+
+
+DAMAGES = ["magic", "version", "count", "header", "odd", "tokens", "empty", "trailing", "word"]
+
+
+def damaged(rng: random.Random, whole: bytes) -> tuple[str, bytes]:
+    """One way to damage a shard of 400 tokens, and what is left of its bytes."""
+    kind = rng.choice(DAMAGES)
+    data = bytearray(whole)
+    if kind in ("magic", "version", "count"):
+        word = ("magic", "version", "count").index(kind)
+        data[4 * word + rng.randrange(4)] ^= 1 << rng.randrange(8)
+    elif kind == "word":
+        i = 1024 + 2 * rng.randrange(400)
+        data[i : i + 2] = rng.randrange(50257, 65536).to_bytes(2, "little")
+    elif kind == "trailing":
+        data += rng.randbytes(rng.randrange(1, 5000))
+    else:
+        size = {"header": rng.randrange(1, 1025), "empty": 0}.get(kind, rng.randrange(1025, 1824))
+        del data[size - (kind == "tokens") * (size % 2) :]
+    return kind, bytes(data)
+
+
+def test_300_damaged_shards_are_refused_by_name(write_shard, tmp_path):
+    whole = write_shard("a.bin", np.arange(400)).read_bytes()
+    bad, pattern = tmp_path / "b.bin", str(tmp_path / "*.bin")
+    rng, seen = random.Random(0), set()
+    for _ in range(300):
+        kind, content = damaged(rng, whole)
+        seen.add(kind)
+        assert content != whole
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(str(bad))):
+            distributed_data_generator(pattern, 8, 2, 0, 1, vocab_size=50257)
+    assert seen == {*DAMAGES}
+    bad.write_bytes(whole)
+    next(distributed_data_generator(pattern, 8, 2, 0, 1, vocab_size=50257))  # whole, it is taken
+
+
+def test_a_directory_and_a_shard_without_permission_are_refused_by_name(write_shard, tmp_path):
+    (tmp_path / "b.bin").mkdir()
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "b.bin"))):
+        distributed_data_generator(str(tmp_path / "*.bin"), 8, 2, 0, 1)
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    path = write_shard("c.bin", range(400))
+    path.chmod(0)
+    with pytest.raises(PermissionError, match=re.escape(str(path))):
+        distributed_data_generator(str(path), 8, 2, 0, 1)
+
+
+def test_50_flipped_bits_are_caught_by_verification(write_shard, tmp_path):
+    """The manifest is made by the system's sha256sum."""
+    for name in "ab":
+        write_shard(f"{name}.bin", np.arange(400))
+    manifest, pattern = tmp_path / "SHA256SUMS", str(tmp_path / "*.bin")
+    with pytest.raises(UserError, match=f"{manifest} is missing"):
+        verify_shards(pattern)
+    sums = subprocess.run(["sha256sum", "a.bin", "b.bin"], cwd=tmp_path, capture_output=True)
+    manifest.write_bytes(sums.stdout)
+    verify_shards(pattern)
+    path, rng = tmp_path / "b.bin", random.Random(0)
+    whole = path.read_bytes()
+    for _ in range(50):
+        data = bytearray(whole)
+        data[rng.randrange(1024, len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=f"{path} has SHA-256 [0-9a-f]+, {manifest} [0-9a-f]+"):
+            verify_shards(pattern)
+    manifest.write_bytes(sums.stdout.splitlines()[0])
+    with pytest.raises(UserError, match=f"{path} has SHA-256 .* no checksum of it"):
+        verify_shards(pattern)
 
 
 def test_sample_corpus_is_the_bible_in_gpt2_tokens():

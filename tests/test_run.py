@@ -47,6 +47,7 @@ def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
         "val_loss_every": 2,
         "train_files": str(tmp_path / "train_*.bin"),
         "val_files": str(tmp_path / "val_*.bin"),
+        "epochs": 0,
         "device": "cpu",
         "seed": 1,
     }
@@ -102,6 +103,24 @@ def test_loss_falls(flags, capsys):
     losses = val_losses(capsys.readouterr().out)
     assert list(losses) == [40]
     assert losses[40] < 4  # 6.24 at the start, 2.5 is the entropy of the language
+
+
+def test_aligned_and_verified_the_sample_trains(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num_layers 2 --model_dim 32 --num_heads 1 --head_dim 32 --num_iterations 8"
+    lengths = "--seq_len 128 --val_seq_len 512 --val_tokens 1024 --val_loss_every 0"
+    seen, step_of = [], train_gpt.train_step
+
+    def watching(model, optimizers, inputs, targets, step):
+        seen.append(inputs)
+        return step_of(model, optimizers, inputs, targets, step)
+
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    monkeypatch.setattr(train_gpt, "train_step", watching)
+    data = "--verify_data on --align_to_documents on --max_document_tokens 100"
+    main(f"--record demo --device cpu {sizes} {lengths} {data}".split())
+    assert val_losses(capsys.readouterr().out)[8] < 10
+    assert len(seen) == 8 and all((inputs[:, [0, 100]] == 50256).all() for inputs in seen)
 
 
 @pytest.mark.parametrize("record", train_gpt.PUBLISHED)
@@ -426,6 +445,8 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
         (["--seq_len", "8192"], 1, "at most 30000 tokens, a batch needs 65537"),
         (["--val_tokens", "262144"], 1, "at most 10001 tokens, a batch needs 262145"),
         (["--vocab_size", "256"], 1, "is outside the vocabulary of 256"),
+        (["--epochs", "1", "--num_iterations", "30"], 1, "holds 29 batches, the run reads 30"),
+        (["--verify_data", "on"], 1, "SHA256SUMS is missing: cached_fineweb.py or"),
         (["--embed_lr", "1e38"], 1, "the loss is nan at step"),
         (["--device", "cuda"], 1, "use --device cpu"),
     ],

@@ -1,0 +1,377 @@
+"""Turn text into token shards that train_gpt.py reads.
+
+    pip install -r data/requirements.txt
+    python data/tokenize_text.py texts/ 'more/*.jsonl' --out data/mine --name mine
+
+An input is a file, a folder (searched recursively, in sorted order) or a glob pattern of these:
+
+    .txt       a document; with --blank_line_documents, one for each block between blank lines
+    .jsonl     a document a line, in the field `text`
+    .parquet   a document a row, in the column `text` (needs pyarrow)
+
+Documents keep their order: shuffle them first if neighbours are alike. Each begins with token
+50256; "<|endoftext|>" in a text is text. Documents of nothing but white space are left out. The
+files depend on the documents and the flags alone, not on the number of workers. Memory holds one
+train and one validation shard, and for each worker a few batches or the longest document (a .txt
+is read in pieces).
+"""
+
+import argparse
+import functools
+import glob
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+try:
+    from gpt2 import END_OF_TEXT, gpt2_encoding
+except ModuleNotFoundError as error:
+    sys.exit(f"tokenize_text.py: error: {error}: pip install -r data/requirements.txt")
+
+SUFFIXES = ".txt", ".jsonl", ".parquet"
+PIECE = 2**18  # characters of a document that are encoded at once; longer ones are cut
+BATCH = 2**20  # characters that go to a worker at once
+
+encoding = functools.cache(gpt2_encoding)  # one for each process
+
+
+def fail(message: object) -> NoReturn:
+    """End the program with one line on standard error and status 1."""
+    sys.exit("tokenize_text.py: error: " + " ".join(str(message).split()))
+
+
+# -----------------------------------------------------------------------------
+# Input: files, and the documents in them
+
+
+def find_files(pattern: str) -> list[str]:
+    """The files that an INPUT stands for, sorted; in a folder, those with a known extension."""
+    files = []
+    for path in [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)):
+        if os.path.isdir(path):
+            inside = sorted(glob.glob(f"{glob.escape(path)}/**", recursive=True))
+            files += [p for p in inside if p.lower().endswith(SUFFIXES) and os.path.isfile(p)]
+        elif path.lower().endswith(SUFFIXES):
+            files.append(path)
+        else:
+            fail(f"{path}: unknown extension, expected one of {', '.join(SUFFIXES)}")
+    if not files:
+        fail(f"no {', '.join(SUFFIXES)} file matches {pattern}")
+    return files
+
+
+def read_pieces(path: str, blank_line_documents: bool) -> Iterator[tuple[bool, str]]:
+    """A file's text in pieces, each with whether a document begins there."""
+    try:
+        for document in read_documents(path, blank_line_documents):
+            begins = True
+            for piece in cut(document):
+                if not begins or piece.strip():  # a document begins where it is not blank
+                    yield begins, piece
+                    begins = False
+    except UnicodeDecodeError:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            bad = (i for i, line in enumerate(file, 1) if re.search("[\udc80-\udcff]", line))
+            fail(f"{path}:{next(bad)}: not UTF-8: convert the file, for example with iconv")
+
+
+def read_documents(path: str, blank_line_documents: bool) -> Iterator[TextIO]:
+    """The documents in a file, each to be read before the next is asked for."""
+    if path.lower().endswith(".parquet"):
+        yield from map(io.StringIO, read_parquet(path))
+        return
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
+        if path.lower().endswith(".jsonl"):
+            yield from map(io.StringIO, read_jsonl(path, file))
+        elif blank_line_documents:
+            for is_blank, lines in itertools.groupby(file, str.isspace):
+                if not is_blank:
+                    yield io.StringIO("".join(lines).rstrip("\r\n"))
+        else:
+            yield file
+
+
+def read_jsonl(path: str, file: TextIO) -> Iterator[str]:
+    """The field `text` of each line that is not blank."""
+    for number, line in enumerate(file, 1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            fail(f"{path}:{number}: not JSON: repair or delete the line")
+        yield text_of(row, f"{path}:{number}")
+
+
+def read_parquet(path: str) -> Iterator[str]:
+    """The column `text` of each row."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        fail(f"{path}: to read it, pip install pyarrow")
+    try:
+        with ParquetFile(path) as file:
+            columns = ["text"] if "text" in file.schema_arrow.names else None
+            batches = file.iter_batches(batch_size=256, columns=columns)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                yield text_of(row, f"{path}: row {number}")
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        fail(f"{path}: not a whole .parquet of UTF-8 text ({error}): fetch or make it again")
+
+
+def text_of(row: object, where: str) -> str:
+    """The document in a line of a .jsonl or a row of a .parquet."""
+    if not isinstance(row, dict) or "text" not in row:
+        fail(f"{where}: no field `text`: rename the one that holds the text")
+    if not isinstance(row["text"], str):
+        kind = type(row["text"]).__name__
+        fail(f"{where}: `text` is of type {kind}, expected a string: repair or delete it")
+    return row["text"]
+
+
+def cut(document: TextIO) -> Iterator[str]:
+    """A document in pieces of at most 2 * PIECE characters, cut where the tokens stay the same.
+
+    That is between a word and a space: GPT-2 joins a space to the word after it, never to the one
+    before. Where PIECE characters hold no such place the cut is at their end, for the memory's sake
+    and because tiktoken fails on a million white-space characters in a row.
+    """
+    text = document.read(PIECE)
+    while more := document.read(PIECE):
+        words = re.match(r".*\S(?=[ \n])", text, re.DOTALL)
+        end = words.end() if words else len(text)
+        yield text[:end]
+        text = text[end:] + more
+    yield text
+
+
+# -----------------------------------------------------------------------------
+# Tokens: batches of text, encoded in parallel, in their order
+
+Batch = list[tuple[str, bool, str]]  # "train" or "val", whether a document begins, its piece
+
+
+def make_batches(
+    split_of: dict[str, str], val_fraction: Fraction, blank_line_documents: bool
+) -> Iterator[Batch]:
+    """The pieces of the files in order, BATCH characters or a little more at a time.
+
+    Of the documents in "train" files, val_fraction are validation: as evenly spaced as can be,
+    beginning with the first, so that few documents are enough to have some.
+    """
+    batch, size, documents = [], 0, 0
+    for path, split_of_file in split_of.items():
+        for begins, piece in read_pieces(path, blank_line_documents):
+            if begins:
+                split = split_of_file
+                if split == "train":
+                    before, documents = math.ceil(documents * val_fraction), documents + 1
+                    split = "train" if math.ceil(documents * val_fraction) == before else "val"
+            batch.append((split, begins, piece))
+            size += len(piece)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
+def encode(batch: Batch) -> dict[str, np.ndarray]:
+    """The tokens of each split's text, uint16."""
+    tokens = {"val": [], "train": []}
+    for split, begins, piece in batch:
+        tokens[split] += [END_OF_TEXT] * begins + encoding().encode_ordinary(piece)
+    return {split: np.array(ids, "<u2") for split, ids in tokens.items()}
+
+
+def encode_all(batches: Iterable[Batch], workers: int) -> Iterator[dict[str, np.ndarray]]:
+    """encode() of each batch in order, by that many processes."""
+    if workers == 1:
+        yield from map(encode, batches)
+        return
+    ignore_interrupt = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # the parent answers it
+    with ProcessPoolExecutor(workers, None, *ignore_interrupt) as pool:
+        pending = deque()
+        for batch in batches:
+            pending.append(pool.submit(encode, batch))
+            if len(pending) > 2 * workers:  # all are busy: reading on would only fill the memory
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+# -----------------------------------------------------------------------------
+# Output: shards
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16."""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    try:
+        with path.open("wb") as file:
+            file.write(header.data)
+            file.write(tokens.data)
+    except OSError as error:
+        fail(f"could not write {path}: is the disk full? ({error})")
+
+
+class Shards:
+    """Gathers the tokens of a split, and writes a shard whenever there are enough."""
+
+    def __init__(self, stem: str, first_number: int, shard_size: int):
+        self.stem, self.first_number = stem, first_number
+        self.buffer, self.filled = np.empty(shard_size, "<u2"), 0
+        self.written = {}  # path -> tokens
+        self.documents = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        self.documents += np.count_nonzero(tokens == END_OF_TEXT)
+        # A document goes on in the next shard where one is full, as in FineWeb's: every shard but
+        # the last holds shard_size tokens.
+        while len(tokens):
+            part, tokens = np.split(tokens, [len(self.buffer) - self.filled])
+            self.buffer[self.filled :][: len(part)] = part
+            self.filled += len(part)
+            if self.filled == len(self.buffer):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the tokens that are left, if any."""
+        if self.filled:
+            path = Path(f"{self.stem}_{self.first_number + len(self.written):06}.bin")
+            write_shard(path, self.buffer[: self.filled])
+            self.written[path], self.filled = self.filled, 0
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def share(text: str) -> Fraction:
+    """The value of --val_fraction: exact, so that 1/12 takes every twelfth document."""
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 0 to less than 1, like 0.1 or 1/12")
+    return value
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked; a bad value ends the program with one line and status 2."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = lambda message: parser.exit(2, f"tokenize_text.py: error: {message}\n")
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="file, folder or pattern")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the shards")
+    add("--name", default="text", help="they are NAME_train_000001.bin and so on [text]")
+    add("--val", nargs="+", default=[], metavar="INPUT", help="input that is validation text")
+    add(
+        "--val_fraction",
+        type=share,
+        metavar="F",
+        help="share of the other documents that is, too [0.05; 0 with --val]",
+    )
+    add("--blank_line_documents", action="store_true", help="blank lines part documents of a .txt")
+    add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes [all cores]")
+    add("--overwrite", action="store_true", help="replace the shards of that name")
+    args = parser.parse_args(argv)
+    if args.val_fraction is None:
+        args.val_fraction = Fraction(0) if args.val else Fraction("0.05")
+    if not 1 <= args.shard_size < 2**31:
+        parser.error(f"--shard_size {args.shard_size}: must be from 1 to {2**31 - 1}")
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: must be at least 1")
+    if not re.fullmatch(r"[\w.-]+", args.name):
+        parser.error(f"--name {args.name}: must be of letters, digits, '_', '-' and '.'")
+    return args
+
+
+def tokenize(args: argparse.Namespace) -> None:
+    """Write all shards into a temporary folder, then move them to their place, or nothing."""
+    # A file of --val is not training text as well, where INPUT is the folder that holds it.
+    split_of = {os.path.abspath(f): "train" for i in args.inputs for f in find_files(i)}
+    split_of |= {os.path.abspath(f): "val" for i in args.val for f in find_files(i)}
+
+    patterns = [f"{args.name}_{split}_{'[0-9]' * 6}.bin" for split in ("train", "val")]
+    old = {path for pattern in patterns for path in args.out.glob(pattern)}
+    if old and not args.overwrite:
+        fail(f"{min(old)} is there already: give another --name or --out, or --overwrite")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        unfinished = tempfile.TemporaryDirectory(prefix=f"{args.name}_unfinished_", dir=args.out)
+    except OSError as error:
+        fail(f"--out {args.out}: cannot write there ({error.strerror}): name another folder")
+
+    with unfinished as folder:
+        val = Shards(f"{folder}/{args.name}_val", 0, args.shard_size)
+        train = Shards(f"{folder}/{args.name}_train", 1, args.shard_size)
+        batches = make_batches(split_of, args.val_fraction, args.blank_line_documents)
+        with tqdm(unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+            for tokens in encode_all(batches, args.workers):
+                val.add(tokens["val"])
+                train.add(tokens["train"])
+                bar.update(len(tokens["val"]) + len(tokens["train"]))
+        val.flush()
+        train.flush()
+        if not val.documents + train.documents:
+            fail("no documents: there is nothing but white space in the input")
+        if not train.documents:
+            remedy = "add text, or try --blank_line_documents or --val_fraction 0"
+            fail(f"no training text: validation takes all documents ({val.documents}); {remedy}")
+        written = {args.out / p.name: n for p, n in (val.written | train.written).items()}
+        for path in written:
+            os.replace(f"{folder}/{path.name}", path)
+        for path in old - written.keys():
+            path.unlink()
+
+    for path, count in written.items():
+        print(f"{path}: {count} tokens")
+    print(f"{train.documents} documents for training, {val.documents} for validation")
+    stem, val_flags = args.out / args.name, "--val_files PATTERN"
+    if val.written:  # val_tokens of the demo, or what fits; a batch lies in one shard
+        fitting = (max(val.written.values()) - 1) // 1024 * 1024
+        val_tokens = max(1024, min(fitting, 65536))
+        val_flags = f"--val_files '{stem}_val_*.bin' --val_tokens {val_tokens}"
+    print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Tokenize; an error of the user's becomes one line and a status."""
+    args = parse_args(argv)
+    try:
+        tokenize(args)
+    except KeyboardInterrupt:
+        print("\ntokenize_text.py: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenExecutor:
+        fail("a worker was killed: is the memory full? Try fewer --workers")
+    except OSError as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""tokenize_text.py against plain calls of tiktoken, and against the committed sample corpus."""
+
+import io
+import itertools
+import json
+import os
+import random
+import resource
+import shlex
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import tokenize_text
+from gpt2 import gpt2_encoding
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from train_gpt import HERE, load_data_shard
+
+ENCODING = gpt2_encoding()
+DOCUMENTS = ["Once upon a time.\nThe end.", "it's 1611!\n", "äöü 中文 \U0001f600", "  two  ", "<|x"]
+in_one_folder = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def reference(documents) -> list[int]:
+    return [token for text in documents for token in (50256, *ENCODING.encode_ordinary(text))]
+
+
+def write_jsonl(path, documents):
+    path.write_text("".join(json.dumps({"id": 7, "text": text}) + "\n" for text in documents))
+    return path
+
+
+def tokenize(*arguments, workers=1):
+    tokenize_text.main([*map(str, arguments), "--workers", str(workers)])
+
+
+def read(folder, pattern) -> list[int]:
+    return [t for path in sorted(folder.glob(pattern)) for t in load_data_shard(path).tolist()]
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sample_corpus_comes_out_byte_for_byte(workers, tmp_path):
+    names = {"train": "kjv_train_000001.bin", "val": "kjv_val_000000.bin"}
+    for split, name in names.items():
+        text = ENCODING.decode(load_data_shard(HERE / "data" / name).tolist())
+        write_jsonl(tmp_path / f"{split}.jsonl", text.split("<|endoftext|>")[1:])
+    inputs = tmp_path / "train.jsonl", "--val", tmp_path / "val.jsonl"
+    tokenize(*inputs, "--out", tmp_path / "out", "--name", "kjv", workers=workers)
+    committed = {name: (HERE / "data" / name).read_bytes() for name in names.values()}
+    assert contents(tmp_path / "out") == committed
+
+
+@in_one_folder
+@given(
+    documents=st.lists(st.text(max_size=30), min_size=2, max_size=30),
+    fraction=st.fractions(0, Fraction(1, 2), max_denominator=15),
+    shard_size=st.integers(1, 60),
+    batch=st.integers(1, 100),
+)
+def test_shards_are_full_and_hold_each_document_once(
+    documents, fraction, shard_size, batch, tmp_path
+):
+    documents.append("at least one")
+    documents.append("and another")
+    write_jsonl(tmp_path / "in.jsonl", documents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize_text, "BATCH", batch)
+        flags = "--val_fraction", fraction, "--shard_size", shard_size, "--overwrite"
+        tokenize(tmp_path / "in.jsonl", "--out", tmp_path / "out", *flags)
+    kept = [text for text in documents if text.strip()]
+    # the k-th validation document is the one into which the k-th step of 1/fraction falls
+    steps = (k / fraction for k in itertools.count()) if fraction else []
+    chosen = {int(i) for i in itertools.takewhile(lambda i: i < len(kept), steps)}
+    for split, first in ("val", 0), ("train", 1):
+        expected = reference(t for i, t in enumerate(kept) if (i in chosen) == (split == "val"))
+        paths = sorted((tmp_path / "out").glob(f"*_{split}_*"))
+        assert [p.name for p in paths] == [
+            f"text_{split}_{first + i:06}.bin" for i in range(-(-len(expected) // shard_size))
+        ]
+        assert [len(load_data_shard(p)) for p in paths[:-1]] == [shard_size] * len(paths[:-1])
+        assert read(tmp_path / "out", f"*_{split}_*") == expected
+    assert all(path.suffix == ".bin" for path in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_number_of_workers_changes_no_byte(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "BATCH", 2000)
+    rng = random.Random(workers)  # batches of very different cost, so that they end out of order
+    documents = ["word " * rng.choice([1, 10, 10000]) + str(i) for i in range(100)]
+    write_jsonl(tmp_path / "in.jsonl", documents)
+    for n in 1, workers:
+        flags = "--val_fraction", "1/7", "--shard_size", 9973
+        tokenize(tmp_path / "in.jsonl", "--out", tmp_path / str(n), *flags, workers=n)
+    assert contents(tmp_path / str(workers)) == contents(tmp_path / "1")
+    expected = reference(text for i, text in enumerate(documents) if i % 7)
+    assert read(tmp_path / str(workers), "*_train_*") == expected
+    assert read(tmp_path / str(workers), "*_val_*") == reference(documents[::7])
+
+
+ODD_TEXT = st.text(
+    st.sampled_from("ab1 \n\r\t'.é中\x1c\x85\xa0\u3000\u200b\U0001f600"), max_size=12
+)
+
+
+@in_one_folder
+@given(
+    units=st.lists(st.tuples(ODD_TEXT, st.sampled_from(["x \t", "中\n", "'ll ", "." + "\n" * 9]))),
+    piece=st.integers(24, 40),
+)
+def test_a_long_document_is_cut_where_its_tokens_stay_the_same(units, piece, tmp_path):
+    text = "begin" + "".join(odd + boundary for odd, boundary in units)
+    (tmp_path / "in.txt").write_text(text, newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize_text, "PIECE", piece)
+        pieces = list(tokenize_text.cut(io.StringIO(text)))
+        tokenize(tmp_path / "in.txt", "--out", tmp_path, "--val_fraction", 0, "--overwrite")
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 2 * piece
+    assert len(pieces) >= len(text) / (2 * piece)
+    assert read(tmp_path, "*.bin") == reference([text])
+
+
+def test_text_without_a_place_to_cut_comes_back_whole(tmp_path):
+    text = "a" + " " * 1_200_000 + "b" * 600_000  # tiktoken alone fails on the white space
+    (tmp_path / "in.txt").write_text(text)
+    tokenize(tmp_path / "in.txt", "--out", tmp_path, "--val_fraction", 0)
+    tokens = read(tmp_path, "*.bin")
+    assert tokens[0] == 50256 and ENCODING.decode(tokens[1:]) == text
+
+
+def test_reading_stays_a_few_batches_ahead_of_encoding():
+    pulled = itertools.count()
+    batches = ([("train", True, f"{next(pulled)}")] for _ in range(100))
+    first = next(tokenize_text.encode_all(batches, workers=2))
+    assert first["train"].tolist() == reference(["0"])
+    assert 2 <= next(pulled) <= 6
+
+
+def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path):
+    texts = tmp_path / "texts"
+    (texts / "b").mkdir(parents=True)
+    (texts / "folder.txt").mkdir()
+    for name, text in zip(
+        ["a.txt", "b/1.TXT", "b/2.txt", "c.txt", "d.txt"], DOCUMENTS, strict=True
+    ):
+        (texts / name).write_text(text, encoding="utf-8")
+    (texts / "empty.txt").write_text(" \n")
+    (texts / "README.md").write_text("not for training")
+    blocks = "\n \n\n".join(text.strip("\n") for text in DOCUMENTS)
+    (tmp_path / "blocks.txt").write_text(f"\n{blocks}\n\n", encoding="utf-8")
+    lines = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
+    lines.write_text(lines.read_text().replace("\n", "\n\n"))
+    (tmp_path / "[odd].txt").write_text("odd")
+
+    def of(*inputs):
+        tokenize(*inputs, "--out", tmp_path / "out", "--overwrite", "--val_fraction", 0)
+        return read(tmp_path / "out", "text_train_*.bin")
+
+    expected = reference(DOCUMENTS)
+    assert of(texts) == expected
+    assert of(texts / "a.txt", texts / "b", texts / "?.txt") == expected  # each file once
+    assert of(lines) == of(tmp_path / "*.jsonl") == expected
+    stripped = reference(text.strip("\n") for text in DOCUMENTS)
+    assert of(tmp_path / "blocks.txt", "--blank_line_documents") == stripped
+    assert of(tmp_path / "blocks.txt") == reference([f"\n{blocks}\n\n"])
+    assert of(tmp_path / "[odd].txt") == reference(["odd"])
+
+
+def test_parquet_holds_the_same_documents(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"id": range(600), "text": DOCUMENTS * 120})
+    parquet.write_table(table, tmp_path / "in.parquet", row_group_size=50)
+    tokenize(tmp_path / "in.parquet", "--out", tmp_path, "--val_fraction", 0)
+    assert read(tmp_path, "*.bin") == reference(DOCUMENTS * 120)
+
+
+def test_windows_text_keeps_its_lines_and_loses_its_byte_order_mark(tmp_path):
+    (tmp_path / "in.txt").write_bytes("one\r\ntwo\r\n".encode("utf-8-sig"))
+    tokenize(tmp_path / "in.txt", "--out", tmp_path, "--val_fraction", 0)
+    assert read(tmp_path, "*.bin") == reference(["one\r\ntwo\r\n"])
+
+
+def test_end_of_text_inside_a_document_is_ordinary_text(tmp_path):
+    text = "before<|endoftext|>after"
+    write_jsonl(tmp_path / "in.jsonl", [text])
+    tokenize(tmp_path / "in.jsonl", "--out", tmp_path, "--val_fraction", 0)
+    tokens = read(tmp_path, "*.bin")
+    assert tokens.count(50256) == 1 and ENCODING.decode(tokens[1:]) == text
+
+
+def test_val_names_files_that_are_validation_as_a_whole(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:2])
+    write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[2:])
+    tokenize(tmp_path, "--val", tmp_path / "a.jsonl", "--out", tmp_path)
+    assert read(tmp_path, "*_train_*") == reference(DOCUMENTS[2:])
+    assert read(tmp_path, "*_val_*") == reference(DOCUMENTS[:2])
+
+
+def test_existing_shards_are_kept_or_replaced_without_a_rest(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    out = tmp_path / "out"
+    tokenize(tmp_path / "in.jsonl", "--out", out, "--shard_size", 3)
+    before = contents(out)
+    assert len(before) > 4
+    with pytest.raises(SystemExit, match="text_train_000001.bin is there already.*--overwrite"):
+        tokenize(tmp_path / "in.jsonl", "--out", out)
+    assert contents(out) == before
+    tokenize(tmp_path / "in.jsonl", "--out", out, "--name", "text_train")  # another name: no clash
+    (out / "text_train_notes.bin").write_text("mine")
+    tokenize(tmp_path / "in.jsonl", "--out", out, "--overwrite", "--val_fraction", 0)
+    assert sorted(contents(out)) == [
+        *("text_train_000001.bin", "text_train_notes.bin"),
+        *("text_train_train_000001.bin", "text_train_val_000000.bin"),
+    ]
+    assert read(out, "text_train_000001.bin") == reference(DOCUMENTS)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("b.txt", b"fine\nfine\nbroken \xff\n", r"b.txt:3: not UTF-8: convert"),
+        ("b.txt", b"fine\ncut short \xe4\xb8", r"b.txt:2: not UTF-8: convert"),
+        ("b.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', r"b.jsonl:2: not UTF-8: convert"),
+        ("b.jsonl", b'{"text": "a"}\n\n{"text": "b\n', r"b.jsonl:3: not JSON: repair"),
+        ("b.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"b.jsonl:2: no field `text`: rename"),
+        ("b.jsonl", b'"text"\n', r"b.jsonl:1: no field `text`"),
+        ("b.jsonl", b'{"text": 5}\n', r"b.jsonl:1: `text` is of type int, expected a string"),
+        ("b.jsonl", b'{"text": null}', r"b.jsonl:1: `text` is of type NoneType"),
+    ],
+)
+def test_bad_text_is_located_and_leaves_nothing(
+    name, data, message, workers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokenize_text, "BATCH", 1)
+    written, write_shard = [], tokenize_text.write_shard
+    monkeypatch.setattr(
+        tokenize_text, "write_shard", lambda path, t: written.append(path) or write_shard(path, t)
+    )
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 3)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit, match=message) as end:
+        inputs = tmp_path / "a.jsonl", tmp_path / name
+        tokenize(*inputs, "--out", tmp_path / "out", "--shard_size", 1, workers=workers)
+    assert str(end.value).startswith("tokenize_text.py: error: ") and "\n" not in str(end.value)
+    assert written and not list((tmp_path / "out").iterdir())  # it failed halfway
+
+
+def test_bad_parquet_is_located(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "in.parquet"
+
+    def expect(message):
+        with pytest.raises(SystemExit, match=message):
+            tokenize(path, "--out", tmp_path / "out")
+
+    for columns, message in [
+        ({"body": ["a"]}, "row 1: no field `text`"),
+        ({"text": [*DOCUMENTS * 100, None]}, "row 501: `text` is of type NoneType"),
+        ({"text": [5]}, "row 1: `text` is of type int"),
+    ]:
+        parquet.write_table(pyarrow.table(columns), path)
+        expect(message)
+    parquet.write_table(pyarrow.table({"text": DOCUMENTS * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-9])
+    expect(f"{path}: not a whole .parquet.*: fetch or make it again")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    expect("in.parquet: to read it, pip install pyarrow")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing*.txt", "--out", "out"], r"no .txt, .jsonl, .parquet file matches nothing\*.txt"),
+        (["hollow", "--out", "out"], "file matches hollow"),
+        (["notes.md", "--out", "out"], "notes.md: unknown extension, expected one of .txt, .jsonl"),
+        (["*.md", "--out", "out"], "notes.md: unknown extension"),
+        (["blank.txt", "--out", "out"], "no documents: there is nothing but white space"),
+        (["one.txt", "--out", "out"], r"validation takes all documents \(1\); .*--blank_line_docu"),
+        (["one.txt", "--val", "one.txt", "--out", "out"], "no training text"),
+        (["one.txt", "--out", "notes.md"], r"--out notes.md: cannot write there \(File exists\)"),
+        (["one.txt", "--out", "one.txt/out"], r"cannot write there \(Not a directory\): name ano"),
+    ],
+)
+def test_input_and_output_that_cannot_be_used_are_named(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "notes.md").write_text("notes")
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "one.txt").write_text("one")
+    with pytest.raises(SystemExit, match=message) as end:
+        tokenize(*arguments)
+    assert "\n" not in str(end.value) and not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--val_fraction", "1"], "--val_fraction: 1: must be from 0 to less than 1"),
+        (["--val_fraction", "-0.1"], "--val_fraction"),
+        (["--val_fraction=-0.1"], "--val_fraction: -0.1: must be from 0"),
+        (["--val_fraction", "1/0"], "--val_fraction: 1/0: must be from 0"),
+        (["--val_fraction", "nan"], "--val_fraction: nan: must be from 0"),
+        (["--shard_size", "0"], "--shard_size 0: must be from 1 to 2147483647"),
+        (["--shard_size", "2147483648"], "--shard_size 2147483648: must be"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--name", "a/b"], "--name a/b: must be of letters"),
+        (["--over"], "unrecognized arguments: --over"),
+    ],
+)
+def test_bad_flags_end_with_one_line_and_status_2(flags, message, tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("text")
+    with pytest.raises(SystemExit) as end:
+        tokenize_text.main([str(tmp_path / "in.txt"), "--out", str(tmp_path / "out"), *flags])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("tokenize_text.py: error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_leaves_the_shards_that_were_there(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS * 200)
+    out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    tokenize(tmp_path / "in.jsonl", "--out", out, "--shard_size", 1000)
+    before = contents(out)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match="could not write .*is the disk full"):
+            tokenize(tmp_path / "in.jsonl", "--out", out, "--overwrite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(out) == before
+
+
+def die(batch):
+    os._exit(1)
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "encode", die)
+    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    with pytest.raises(SystemExit, match="a worker was killed"):
+        tokenize(tmp_path / "in.jsonl", "--out", tmp_path / "out", workers=2)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("val_count", [1025, 3000, 65536, 65537, 70000])
+def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys):
+    (tmp_path / "val.txt").write_text(" a" * (val_count - 1))
+    (tmp_path / "train.txt").write_text(" b" * 5000)
+    tokenize(tmp_path / "train.txt", "--val", tmp_path / "val.txt", "--out", tmp_path)
+    *_, counts, command = capsys.readouterr().out.splitlines()
+    assert counts == "1 documents for training, 1 for validation"
+    program, *flags = shlex.split(command)
+    hp, _ = train_gpt.parse_args(flags)
+    assert program == "./run.sh" and hp.val_tokens == min((val_count - 1) // 1024 * 1024, 65536)
+    stream = hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, 0, 1
+    targets = next(train_gpt.distributed_data_generator(*stream))[1]
+    assert targets.numel() == hp.val_tokens and set(targets.flatten().tolist()) == {257}
+    batches = train_gpt.distributed_data_generator(hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1)
+    assert next(batches)[0][0, 0] == 50256
+
+
+def test_as_a_program_it_ends_with_one_line(tmp_path):
+    script = str(HERE / "data/tokenize_text.py")
+    (tmp_path / "two.txt").write_text("one\n\ntwo\n")
+
+    def run(*arguments):
+        command = [sys.executable, script, *arguments, "--out", "out"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    done = run("two.txt", "--blank_line_documents", "--workers", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read(tmp_path / "out", "*_train_*") == reference(["two"])
+    failed = run("three.txt")
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
+    header = np.fromfile(tmp_path / "out/text_val_000000.bin", "<i4", 256)
+    assert header.tolist() == [20240520, 1, 2] + [0] * 253
