@@ -29,13 +29,17 @@ import math
 import os
 import re
 import resource
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +125,7 @@ class Hyperparameters:
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
     momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
+    comm_dtype: str = setting("auto", "of what ranks send", choices=("auto", "float32"))
 
     fp8: bool = setting(True, "train the head in FP8 on GPUs that can", group="FP8")
     x_s: float = setting(2.0, "scale of the head's input", 1e-6)
@@ -133,6 +138,8 @@ class Hyperparameters:
     val_loss_every: int = setting(125, "steps between validations, 0 for the last step only", 0)
     run_id: str = setting("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
     save_every: int = setting(0, "steps between checkpoints, one at the end too; 0 for none", 0)
+    keep: int = setting(2, "how many checkpoints of a run are kept, the newest ones")
+    comm_timeout: int = setting(600, "seconds after which ranks give up on each other")
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
     compile: str = setting("auto", "torch.compile; auto: on CUDA", choices=("auto", "on", "off"))
 
@@ -328,6 +335,8 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     diff = {"nargs": 2, "choices": RECORDS, "metavar": "NAME"}
     parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
     parser.add_argument("--eval", metavar="PATH", help="print a checkpoint's validation loss, exit")
+    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
+    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
     for f in FIELDS:
         words = ("on", "off") if f.type is bool else f.metadata.get("choices")
         options = {"choices": words} if words else {"type": f.type, "metavar": f.type.__name__}
@@ -339,12 +348,16 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
         group.add_argument(f"--{f.name}", help=text, **options)
     args = parser.parse_args(argv)
     on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-    args.saved = load_checkpoint(args.eval) if "eval" in args else {}
+    path = getattr(args, "eval", getattr(args, "resume", None))
+    args.saved = load_checkpoint(path) if path not in (None, "auto") else {}
+    if "resume" in args and path == "auto":
+        args.saved = newest_checkpoint(getattr(args, "run_id", "*"))
     remembered = "record" not in args and args.saved.get("hyperparameters")
     args.record = getattr(args, "record", "demo" if on_cpu else default)
     if remembered:
         args.record = args.saved["record"]
     hp = remembered or RECORDS[args.record]
+    hp = replace(hp, run_id=args.saved.get("run_id", ""))
     if "layers" in args and "num_layers" not in args:
         args.num_layers = args.layers.count(",") + 1
     for name in vars(args).keys() & vars(hp).keys():
@@ -352,6 +365,13 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
         value = tuple(value) if isinstance(value, list) else value
         hp = replace(hp, **{name: value == "on" if type(vars(hp)[name]) is bool else value})
     check(hp)
+    if "resume" in args and args.saved:
+        if not (saved := vars(args.saved.get("hyperparameters", argparse.Namespace()))):
+            raise UserError(f"--resume {path}: it holds weights only, and can be used with --eval")
+        changed = [n for n in NAMES if n not in RUN_FIELDS and vars(hp)[n] != saved[n]]
+        if changed and "resume_force" not in args:
+            text = ", ".join(f"{n} {show(saved[n])} -> {show(vars(hp)[n])}" for n in changed)
+            raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
     return hp, args
 
 
@@ -430,7 +450,66 @@ class CastedLinear(nn.Linear):
 
 
 # -----------------------------------------------------------------------------
-# Optimizers: Muon for the hidden matrices; Adam for embeddings, head and scalars
+# Optimizers: Muon for the hidden matrices; Adam for embeddings, head and scalars; both sharded
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Bucket:
+    """Parameters whose gradients travel together, as rows of one shape; each rank owns a share.
+
+    That is one of world_size equal parts of the rows, to the last of which zeros are added. The
+    gradients travel in the parameters' dtype, or in `wire`. One rank sends nothing.
+    """
+
+    def __init__(self, params: list[Tensor], row_ndim: int, rank=0, world_size=1, wire=None):
+        self.params, self.rank, self.world_size, self.wire = params, rank, world_size, wire
+        self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
+        self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
+        self.share_len = -(-sum(self.counts) // world_size)
+        self.grads = self.sent = self.work = None
+
+    def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
+        """This rank's rows, (share_len, *row_shape), of tensors shaped like the parameters."""
+        rows = [t.reshape(-1, *self.row_shape) for t in tensors]
+        rows = torch.cat(rows) if len(rows) > 1 else rows[0]
+        padding = self.share_len * self.world_size - len(rows)
+        if padding:
+            rows = F.pad(rows, (0, 0) * len(self.row_shape) + (0, padding))
+        return rows if whole else rows[self.rank * self.share_len :][: self.share_len]
+
+    def launch(self) -> None:
+        """Begin to sum the gradients over all ranks; of a bfloat16 table, see gradient_buffer."""
+        grads = [getattr(p, "grad32", p.grad).to(self.wire or p.dtype) for p in self.params]
+        self.grads = self.sent = self.share(grads, whole=True)
+        if self.world_size > 1:
+            self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
+            self.work = reduce_scatter(self.grads, self.sent, async_op=True)
+
+    def wait(self) -> Tensor:
+        """This rank's share of the summed gradients; the bucket is empty then."""
+        if self.grads is None:
+            self.launch()
+        if self.work is not None:
+            self.work.wait()
+        grads, self.grads, self.sent, self.work = self.grads, None, None, None
+        return grads
+
+    def gather(self, share: Tensor):
+        """Begin to collect all shares; the answer waits for them: a tensor for each parameter."""
+        rows, work = share, None
+        if self.world_size > 1:
+            rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
+            work = all_gather(rows, share.contiguous(), async_op=True)
+
+        def collected() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            parts = rows[: sum(self.counts)].split(self.counts)
+            return [t.view(p.shape) for t, p in zip(parts, self.params, strict=True)]
+
+        return collected
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
@@ -454,56 +533,174 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalised, for matrices; (n, rows, cols) is n of them.
 
-    Matrices of one shape form one batch. Each rank keeps the momentum of its share of the batch,
-    orthogonalises that and gathers the rest: equal gradients on all ranks give equal weights.
+    Matrices of one shape form one batch, of which each rank keeps the momentum of its share and
+    orthogonalises that: equal gradients on all ranks give equal weights. In a bucket are at least
+    8 matrices and one a rank, from the last parameter to the first, as backward meets them.
     """
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1):
-        self.rank, self.world_size = rank, world_size
-        self.orthogonalize = zeropower_via_newtonschulz5
-        by_shape = {}
-        for p in params:
-            by_shape.setdefault(p.shape[-2:], []).append(p)
-        groups = [{"params": same_shape} for same_shape in by_shape.values()]
-        super().__init__(groups, {"lr": lr, "momentum": momentum})
+    def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1, wire=None):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        self.orthogonalize, filled, unfilled = zeropower_via_newtonschulz5, [], {}
+        for p in reversed(self.param_groups[0]["params"]):
+            bucket = unfilled.setdefault(p.shape[-2:], [])
+            bucket.append(p)
+            if sum(p.numel() for p in bucket) >= max(8, world_size) * p.shape[-2:].numel():
+                filled.append(unfilled.pop(p.shape[-2:]))
+        filled += unfilled.values()
+        self.buckets = [Bucket(bucket, 2, rank, world_size, wire) for bucket in filled]
 
     @torch.no_grad()
+    def begin(self, grad_scale: float | Tensor) -> list[tuple]:
+        """Begin to send what the summed gradients * grad_scale change; see finish."""
+        pending, group = [], self.param_groups[0]
+        for rows, cols in dict.fromkeys(bucket.row_shape for bucket in self.buckets):
+            buckets, directions = [b for b in self.buckets if b.row_shape == (rows, cols)], []
+            for bucket in buckets:
+                grads, state = bucket.wait().float().mul_(grad_scale), self.state[bucket.params[0]]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(grads)
+                momentum = state["momentum_buffer"].lerp_(grads, 1 - group["momentum"])
+                directions.append(grads.lerp(momentum, group["momentum"]))
+            updates = self.orthogonalize(torch.cat(directions))
+            rate = -group["lr"] * max(1, rows / cols) ** 0.5
+            shares = updates.split([bucket.share_len for bucket in buckets])
+            for bucket, share in zip(buckets, shares, strict=True):
+                sent = bucket.gather(share.to(bucket.wire or share.dtype))
+                pending.append((bucket.params, sent, rate))
+        return pending
+
     def step(self) -> None:
-        for group in self.param_groups:
-            params, mu = group["params"], group["momentum"]
-            rows, cols = params[0].shape[-2:]
-            grads = torch.cat([p.grad.view(-1, rows, cols) for p in params])
-            share = -(-len(grads) // self.world_size)
-            padding = share * self.world_size - len(grads)  # zero matrices: all shares are equal
-            mine = F.pad(grads, (0, 0, 0, 0, 0, padding))[self.rank * share :][:share]
-            state = self.state[params[0]]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(mine)
-            momentum = state["momentum_buffer"].lerp_(mine, 1 - mu)
-            updates = self.orthogonalize(mine.lerp(momentum, mu))
-            if self.world_size > 1:
-                gathered = [torch.empty_like(updates) for _ in range(self.world_size)]
-                dist.all_gather(gathered, updates.contiguous())
-                updates = torch.cat(gathered)[: len(grads)]
-            counts = [p.numel() // (rows * cols) for p in params]
-            for p, update in zip(params, updates.split(counts), strict=True):
-                p.add_(update.view_as(p), alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+        """Update all ranks' weights from the sums of their gradients."""
+        finish(self.begin(1.0))
 
 
-def build_optimizers(model: nn.Module, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-    """[Adam, Muon] over all parameters of a GPT; each group remembers its `initial_lr`."""
-    named = list(model.named_parameters())
-    adam_groups = [
-        {"lr": hp.embed_lr, "params": [p for n, p in named if "embed" in n]},
-        {"lr": hp.head_lr, "params": [model.lm_head.weight]},
-        {"lr": hp.scalar_lr, "params": [p for _, p in named if p.ndim < 2]},
-    ]
-    adam = torch.optim.Adam(adam_groups, betas=hp.adam_betas, eps=hp.adam_eps, fused=True)
-    matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
-    muon = Muon(matrices, lr=hp.muon_lr, rank=rank, world_size=world_size)
-    for group in adam.param_groups + muon.param_groups:
-        group["initial_lr"] = group["lr"]
-    return [adam, muon]
+class ShardedAdam(torch.optim.Adam):
+    """torch's Adam on this rank's share of each bucket; a group has `buckets` for `params`."""
+
+    def __init__(self, groups: list[dict], **options):
+        self.buckets = [bucket for group in groups for bucket in group["buckets"]]
+        self.owned = [nn.Parameter(b.share([p.detach() for p in b.params])) for b in self.buckets]
+        owned = iter(self.owned)
+        groups = [{"lr": g["lr"], "params": [next(owned) for _ in g["buckets"]]} for g in groups]
+        super().__init__(groups, fused=True, **options)
+
+    def begin(self, grad_scale: float | Tensor) -> list[tuple]:
+        """Begin to send what the summed gradients * grad_scale change; see finish."""
+        pairs = list(zip(self.buckets, self.owned, strict=True))
+        for bucket, owned in pairs:
+            owned.grad = bucket.wait().mul_(grad_scale).to(owned.dtype)
+        self.step()
+        self.zero_grad()
+        return [(bucket.params, bucket.gather(owned.data), None) for bucket, owned in pairs]
+
+
+@torch.no_grad()
+def finish(pending: list[tuple]) -> None:
+    """Wait for what was sent: new values of parameters, or with a rate, what is added to them."""
+    for params, sent, rate in pending:
+        for p, value in zip(params, sent(), strict=True):
+            if rate is not None:
+                p.add_(value, alpha=rate)
+            elif p.data_ptr() != value.data_ptr():  # one rank's share of a table is the table
+                p.copy_(value)
+
+
+class Optimizers:
+    """Adam and Muon over all parameters of a GPT. The order of a step is that of all ranks:
+
+    1. Gradients leave in the order of `order`, each bucket as soon as it is complete and those
+       before it have left: the head's before the last backward pass begins, the layers' while it
+       runs, from the last to the first, those of tables and scalars at its end.
+    2. While the last of them travel, each rank orthogonalises its share of the matrices, and sends
+       the updates, shape by shape (Muon).
+    3. Meanwhile it updates its rows of head, tables and scalars, and sends their values (Adam).
+    """
+
+    def __init__(self, model: nn.Module, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
+        named = list(model.named_parameters())
+        self.params, self.hp = dict(named), hp
+        ranks = rank, world_size, torch.float32 if hp.comm_dtype == "float32" else None
+        tables = [Bucket([p], 1, *ranks) for n, p in named if "embed" in n]
+        head = Bucket([model.lm_head.weight], 1, *ranks)
+        scalars = Bucket([p for _, p in named if p.ndim < 2], 0, *ranks)
+        rates = (hp.head_lr, [head]), (hp.embed_lr, tables), (hp.scalar_lr, [scalars])
+        groups = [{"lr": lr, "buckets": buckets} for lr, buckets in rates]
+        self.adam = ShardedAdam(groups, betas=hp.adam_betas, eps=hp.adam_eps)
+        matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
+        self.muon = Muon(matrices, hp.muon_lr, 0.95, *ranks)
+        self.order = [head, *self.muon.buckets, *tables, scalars]
+        self.base_lr = [(g, g["lr"]) for g in self.adam.param_groups + self.muon.param_groups]
+        self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
+        for p in self.params.values():
+            gradient_buffer(p)  # also of what this model does not use
+        for bucket in self.muon.buckets if world_size > 1 else ():
+            for p in bucket.params:
+                p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
+
+    def begin_last_backward(self) -> None:
+        """From now on, gradients are complete when they arrive; that of the head is."""
+        self.missing = {bucket: len(bucket.params) for bucket in self.order}
+        self.arrived(self.order[0])
+
+    def arrived(self, bucket: Bucket) -> None:
+        """One of the bucket's gradients is complete: launch what is next in order and complete."""
+        if not self.missing:  # not the last pass
+            return
+        self.missing[bucket] -= 1
+        for first in list(self.missing):
+            if self.missing[first]:
+                break
+            del self.missing[first]
+            first.launch()
+
+    @torch.no_grad()
+    def step(self, step: int) -> None:
+        """Update all weights with the rates of a step, then empty the gradients."""
+        for bucket in self.missing:
+            bucket.launch()
+        self.missing = {}
+        grad_scale = 1 / self.hp.batch_seqs
+        if self.hp.grad_clip:
+            for bucket in self.order:
+                bucket.grads = bucket.wait()
+            square = sum(bucket.grads.float().square().sum() for bucket in self.order)
+            all_reduce_([square])
+            norm = square.sqrt() * grad_scale
+            grad_scale = grad_scale * (self.hp.grad_clip / (norm + 1e-6)).clamp(max=1)
+        for group, base in self.base_lr:
+            group["lr"] = base * get_lr(step, self.hp)
+            if "momentum" in group:
+                group["momentum"] = get_muon_momentum(step, self.hp)
+        finish(self.muon.begin(grad_scale) + self.adam.begin(grad_scale))
+        torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in self.params.values()])
+
+    def states(self) -> list[tuple[Bucket, dict[str, Tensor]]]:
+        """Each bucket with what its optimizer keeps of this rank's share."""
+        states = [self.adam.state[owned] for owned in self.adam.owned]
+        states += [self.muon.state[bucket.params[0]] for bucket in self.muon.buckets]
+        return list(zip(self.adam.buckets + self.muon.buckets, states, strict=True))
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """All ranks' state by parameter name, on rank 0's CPU; others only help."""
+        names, saved = {p: name for name, p in self.params.items()}, {n: {} for n in self.params}
+        for bucket, state in self.states():
+            for key, value in state.items():
+                values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
+                for p, v in zip(bucket.params, values, strict=True) if bucket.rank == 0 else ():
+                    saved[names[p]][key] = v.to("cpu", copy=True)
+        return saved
+
+    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Take over such a state of any number of ranks, and the parameters as they are."""
+        names = {p: name for name, p in self.params.items()}
+        for bucket, owned in zip(self.adam.buckets, self.adam.owned, strict=True):
+            owned.data.copy_(bucket.share([p.data for p in bucket.params]))
+        for bucket, state in self.states():
+            rows = [saved.get(names[p], {}) for p in bucket.params]
+            state.clear()
+            for key, value in rows[0].items():
+                share = bucket.share([row[key] for row in rows]) if value.ndim else value
+                state[key] = share.to(bucket.params[0].device, copy=True)
 
 
 # -----------------------------------------------------------------------------
@@ -763,17 +960,22 @@ class GPT(nn.Module):
         padded_vocab = -(-hp.vocab_size // 128) * 128
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.lm_head.weight)
-        self.use_flex, self.loss_chunk = False, loss_chunk
+        self.use_flex, self.loss_chunk, self.segment_len = False, loss_chunk, hp.num_layers
 
-    def to_device(self, device: torch.device, compiled: bool) -> "GPT":
-        """Move there in the dtypes of the place; compile the functions in which time is spent."""
+    def to_device(self, device: torch.device, compiled: bool, segment_len: int = 0) -> "GPT":
+        """Move there in the dtypes of the place; compile the functions in which time is spent.
+
+        Layers are compiled together, or segment_len at a time: what is compiled together has its
+        gradients at the end of its backward pass, and several ranks want to send them earlier.
+        """
+        self.segment_len = segment_len or self.hp.num_layers
         self.to(device)
         if device.type == "cuda":
             self.use_flex = True
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
         if compiled:
-            self.trunk = torch.compile(self.trunk, dynamic=False)
+            self.segment = torch.compile(self.segment, dynamic=False)
             self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
         return self
 
@@ -781,12 +983,19 @@ class GPT(nn.Module):
         """The layers, from embeddings (T, C) to what the head reads (T, C)."""
         x = x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
         values, outputs = dict(value_embeds), []
-        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+        for start in range(0, len(self.layers), self.segment_len):
+            x = self.segment(start, x, x0, values, outputs, rotary, masks)
+        return norm(x)[0]
+
+    def segment(self, start: int, x: Tensor, x0: Tensor, values, outputs, rotary, masks) -> Tensor:
+        """The layers from `start` on; what later ones need goes to values and outputs."""
+        for i in range(start, min(start + self.segment_len, len(self.layers))):
+            row = self.layers[i]
             if row.skip_from is not None:
                 x = x + self.skip_weights[i - len(self.layers) // 2] * outputs[row.skip_from]
-            x = block(x, x0, values, rotary, masks.get(row.window))
+            x = self.blocks[i](x, x0, values, rotary, masks.get(row.window))
             outputs.append(x)
-        return norm(x)[0]
+        return x
 
     def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
         """Tokens (T,), T whole blocks, and the long window in tokens to (T, C) after the last norm.
@@ -845,7 +1054,8 @@ def verify_shards(pattern: str) -> None:
         manifest = path.with_name("SHA256SUMS")
         if not manifest.exists():
             raise UserError(f"{manifest} is missing: cached_fineweb.py or sha256sum makes one")
-        sums = dict(reversed(line.split(maxsplit=1)) for line in manifest.read_text().splitlines())
+        words = [line.split() for line in manifest.read_text().splitlines()]
+        sums = {name.lstrip("*"): digest for digest, *rest in filter(None, words) for name in rest}
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sums.get(path.name):
@@ -980,7 +1190,7 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
 # Training: devices and ranks, log, checkpoints, warm-up, the timed loop
 
 
-def start_device(wanted: str, store: dist.Store | None) -> torch.device:
+def start_device(wanted: str, store: dist.Store | None, timeout: int = 600) -> torch.device:
     """This process's device; with a store, joins its process group over it."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     if wanted == "cuda" or (wanted == "auto" and gpus):
@@ -996,7 +1206,8 @@ def start_device(wanted: str, store: dist.Store | None) -> torch.device:
     if store:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        limits = {"timeout": timedelta(seconds=timeout), "store": store}
+        dist.init_process_group(backend, rank=rank, world_size=world_size, **limits)
     return device
 
 
@@ -1010,17 +1221,19 @@ def all_reduce_(tensors: list[Tensor]) -> None:
 class Logger:
     """Rank 0's log file, and the console: plain lines, on a terminal a bar for the steps."""
 
-    def __init__(self, hp: Hyperparameters, device: torch.device, rank: int):
-        """Begin logs/<run_id>.txt with what it takes to believe and to repeat the run."""
+    def __init__(self, hp: Hyperparameters, device: torch.device, rank: int, go_on: bool):
+        """Begin logs/<run_id>.txt with what it takes to believe and to repeat the run, or go on."""
         self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
-        if rank == 0 and self.path.exists():
-            raise UserError(f"{self.path} is there already: choose another --run_id")
+        if rank == 0 and self.path.exists() and not go_on:
+            raise UserError(f"{self.path} is there already: choose another --run_id, or --resume")
         self.path.parent.mkdir(exist_ok=True)
-        self.file = self.path.open("w", buffering=1, encoding="utf-8")
+        self.file = self.path.open("a", buffering=1, encoding="utf-8")
         options = {"total": hp.num_iterations, "file": sys.stdout, "leave": False}
         options["bar_format"] = "{n}/{total} {bar}{postfix}, {remaining} left"
         self.bar = tqdm(disable=None, **options)  # None: no bar where there is no terminal
+        if rank or self.path.stat().st_size:
+            return
         command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
         machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
         software = f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}"
@@ -1041,42 +1254,118 @@ class Logger:
         self.bar.update()
 
 
-def save_checkpoint(path: Path, model: GPT, record: str, step: int) -> None:
-    """Write weights, what they learn with, and the source; only a whole file gets the name."""
-    settings = {k: v for k, v in dataclasses.asdict(model.hp).items() if k not in RUN_FIELDS}
-    state = {"record": record, "hyperparameters": settings, "model": model.state_dict()}
-    state |= {"step": step, "code": Path(__file__).read_text("utf-8")}
+CHECKSUM = b"SHA-256:"  # ends a checkpoint, before the digest of all bytes that precede it
+
+
+def save_checkpoint(path: Path, state: dict, keep: int) -> None:
+    """Write a whole checkpoint or none, then remove all but the `keep` newest of the run."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
-        with temporary.open("wb") as file:
+        with temporary.open("w+b") as file:
             torch.save(state, file)
+            file.flush()
+            file.seek(0)
+            file.write(CHECKSUM + hashlib.file_digest(file, "sha256").digest())
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-    except BaseException as error:  # torch's writer makes everything a RuntimeError
+    except Exception as error:  # torch's writer makes everything a RuntimeError
         temporary.unlink(missing_ok=True)
-        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
+    for old in checkpoints(path.parent)[keep:]:
+        old.unlink()
+
+
+def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
+    """Those in a folder, the newest first."""
+    return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def load_checkpoint(path: str | Path) -> dict:
     """A checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a published
-    one, `record` and `hyperparameters`. UserError if the file is not a whole checkpoint."""
+    one, what train() saves. UserError if the file is not a whole checkpoint; its checksum is
+    compared before anything in it is read."""
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else np.zeros(0, np.uint8)
+    body, ending = data[: -len(CHECKSUM) - 32], bytes(data[-len(CHECKSUM) - 32 :])
+    whole = ending == CHECKSUM + hashlib.sha256(body).digest()
     try:
+        if ending.startswith(CHECKSUM) and not whole:
+            raise ValueError("its checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         if "hyperparameters" in state:
+            if not whole:
+                raise ValueError("its checksum is missing")
             hp = replace(RECORDS[state["record"]], **state["hyperparameters"])
             check(hp)
             state["hyperparameters"] = hp
         return state
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # torch's own advice is to load it unsafely
-        kind = type(error).__name__
-        raise UserError(f"{path} is not a whole checkpoint of this program ({kind})") from error
+        reason = error if isinstance(error, ValueError) else type(error).__name__
+        raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
+
+
+def newest_checkpoint(run_id: str) -> dict:
+    """The newest whole checkpoint under logs/, of one run or of any ("*"); {} if there is none."""
+    found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
+    for path in found:
+        try:
+            return load_checkpoint(path)
+        except UserError as error:
+            print(f"--resume auto: {error}; trying the one before")
+    if found:
+        raise UserError(f"--resume auto: none of {len(found)} checkpoints is whole; remove them")
+    print("--resume auto: no checkpoint under logs/, a new run begins")
+    return {}
+
+
+class Signals:
+    """SIGTERM and SIGINT let the step finish and a checkpoint be saved; a second SIGINT does not.
+
+    A thread watches, because a rank that waits for a dead one runs no Python: unless alone, it
+    leaves when what it does takes longer than was expected. torchrun repeats to its workers what
+    the terminal sends them, hence a second SIGINT counts only after a second.
+    """
+
+    def __init__(self, alone: bool):
+        self.number, self.alone = 0, alone
+        self.expect(6)
+        reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self.watch, args=[reader], daemon=True).start()
+
+    def expect(self, seconds: float) -> None:
+        """What comes next takes no longer than this, if all ranks are alive."""
+        self.deadline = math.inf if self.alone else time.monotonic() + seconds
+
+    def watch(self, reader: socket.socket) -> None:
+        first = math.inf
+        reader.settimeout(0.5)
+        while True:
+            try:
+                number = (reader.recv(1) or b"\0")[0]
+            except TimeoutError:
+                number = 0
+            if number in (signal.SIGTERM, signal.SIGINT):
+                if number == signal.SIGINT and time.monotonic() - first > 1:
+                    os._exit(130)
+                self.number = self.number or number
+                first = min(first, time.monotonic())
+            if self.number and time.monotonic() > max(self.deadline, first + 6):
+                os._exit(128 + self.number)
+
+    @staticmethod
+    def forget() -> None:
+        """Python's own answers to signals again."""
+        if signal.set_wakeup_fd(-1) != -1:  # there were others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @torch.no_grad()
@@ -1092,37 +1381,26 @@ def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.devic
     return (total[0] / total[1]).item()
 
 
-def train_step(model: GPT, optimizers: list, inputs: Tensor, targets: Tensor, step: int) -> Tensor:
-    """One step on this rank's (n, T) micro-batches; returns the mean loss () of the global batch.
+def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: int, stop=0):
+    """One step on this rank's (n, T) micro-batches.
 
+    Returns, of all ranks, the mean loss of the global batch and the sum of `stop`, as (2,).
     Gradients are summed, and divided only then: each micro-batch's FP8 gradient keeps its scale.
     """
-    hp, loss = model.hp, torch.zeros((), device=inputs.device)
-    for input_seq, target_seq in zip(inputs, targets, strict=True):
-        micro_loss = model(input_seq, target_seq, get_window_size(step, hp))
+    loss, window = torch.zeros((), device=inputs.device), get_window_size(step, model.hp)
+    for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
+        micro_loss = model(input_seq, target_seq, window)
+        if i == len(inputs):
+            optimizers.begin_last_backward()
         micro_loss.backward()
         loss += micro_loss.detach()
-    params = list(model.parameters())
-    for p in params:
-        if hasattr(p, "grad32"):
-            p.grad = p.grad32.to(p.dtype)
-            p.grad32.zero_()
-    sums = [loss, *(p.grad for p in params)]
-    all_reduce_(sums)
-    torch._foreach_div_(sums, hp.batch_seqs)
-    if hp.grad_clip:
-        nn.utils.clip_grad_norm_(params, hp.grad_clip)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * get_lr(step, hp)
-            if "momentum" in group:
-                group["momentum"] = get_muon_momentum(step, hp)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return loss
+    optimizers.step(step)
+    result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
+    all_reduce_([result])
+    return result
 
 
-def warm_up(model: GPT, optimizers: list, device: torch.device, every_window: bool) -> None:
+def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, every_window: bool) -> None:
     """Run the shapes and windows of the run on made-up tokens; the weights end as they began."""
     hp, initial = model.hp, {k: v.clone() for k, v in model.state_dict().items()}
     windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
@@ -1132,23 +1410,25 @@ def warm_up(model: GPT, optimizers: list, device: torch.device, every_window: bo
         train_step(model, optimizers, x.int(), x, step)
         evaluate(model, [val.int(), val], window, device)
     model.load_state_dict(initial)
-    for optimizer in optimizers:
-        optimizer.state.clear()
+    optimizers.load_state_dict({})
 
 
-def to_host(value: Tensor):
-    """Start copying a scalar from the device; the answer, when called, waits for that copy only."""
-    if value.device.type == "cpu":
-        return value.item
-    host, copied = torch.empty((), pin_memory=True), torch.cuda.Event()
-    host.copy_(value, non_blocking=True)
+def to_host(values: Tensor):
+    """Start copying from the device; the answer, when called, waits for that copy only."""
+    if values.device.type == "cpu":
+        return values.tolist
+    host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
+    host.copy_(values, non_blocking=True)
     copied.record()
-    return lambda: copied.synchronize() or host.item()
+    return lambda: copied.synchronize() or host.tolist()
 
 
 def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None) -> None:
     """A run, from finding the device to the last line of the log; with --eval, one validation."""
-    device = start_device(hp.device, store)
+    if args.saved.get("step", 0) >= hp.num_iterations and "resume" in args:
+        print(f"the run had finished: step {args.saved['step']} of {hp.num_iterations} is saved")
+        return
+    device = start_device(hp.device, store, hp.comm_timeout)
     on_gpu = device.type == "cuda"
     compiled = hp.compile == "on" or (hp.compile == "auto" and on_gpu)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
@@ -1162,24 +1442,25 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     val_batches = [t[rank::world_size] for t in val_batch]
     torch.manual_seed(hp.seed)
     model = GPT(hp)
-    if "eval" in args:
+    if args.saved:
         try:
             model.load_state_dict(args.saved["model"])
         except RuntimeError as error:
-            raise UserError(f"{args.eval} is of other hyperparameters: {error}") from error
-        model.to_device(device, compiled)
+            raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
+    model.to_device(device, compiled, segment_len=4 if world_size > 1 else 0)
+    if "eval" in args:
         step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
         loss = evaluate(model, val_batches, get_window_size(step, hp), device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.eval}")
         return
-    stream = hp.train_files, hp.seq_len, hp.batch_seqs, rank, world_size
+    first_step, seconds = args.saved.get("step", 0), args.saved.get("seconds", 0.0)
+    stream = hp.train_files, hp.seq_len, hp.batch_seqs, rank, world_size, first_step
     options |= {"num_batches": hp.num_iterations, "epochs": hp.epochs, "device": device}
     options["longest"] = hp.max_document_tokens * hp.align_to_documents
     batches = distributed_data_generator(*stream, **options)
-    model.to_device(device, compiled)
-    optimizers = build_optimizers(model, hp, rank, world_size)
+    optimizers = Optimizers(model, hp, rank, world_size)
     if compiled:
-        optimizers[1].orthogonalize = torch.compile(zeropower_via_newtonschulz5, dynamic=False)
+        optimizers.muon.orthogonalize = torch.compile(zeropower_via_newtonschulz5, dynamic=False)
 
     def clock() -> float:
         if on_gpu:
@@ -1188,11 +1469,16 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
 
     def check_loss(loss: float, step: int) -> float:  # equal on all ranks, so all stop together
         if not math.isfinite(loss):
-            remedy = "try lower learning rates, or --fp8 off; earlier checkpoints are whole"
+            kept = next(iter(checkpoints(folder)), "none")
+            remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
             raise UserError(f"the loss is {loss} at step {step}: {remedy}")
         return loss
 
-    log = Logger(hp, device, rank)
+    log = Logger(hp, device, rank, go_on="resume" in args)
+    folder, code = Path("logs", log.run_id), Path(__file__).read_text("utf-8")
+    if rank == 0:
+        for unfinished in folder.glob("*.tmp"):  # of a run that was killed while it saved
+            unfinished.unlink()
     place = torch.cuda.get_device_name() if on_gpu else "CPU"
     record = vars(RECORDS[args.record])
     flags = "".join(f" --{name} {show(v)}" for name, v in vars(hp).items() if v != record[name])
@@ -1201,20 +1487,35 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         log("no GPU found: this is a small demonstration, on the sample corpus in data/")
     if hp.fp8 and not (on_gpu and fp8_supported(device)):
         log(f"no FP8 here: the head trains in {'bfloat16' if on_gpu else 'float32'}")
+    total = torch.tensor([float(first_step)], device=device)
+    all_reduce_([total])
+    if total.item() != first_step * world_size:
+        raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
+    if first_step:
+        changed = "" if code == args.saved["code"] else "; the source has changed since"
+        log(f"resumed at step {first_step}{changed}")
+        log.bar.initial = log.bar.n = first_step
     start = clock()
     warm_up(model, optimizers, device, every_window=compiled)
     log(f"compilation and warm-up, not part of train_time: {clock() - start:.1f} s")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
-    seconds, start, last_loss = 0.0, clock(), lambda: math.log(hp.vocab_size)
-    for step in range(hp.num_iterations + 1):
-        last = step == hp.num_iterations
+    optimizers.load_state_dict(args.saved.get("optimizers", {}))
+    torch.set_rng_state(args.saved.get("random", torch.get_rng_state()))
+    args.saved.clear()  # as large as the model and more
+    signals, stop = Signals(alone=world_size == 1), 0.0
+    start, result = clock(), lambda: (math.log(hp.vocab_size), 0.0)
+    for step in range(first_step, hp.num_iterations + 1):
+        last, new = step == hp.num_iterations, step > first_step  # else it was done before
         validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
-        save = hp.save_every and (last or (step and step % hp.save_every == 0))
+        validate = validate and (new or step == 0)
+        stop = stop and not last
+        save = new and (stop or (hp.save_every and (last or step % hp.save_every == 0)))
         if validate or save:
+            signals.expect(20)
             seconds += clock() - start
-            check_loss(last_loss(), step)
+            check_loss(result()[0], step)
             ms = 1e3 * seconds
             if validate:
                 loss = evaluate(model, val_batches, get_window_size(step, hp), device)
@@ -1223,17 +1524,29 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 check_loss(loss, step)
                 if note := against_published(args.record, hp, step, loss):
                     log.bar.write(note)
-            if save and not all(p.isfinite().all() for p in model.parameters()):
-                check_loss(math.nan, step)
-            if save and rank == 0:
-                path = Path("logs", log.run_id, f"state_step{step:06}.pt")
-                save_checkpoint(path, model, args.record, step)
+            if save:
+                if not all(p.isfinite().all() for p in model.parameters()):
+                    check_loss(math.nan, step)
+                settings = {k: v for k, v in vars(hp).items() if k not in ("device", "compile")}
+                state = {"record": args.record, "hyperparameters": settings, "code": code}
+                state |= {"run_id": log.run_id, "step": step, "seconds": seconds}
+                state |= {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
+                state |= {"random": torch.get_rng_state()}
+                if rank == 0:
+                    save_checkpoint(folder / f"state_step{step:06}.pt", state, hp.keep)
+            if stop:
+                all_reduce_([torch.zeros(1, device=device)])  # until rank 0 has written
+                number = signal.Signals(signals.number or signal.SIGTERM)
+                log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
+                sys.exit(128 + number)
             start = clock()
         if last:
             break
+        signals.expect(6)
         inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
-        loss = train_step(model, optimizers, inputs, targets, step)
-        shown, last_loss = check_loss(last_loss(), step), to_host(loss)  # a step late: no waiting
+        now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
+        (loss, stop), result = result(), to_host(now)  # a step late: no waiting
+        shown = check_loss(loss, step)
         ms = 1e3 * (seconds + time.perf_counter() - start)
         times = f"train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
         line = f"step:{step + 1}/{hp.num_iterations} {times}"
@@ -1273,14 +1586,16 @@ def main(argv: list[str] | None = None) -> None:
         message = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {error}"
-        elif store and (isinstance(error, dist.DistError) or "gloo" in message):
-            message = f"another rank has stopped: {error}"
+        elif store and (isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)):
+            message = f"another rank has stopped, or hangs: {error}"
         elif isinstance(error, RuntimeError):
             raise
         time.sleep(min(rank, 40) / 4)
         if store is None or store.add("reports", 1) == 1:
             print("train_gpt.py: error:", " ".join(message.split())[:500], file=sys.stderr)
         sys.exit(status)
+    finally:
+        Signals.forget()
 
 
 if __name__ == "__main__":

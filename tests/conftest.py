@@ -64,3 +64,34 @@ def randomize():
         return model
 
     return apply
+
+
+@pytest.fixture
+def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
+    """Flags of a run of seconds, on a made-up language of 512 words, in an empty folder."""
+    rng = np.random.default_rng(0)
+    follower = rng.permutation(512)
+    words = [0]
+    for noise in rng.random(40000):  # mostly, a word has one follower: learnable
+        words.append(follower[words[-1]] if noise < 0.8 else int(noise * 1e6) % 512)
+    write_shard("train_1.bin", words[:30000])
+    write_shard("val_0.bin", words[30000:])
+    monkeypatch.chdir(tmp_path)
+    sizes = {
+        "vocab_size": 512,
+        "model_dim": 64,
+        "num_heads": 2,
+        "head_dim": 32,
+        "num_layers": 4,
+        "seq_len": 128,
+        "val_seq_len": 256,
+        "val_tokens": 2048,
+        "num_iterations": 4,
+        "val_loss_every": 2,
+        "train_files": str(tmp_path / "train_*.bin"),
+        "val_files": str(tmp_path / "val_*.bin"),
+        "epochs": 0,
+        "device": "cpu",
+        "seed": 1,
+    }
+    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]

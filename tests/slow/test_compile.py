@@ -21,7 +21,7 @@ def training_losses(hp, compiled: bool) -> list[float]:
     torch.manual_seed(0)
     device = torch.device("cpu")
     model = train_gpt.GPT(hp).to_device(device, compiled)
-    optimizers = train_gpt.build_optimizers(model, hp)
+    optimizers = train_gpt.Optimizers(model, hp)
     if compiled:
         train_gpt.warm_up(model, optimizers, device, every_window=True)
     warm = counters["stats"]["unique_graphs"]
@@ -29,7 +29,7 @@ def training_losses(hp, compiled: bool) -> list[float]:
     tokens = torch.randint(0, hp.vocab_size, (2, hp.seq_len + 1), generator=generator)
     inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
     for step in range(6):
-        losses.append(train_gpt.train_step(model, optimizers, inputs, targets, step).item())
+        losses.append(train_gpt.train_step(model, optimizers, inputs, targets, step)[0].item())
     batch = inputs[:1, : hp.val_seq_len], targets[:1, : hp.val_seq_len]
     losses.append(train_gpt.evaluate(model, batch, 256, device))
     assert counters["stats"]["unique_graphs"] == warm and not counters["graph_break"]

@@ -1,0 +1,167 @@
+"""Runs on several ranks equal a run on one, and each rank does its share of the work."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from runs import run, val_losses
+
+import train_gpt
+
+SPY = str(ROOT / "tests" / "spy.py")
+
+
+@pytest.fixture
+def flags(flags) -> list[str]:
+    """20 steps, with the Adam epsilon at which rounding noise stays noise."""
+    flags += ["--num_iterations", "20", "--val_loss_every", "5", "--adam_eps", "1e-6"]
+    return [*flags, "--num_layers", "6", "--save_every", "20"]
+
+
+def outcome(folder, stdout: str) -> tuple[dict[int, float], dict, list[dict]]:
+    """Losses, final weights, and what each rank saw."""
+    (path,) = folder.glob("logs/*/state_step000020.pt")
+    reports = [json.loads(p.read_text()) for p in sorted(folder.glob("rank*.json"))]
+    return val_losses(stdout), train_gpt.load_checkpoint(path)["model"], reports
+
+
+@pytest.fixture
+def alone(flags, tmp_path, monkeypatch, capsys):
+    """The outcome on one rank, which sends nothing."""
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "reduce_scatter", None)
+        patch.setattr(train_gpt, "all_gather", None)
+        train_gpt.main(flags)
+    found = outcome(tmp_path / "alone", capsys.readouterr().out)
+    assert list(found[0]) == [0, 5, 10, 15, 20] and found[0][20] < found[0][0] - 1
+    return found
+
+
+def assert_same(found, alone, ranks: int):
+    """Losses within 1e-4, weights within 1e-3 of their norm, and all ranks equal bit for bit."""
+    assert list(found[0]) == list(alone[0])
+    for step, loss in alone[0].items():
+        assert found[0][step] == pytest.approx(loss, abs=1.5e-4)  # both are rounded to 4 digits
+    for name, weight in alone[1].items():
+        error = (found[1][name] - weight).norm() / weight.norm()
+        assert error < 1e-3, f"{name}: {error:.1e}"
+    assert len(found[2]) == ranks and len({report["weights"] for report in found[2]}) == 1
+
+
+def expected_bytes(model: torch.nn.Module, ranks: int) -> int:
+    """The formula of BENCHMARKS.md: what a step gives to reduce-scatter and all-gather, in float32.
+
+    Rows of tables and scalars are padded to a multiple of the ranks, and so are buckets of at least
+    8 matrices and one a rank; each travels once as gradient and once as weight or update.
+    """
+    up = lambda n: -(-n // ranks) * ranks  # noqa: E731
+    named = list(model.named_parameters())
+    tables = [p for n, p in named if "embed" in n or "lm_head" in n]
+    elements = sum(up(len(p)) * p.shape[1] for p in tables)
+    elements += up(sum(p.numel() for _, p in named if p.ndim < 2))
+    matrices = {}
+    for name, p in reversed(named):
+        if name.startswith("blocks.") and p.ndim >= 2:
+            matrices.setdefault(p.shape[-2:], []).append(p.numel() // p.shape[-2:].numel())
+    for shape, counts in matrices.items():
+        bucket = 0
+        for i, count in enumerate(counts):
+            bucket += count
+            if bucket >= max(8, ranks) or i == len(counts) - 1:
+                elements += up(bucket) * shape.numel()
+                bucket = 0
+    return 2 * 4 * elements
+
+
+def assert_shared(flags, reports: list[dict], ranks: int):
+    """A step sends what the formula says, gradients first, and the state is 1/ranks of the whole:
+    two floats for each element that Adam trains and one for each of Muon's, up to padding."""
+    model = train_gpt.GPT(train_gpt.parse_args(flags)[0])
+    muon = [p.numel() for n, p in model.named_parameters() if "blocks" in n and p.ndim > 1]
+    state = 4 * (2 * sum(p.numel() for p in model.parameters()) - sum(muon))
+    for report in reports:
+        assert sum(size for _, size in report["sent"]) == expected_bytes(model, ranks)
+        order = [name for name, _ in report["sent"]]
+        assert order == sorted(order, reverse=True)
+        assert state / ranks <= report["state"] < 1.35 * state / ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_equal_one_and_share_the_work(flags, alone, tmp_path, monkeypatch, ranks):
+    monkeypatch.chdir(tmp_path)
+    done = run([*flags, "--run_id", "ranks"], ranks, script=SPY)
+    assert done.returncode == 0, done.stderr
+    found = outcome(tmp_path, done.stdout)
+    assert_same(found, alone, ranks)
+    assert_shared(flags, found[2], ranks)
+
+
+def test_two_nodes_of_two_ranks_equal_one(flags, alone, tmp_path, monkeypatch):
+    """Each node has its own torchrun agent; they meet on the loopback interface."""
+    folder = tmp_path / "nodes"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    launcher += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_backend=c10d", "--rdzv_id=x"]
+    nodes = [
+        subprocess.Popen([*launcher, SPY, *flags], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    texts = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    found = outcome(folder, "".join(texts))
+    assert_same(found, alone, 4)
+    assert_shared(flags, found[2], 4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compiled):
+    """The head's before it begins, matrices of late layers before early layers have theirs.
+
+    Compiled by a backend that needs no C++ compiler, in segments of 4 layers.
+    """
+    events = []
+    model = train_gpt.GPT(train_gpt.replace(tiny, num_layers=12))
+    if compiled:
+        compile_ = torch.compile
+        monkeypatch.setattr(
+            torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options)
+        )
+        model.to_device(torch.device("cpu"), True, segment_len=4)
+    monkeypatch.setattr(train_gpt.Bucket, "launch", lambda self: events.append(self))
+    optimizers = train_gpt.Optimizers(model, model.hp, rank=0, world_size=2)
+    first = model.blocks[0].mlp.c_fc.weight
+    first.register_post_accumulate_grad_hook(lambda p: events.append("first layer"))
+    tokens = torch.randint(0, 512, (129,))
+    loss = model(tokens[:-1].int(), tokens[1:], 128)
+    optimizers.begin_last_backward()
+    assert events == optimizers.order[:1]
+    loss.backward()
+    launched = events[: events.index("first layer")]
+    assert len(launched) >= 4 and launched == optimizers.order[: len(launched)]
+    assert optimizers.missing  # tables and scalars wait for the end
+
+
+@pytest.mark.parametrize("comm_dtype", ["auto", "float32"])
+def test_wire_carries_bfloat16_only_where_the_published_records_did(tiny, comm_dtype):
+    """That is the embeddings, which are bfloat16 on CUDA; their sums are kept in float32."""
+    hp = train_gpt.replace(tiny, comm_dtype=comm_dtype)
+    model = train_gpt.GPT(hp)
+    model.embed.bfloat16()
+    optimizers = train_gpt.Optimizers(model, hp)
+    for p in model.parameters():
+        train_gpt.gradient_buffer(p)
+    for bucket in optimizers.order:
+        bucket.launch()
+        half = bucket.params[0] is model.embed.weight and comm_dtype == "auto"
+        assert bucket.sent.dtype == (torch.bfloat16 if half else torch.float32)
+    optimizers.step(0)
