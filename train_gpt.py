@@ -13,11 +13,11 @@ The file reads like the life of a batch, and importing it does nothing:
 
     Configuration    what a run is, as data: layer table, settings, records, command line
     Numerics         FP8 matmuls, and the linear layer that uses them
-    Optimizers       Muon for the hidden matrices; Adam for embeddings, head and scalars
+    Optimizers       Muon for the hidden matrices, Adam for the rest, a share of both for each rank
     Model            masks, attention, layers, and a loss that never stores its logits
     Data             shards, and batches that depend on the step alone
     Schedules        learning rate, momentum and window as functions of the step
-    Training         devices and ranks, log, checkpoints, warm-up, the timed loop, main()
+    Training         devices and ranks, log, checkpoints, signals, the timed loop, main()
 """
 
 import argparse
@@ -1187,7 +1187,7 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Training: devices and ranks, log, checkpoints, warm-up, the timed loop
+# Training: devices and ranks, log, checkpoints, signals, the timed loop
 
 
 def start_device(wanted: str, store: dist.Store | None, timeout: int = 600) -> torch.device:
