@@ -534,17 +534,18 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalised, for matrices; (n, rows, cols) is n of them.
 
     Matrices of one shape form one batch, of which each rank keeps the momentum of its share and
-    orthogonalises that: equal gradients on all ranks give equal weights. In a bucket are at least
-    8 matrices and one a rank, from the last parameter to the first, as backward meets them.
+    orthogonalises that: equal gradients on all ranks give equal weights. With several ranks, a
+    bucket has 8 matrices and one a rank, from the last parameter to the first, as backward does.
     """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1, wire=None):
         super().__init__(params, {"lr": lr, "momentum": momentum})
         self.orthogonalize, filled, unfilled = zeropower_via_newtonschulz5, [], {}
+        enough = max(8, world_size) if world_size > 1 else math.inf
         for p in reversed(self.param_groups[0]["params"]):
             bucket = unfilled.setdefault(p.shape[-2:], [])
             bucket.append(p)
-            if sum(p.numel() for p in bucket) >= max(8, world_size) * p.shape[-2:].numel():
+            if sum(p.numel() for p in bucket) >= enough * p.shape[-2:].numel():
                 filled.append(unfilled.pop(p.shape[-2:]))
         filled += unfilled.values()
         self.buckets = [Bucket(bucket, 2, rank, world_size, wire) for bucket in filled]
@@ -618,7 +619,7 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         named = list(model.named_parameters())
-        self.params, self.hp = dict(named), hp
+        self.names, self.hp = {p: name for name, p in named}, hp
         ranks = rank, world_size, torch.float32 if hp.comm_dtype == "float32" else None
         tables = [Bucket([p], 1, *ranks) for n, p in named if "embed" in n]
         head = Bucket([model.lm_head.weight], 1, *ranks)
@@ -628,10 +629,12 @@ class Optimizers:
         self.adam = ShardedAdam(groups, betas=hp.adam_betas, eps=hp.adam_eps)
         matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
         self.muon = Muon(matrices, hp.muon_lr, 0.95, *ranks)
+        if model.compiled:
+            self.muon.orthogonalize = torch.compile(zeropower_via_newtonschulz5, dynamic=False)
         self.order = [head, *self.muon.buckets, *tables, scalars]
         self.base_lr = [(g, g["lr"]) for g in self.adam.param_groups + self.muon.param_groups]
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
-        for p in self.params.values():
+        for p in self.names:
             gradient_buffer(p)  # also of what this model does not use
         for bucket in self.muon.buckets if world_size > 1 else ():
             for p in bucket.params:
@@ -672,7 +675,7 @@ class Optimizers:
             if "momentum" in group:
                 group["momentum"] = get_muon_momentum(step, self.hp)
         finish(self.muon.begin(grad_scale) + self.adam.begin(grad_scale))
-        torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in self.params.values()])
+        torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in self.names])
 
     def states(self) -> list[tuple[Bucket, dict[str, Tensor]]]:
         """Each bucket with what its optimizer keeps of this rank's share."""
@@ -682,21 +685,20 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """All ranks' state by parameter name, on rank 0's CPU; others only help."""
-        names, saved = {p: name for name, p in self.params.items()}, {n: {} for n in self.params}
+        saved = {name: {} for name in self.names.values()}
         for bucket, state in self.states():
             for key, value in state.items():
                 values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
                 for p, v in zip(bucket.params, values, strict=True) if bucket.rank == 0 else ():
-                    saved[names[p]][key] = v.to("cpu", copy=True)
+                    saved[self.names[p]][key] = v.to("cpu", copy=True)
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Take over such a state of any number of ranks, and the parameters as they are."""
-        names = {p: name for name, p in self.params.items()}
         for bucket, owned in zip(self.adam.buckets, self.adam.owned, strict=True):
             owned.data.copy_(bucket.share([p.data for p in bucket.params]))
         for bucket, state in self.states():
-            rows = [saved.get(names[p], {}) for p in bucket.params]
+            rows = [saved.get(self.names[p], {}) for p in bucket.params]
             state.clear()
             for key, value in rows[0].items():
                 share = bucket.share([row[key] for row in rows]) if value.ndim else value
@@ -960,7 +962,8 @@ class GPT(nn.Module):
         padded_vocab = -(-hp.vocab_size // 128) * 128
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.lm_head.weight)
-        self.use_flex, self.loss_chunk, self.segment_len = False, loss_chunk, hp.num_layers
+        self.loss_chunk, self.segment_len = loss_chunk, hp.num_layers
+        self.use_flex = self.compiled = False
 
     def to_device(self, device: torch.device, compiled: bool, segment_len: int = 0) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
@@ -975,6 +978,7 @@ class GPT(nn.Module):
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
         if compiled:
+            self.compiled = True
             self.segment = torch.compile(self.segment, dynamic=False)
             self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
         return self
@@ -1333,9 +1337,9 @@ class Signals:
     def __init__(self, alone: bool):
         self.number, self.alone = 0, alone
         self.expect(6)
-        reader, self.writer = socket.socketpair()
-        self.writer.setblocking(False)
-        signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self.watch, args=[reader], daemon=True).start()
@@ -1349,7 +1353,9 @@ class Signals:
         reader.settimeout(0.5)
         while True:
             try:
-                number = (reader.recv(1) or b"\0")[0]
+                if not (byte := reader.recv(1)):  # see forget
+                    return
+                number = byte[0]
             except TimeoutError:
                 number = 0
             if number in (signal.SIGTERM, signal.SIGINT):
@@ -1362,8 +1368,9 @@ class Signals:
 
     @staticmethod
     def forget() -> None:
-        """Python's own answers to signals again."""
-        if signal.set_wakeup_fd(-1) != -1:  # there were others
+        """Python's own answers to signals again; the thread ends."""
+        if (writer := signal.set_wakeup_fd(-1)) != -1:  # there were others
+            os.close(writer)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -1400,13 +1407,29 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
     return result
 
 
-def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, every_window: bool) -> None:
-    """Run the shapes and windows of the run on made-up tokens; the weights end as they began."""
+def build(hp: Hyperparameters, device: torch.device, world_size=1, weights=None) -> GPT:
+    """The model of a run, with its initial weights or these, where and how it will train."""
+    torch.manual_seed(hp.seed)
+    model = GPT(hp)
+    if weights:
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
+    compiled = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    return model.to_device(device, compiled, segment_len=4 if world_size > 1 else 0)
+
+
+def warm_up(model: GPT, optimizers: Optimizers, device: torch.device) -> None:
+    """Run the shapes and windows of the run on made-up tokens; the weights end as they began.
+
+    Uncompiled, the last window will do.
+    """
     hp, initial = model.hp, {k: v.clone() for k, v in model.state_dict().items()}
     windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
     x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
-    for window, step in list(windows.items())[0 if every_window else -1 :]:
+    for window, step in list(windows.items())[0 if model.compiled else -1 :]:
         train_step(model, optimizers, x.int(), x, step)
         evaluate(model, [val.int(), val], window, device)
     model.load_state_dict(initial)
@@ -1430,7 +1453,6 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         return
     device = start_device(hp.device, store, hp.comm_timeout)
     on_gpu = device.type == "cuda"
-    compiled = hp.compile == "on" or (hp.compile == "auto" and on_gpu)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
     count = hp.val_tokens // hp.val_seq_len  # validation is one global batch; a rank may get none
     if hp.verify_data:
@@ -1440,14 +1462,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     stream = hp.val_files, hp.val_seq_len, count, 0, 1
     val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
     val_batches = [t[rank::world_size] for t in val_batch]
-    torch.manual_seed(hp.seed)
-    model = GPT(hp)
-    if args.saved:
-        try:
-            model.load_state_dict(args.saved["model"])
-        except RuntimeError as error:
-            raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
-    model.to_device(device, compiled, segment_len=4 if world_size > 1 else 0)
+    model = build(hp, device, world_size, args.saved.get("model"))
     if "eval" in args:
         step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
         loss = evaluate(model, val_batches, get_window_size(step, hp), device)
@@ -1459,8 +1474,6 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     options["longest"] = hp.max_document_tokens * hp.align_to_documents
     batches = distributed_data_generator(*stream, **options)
     optimizers = Optimizers(model, hp, rank, world_size)
-    if compiled:
-        optimizers.muon.orthogonalize = torch.compile(zeropower_via_newtonschulz5, dynamic=False)
 
     def clock() -> float:
         if on_gpu:
@@ -1496,14 +1509,15 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         log(f"resumed at step {first_step}{changed}")
         log.bar.initial = log.bar.n = first_step
     start = clock()
-    warm_up(model, optimizers, device, every_window=compiled)
+    warm_up(model, optimizers, device)
     log(f"compilation and warm-up, not part of train_time: {clock() - start:.1f} s")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
-    optimizers.load_state_dict(args.saved.get("optimizers", {}))
-    torch.set_rng_state(args.saved.get("random", torch.get_rng_state()))
-    args.saved.clear()  # as large as the model and more
+    if args.saved:
+        optimizers.load_state_dict(args.saved["optimizers"])
+        torch.set_rng_state(args.saved["random"])
+        args.saved.clear()  # as large as the model and more
     signals, stop = Signals(alone=world_size == 1), 0.0
     start, result = clock(), lambda: (math.log(hp.vocab_size), 0.0)
     for step in range(first_step, hp.num_iterations + 1):

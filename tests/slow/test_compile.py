@@ -23,7 +23,7 @@ def training_losses(hp, compiled: bool) -> list[float]:
     model = train_gpt.GPT(hp).to_device(device, compiled)
     optimizers = train_gpt.Optimizers(model, hp)
     if compiled:
-        train_gpt.warm_up(model, optimizers, device, every_window=True)
+        train_gpt.warm_up(model, optimizers, device)
     warm = counters["stats"]["unique_graphs"]
     generator, losses = torch.Generator().manual_seed(1), []
     tokens = torch.randint(0, hp.vocab_size, (2, hp.seq_len + 1), generator=generator)
