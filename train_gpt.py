@@ -13,6 +13,7 @@ The file reads like the life of a batch, and importing it does nothing:
 
     Configuration    what a run is, as data: layer table, settings, records, command line
     Numerics         FP8 matmuls, and the linear layer that uses them
+    Kernels          three functions in Triton, each with the plain twin that it must beat
     Optimizers       Muon for the hidden matrices, Adam for the rest, a share of both for each rank
     Model            masks, attention, layers, and a loss that never stores its logits
     Data             shards, and batches that depend on the step alone
@@ -42,6 +43,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -49,7 +51,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+
+try:  # PyTorch brings it along where there is CUDA
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton, tl = None, SimpleNamespace(constexpr=None)
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
@@ -142,11 +151,13 @@ class Hyperparameters:
     comm_timeout: int = setting(600, "seconds after which ranks give up on each other")
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
     compile: str = setting("auto", "torch.compile; auto: on CUDA", choices=("auto", "on", "off"))
+    kernels: str = setting("auto", "in Triton; auto: if faster", choices=("auto", "on", "off"))
 
 
 FIELDS = dataclasses.fields(Hyperparameters)
 NAMES = [f.name for f in FIELDS]
 RUN_FIELDS = NAMES[NAMES.index("train_files") :]  # about this run, not about what is learned
+MACHINE_FIELDS = NAMES[NAMES.index("device") :]  # about its machine: checkpoints forget them
 
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
@@ -450,6 +461,258 @@ class CastedLinear(nn.Linear):
 
 
 # -----------------------------------------------------------------------------
+# Kernels: what Triton may do faster, beside the plain PyTorch that says what it is
+
+KERNELS: dict[str, "Kernel"] = {}
+
+
+def recomputed(function, *inputs):
+    """function(*inputs); compiled, it is made again in the backward pass instead of being kept.
+
+    For what costs little time and much memory: BENCHMARKS.md counts both.
+    """
+    if not torch.compiler.is_compiling():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class Kernel:
+    """A plain function whose `fused` twin in Triton is called while `use` is set: choose_kernels.
+
+    example(hp, device) makes arguments of a run's shapes, to compare the two and to time them.
+    """
+
+    def __init__(self, plain, fused, example):
+        self.plain, self.fused, self.example, self.use = plain, fused, example, False
+        KERNELS[plain.__name__] = self
+
+    def __call__(self, *arguments):
+        return (self.fused if self.use else self.plain)(*arguments)
+
+
+def jit(function):
+    """Triton's compiler; without Triton, a function that nothing calls."""
+    return triton.jit(function) if triton else function
+
+
+@torch.compiler.assume_constant_result
+def has_small_blocks(device: torch.device) -> bool:
+    """Whether a program has 99 KB of shared memory (RTX 3090, 4090, A6000), not 163 or 227."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
+
+
+def activation_dtype(device: torch.device) -> torch.dtype:
+    """Of embeddings and activations: bfloat16 on CUDA, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@jit
+def softcap_kernel(
+    logits, targets, losses, grads, vocab, cap, scale, largest,
+    WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes a row, twice: from memory for the sum, then from the cache.
+
+    The cap bounds the logits, so softmax subtracts the cap instead of the row's maximum.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    target = tl.load(targets + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
+        term = tl.exp(2 * cap * (tl.sigmoid(2 / cap * logit) - 1))
+        total += tl.where(column < vocab, term, 0.0)
+    total = tl.sum(total)
+    of_target = tl.sigmoid(2 / cap * tl.load(logits + target).to(tl.float32))
+    tl.store(losses + row, tl.log(total) - 2 * cap * (of_target - 1))
+    if WITH_GRAD:
+        for start in range(0, vocab, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
+            s = tl.sigmoid(2 / cap * logit)
+            p = tl.exp(2 * cap * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
+            grad = tl.clamp(4 * scale * p * s * (1 - s), -largest, largest)
+            tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
+
+
+def fused_loss(logits, targets, cap, grad_scale=None, grads=None):
+    """softcapped_cross_entropy in one kernel."""
+    losses, with_grad = torch.empty(len(logits), device=logits.device), grads is not None
+    out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
+    sizes = logits.size(1), cap, scale, torch.finfo(out.dtype).max
+    softcap_kernel[(len(logits),)](
+        logits, targets, losses, out, *sizes, WITH_GRAD=with_grad, BLOCK=8192, num_warps=16
+    )
+    return losses.sum()
+
+
+def loss_example(hp, device):
+    fp8 = hp.fp8 and device.type == "cuda" and fp8_supported(device)
+    shape = 1024, -(-hp.vocab_size // 128) * 128
+    logits = 4 * torch.randn(shape, device=device, dtype=activation_dtype(device))
+    grads = torch.empty_like(logits, dtype=torch.float8_e5m2) if fp8 else logits
+    targets = torch.randint(hp.vocab_size, shape[:1], device=device)
+    return logits, targets, hp.logit_softcap, (hp.grad_s if fp8 else 1.0) / hp.seq_len, grads
+
+
+@partial(Kernel, fused=fused_loss, example=loss_example)
+def softcapped_cross_entropy(logits, targets, cap, grad_scale=None, grads=None):
+    """Summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
+
+    Their gradient * grad_scale goes to grads (T, V): the logits themselves, or float8_e5m2. With
+    s = sigmoid(2 logit / cap), cap * tanh(logit / cap) is 2 cap s less a constant, which softmax
+    does not see; its derivative is 4 s (1 - s). The cap keeps softmax's entries above 0.
+    """
+    s = logits.float().mul_(2 / cap).sigmoid_()  # a copy of bfloat16, the same memory of float32
+    p = torch.softmax(s * (2 * cap), dim=-1)
+    loss = -p.gather(1, targets[:, None]).log().sum()
+    if grads is not None:
+        if logits.is_cuda:  # compiled: the comparison is free, a scatter would store p
+            p = p - (torch.arange(p.size(1), device=p.device) == targets[:, None]).float()
+        else:
+            p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
+        grad = s.addcmul_(s, s, value=-1).mul_(p).mul_(4 * grad_scale)
+        grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
+    return loss
+
+
+@jit
+def relu2_kernel(
+    a, b, post, out, M, N, K, stride_k, stride_n, BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program computes a tile; eight rows of tiles run together and share the cache."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // (8 * tiles_n) * 8
+    height = min(tiles_m - first, 8)
+    place = tl.program_id(0) % (8 * tiles_n)
+    m = ((first + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    a += (m % M)[:, None] * K + k[None]
+    b += k[:, None] * stride_k + (n % N)[None] * stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a_tile = tl.load(a, k[None] < K - start, 0.0)
+        b_tile = tl.load(b, k[:, None] < K - start, 0.0)
+        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
+        a += BLOCK_K
+        b += BLOCK_K * stride_k
+    place = m[:, None] * N + n[None]
+    inside = (m[:, None] < M) & (n[None] < N)
+    if BACKWARD:
+        total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
+    else:
+        total = tl.maximum(total, 0.0)
+        total *= total
+    tl.store(out + place, total.to(out.dtype.element_ty), inside)
+
+
+def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
+    """relu(a @ b)^2 of (M, K) and (K, N); or of such a post, (a @ b) times its derivative."""
+    (M, K), N, backward = a.shape, b.size(1), post is not None
+    block_m, block_n = 128, 128 if has_small_blocks(a.device) else 256
+    tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
+    inputs = a, b, post if backward else out, out, M, N, K, *b.stride(), backward
+    relu2_kernel[(tiles,)](*inputs, block_m, block_n, BLOCK_K=64, num_warps=8, num_stages=3)
+    return out
+
+
+class FusedMLP(torch.autograd.Function):
+    """relu2_mlp with ReLU squared inside the matmuls, forward and backward. Between them it keeps
+    the squares alone: their roots are what the derivative needs."""
+
+    @staticmethod
+    def forward(ctx, x, w_in, w_out):
+        rows = x.flatten(0, -2).contiguous()
+        post = matmul_relu2(rows, w_in.T)
+        ctx.save_for_backward(rows, w_in, w_out, post)
+        return (post @ w_out.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, w_in, w_out, post = ctx.saved_tensors
+        grad_rows = grad.flatten(0, -2).contiguous()
+        grad_pre = matmul_relu2(grad_rows, w_out, post)
+        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
+
+
+def mlp_example(hp, device):
+    shapes = (hp.seq_len, hp.model_dim), (4 * hp.model_dim, hp.model_dim)
+    tensors = [
+        torch.randn(s, device=device) * hp.model_dim**-0.5 for s in (*shapes, shapes[1][::-1])
+    ]
+    return [t.to(activation_dtype(device)).requires_grad_() for t in tensors]
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+@partial(Kernel, fused=lambda *arguments: FusedMLP.apply(*arguments), example=mlp_example)
+def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype."""
+    return F.linear(recomputed(relu2, F.linear(x, w_in)), w_out)
+
+
+@jit
+def symmetric_kernel(
+    a, c, out, n, K, alpha, beta,
+    WITH_C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program computes a tile on or below the diagonal, and stores it and its mirror image."""
+    if tl.program_id(0) < tl.program_id(1):
+        return
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    matrix = tl.program_id(2).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    left = a + matrix * n * K + (row % n)[:, None] * K + k[None]
+    right = a + matrix * n * K + (column % n)[None] * K + k[:, None]
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left_tile = tl.load(left, k[None] < K - start, 0.0)
+        right_tile = tl.load(right, k[:, None] < K - start, 0.0)
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+        left += BLOCK_K
+        right += BLOCK_K
+    inside = (row[:, None] < n) & (column[None] < n)
+    place = matrix * n * n + row[:, None] * n + column[None]
+    if WITH_C:
+        total = alpha * total + beta * tl.load(c + place, inside, 0.0).to(tl.float32)
+    total = total.to(out.dtype.element_ty)
+    tl.store(out + place, total, inside)
+    mirrored = matrix * n * n + column[None] * n + row[:, None]
+    tl.store(out + mirrored, total, inside & (row[:, None] > column[None]))
+
+
+def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
+    """symmetric_matmul that computes half of the tiles."""
+    a = a.contiguous()
+    count, n, K = a.shape
+    out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"BLOCK": 128, "BLOCK_K": 64}
+    inputs = a, out if c is None else c, out, n, K, alpha, beta, c is not None
+    symmetric_kernel[(tiles, tiles, count)](*inputs, **block, num_warps=8, num_stages=3)
+    return out
+
+
+def symmetric_example(hp, device):
+    shape = 4 * hp.num_layers, hp.model_dim, hp.model_dim
+    a = torch.randn(shape, device=device) * hp.model_dim**-0.5
+    return a.to(activation_dtype(device)), (a @ a.mT).to(activation_dtype(device)), 2.0315, -4.775
+
+
+@partial(Kernel, fused=fused_symmetric, example=symmetric_example)
+def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
+    """a a^T (B, n, n) of a (B, n, k), or with a symmetric c (B, n, n), alpha a a^T + beta c."""
+    return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
+
+
+# -----------------------------------------------------------------------------
 # Optimizers: Muon for the hidden matrices; Adam for embeddings, head and scalars; both sharded
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -524,10 +787,24 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     X = X.mT if tall else X
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):  # sums inside the matmuls: in bfloat16, half the rounding error
-        A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        A = symmetric_matmul(X)
+        B = symmetric_matmul(A, A, 2.0315, -4.7750)
         X = torch.baddbmm(X, B, X, beta=3.4445)
     return (X.mT if tall else X).reshape(G.shape)
+
+
+def muon_updates(grads, momenta, momentum: Tensor, grad_scale: float | Tensor) -> Tensor:
+    """The updates (n, rows, cols) of n matrices; grads and momenta are lists of a part of n each.
+
+    Momenta change in place. Compiled, all but the matmuls is one pass over them; momentum () is a
+    tensor, so that a new value compiles nothing.
+    """
+    directions = []
+    for grad, buffer in zip(grads, momenta, strict=True):
+        grad = grad.float() * grad_scale
+        buffer.lerp_(grad, 1 - momentum)
+        directions.append(grad.lerp(buffer, momentum))
+    return zeropower_via_newtonschulz5(torch.cat(directions))
 
 
 class Muon(torch.optim.Optimizer):
@@ -540,7 +817,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1, wire=None):
         super().__init__(params, {"lr": lr, "momentum": momentum})
-        self.orthogonalize, filled, unfilled = zeropower_via_newtonschulz5, [], {}
+        self.updates, filled, unfilled = muon_updates, [], {}
         enough = max(8, world_size) if world_size > 1 else math.inf
         for p in reversed(self.param_groups[0]["params"]):
             bucket = unfilled.setdefault(p.shape[-2:], [])
@@ -555,14 +832,14 @@ class Muon(torch.optim.Optimizer):
         """Begin to send what the summed gradients * grad_scale change; see finish."""
         pending, group = [], self.param_groups[0]
         for rows, cols in dict.fromkeys(bucket.row_shape for bucket in self.buckets):
-            buckets, directions = [b for b in self.buckets if b.row_shape == (rows, cols)], []
-            for bucket in buckets:
-                grads, state = bucket.wait().float().mul_(grad_scale), self.state[bucket.params[0]]
+            buckets = [b for b in self.buckets if b.row_shape == (rows, cols)]
+            grads, states = [b.wait() for b in buckets], [self.state[b.params[0]] for b in buckets]
+            for grad, state in zip(grads, states, strict=True):
                 if not state:
-                    state["momentum_buffer"] = torch.zeros_like(grads)
-                momentum = state["momentum_buffer"].lerp_(grads, 1 - group["momentum"])
-                directions.append(grads.lerp(momentum, group["momentum"]))
-            updates = self.orthogonalize(torch.cat(directions))
+                    state["momentum_buffer"] = torch.zeros_like(grad, dtype=torch.float32)
+            momenta = [state["momentum_buffer"] for state in states]
+            momentum = torch.full((), group["momentum"], device=grads[0].device)
+            updates = self.updates(grads, momenta, momentum, grad_scale)
             rate = -group["lr"] * max(1, rows / cols) ** 0.5
             shares = updates.split([bucket.share_len for bucket in buckets])
             for bucket, share in zip(buckets, shares, strict=True):
@@ -630,7 +907,7 @@ class Optimizers:
         matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
         self.muon = Muon(matrices, hp.muon_lr, 0.95, *ranks)
         if model.compiled:
-            self.muon.orthogonalize = torch.compile(zeropower_via_newtonschulz5, dynamic=False)
+            self.muon.updates = torch.compile(muon_updates, dynamic=False)
         self.order = [head, *self.muon.buckets, *tables, scalars]
         self.base_lr = [(g, g["lr"]) for g in self.adam.param_groups + self.muon.param_groups]
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
@@ -747,12 +1024,18 @@ def dense_mask(first: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
+# FlexAttention's own blocks ask for 128 KB of shared memory (PyTorch issue 133254); these for 80.
+SMALL_ATTENTION = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 4}
+SMALL_ATTENTION |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask; they agree."""
     if isinstance(mask, BlockMask):
         outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
         flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
-        return flex(q, k, v, block_mask=mask, scale=scale)
+        options = SMALL_ATTENTION if has_small_blocks(q.device) else None
+        return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
     return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
 
 
@@ -775,10 +1058,14 @@ def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tupl
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """x (1, T, H, D) with channels d and d + D/2 turned by the angles of a rotary_table."""
-    (cos, sin), (x1, x2) = rotary, x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
+
+    (1, T, H, D) to (1, H, T, D).
+    """
+    x1, x2 = norm(x).float().chunk(2, dim=-1)
+    x = torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+    return x.transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
@@ -798,7 +1085,7 @@ class CausalSelfAttention(nn.Module):
         """x (1, T, C), values (T, H * D) by name, to which the first layer adds its own v."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
+        q, k = (recomputed(rotate_normed, t, *rotary) for t in (q, k))  # (1, H, T, D)
         first = values.setdefault("first", v)
         if self.values == "first":
             v = (1 - self.lambdas[0]) * v + self.lambdas[0] * first
@@ -806,8 +1093,9 @@ class CausalSelfAttention(nn.Module):
             v = self.lambdas[0] * v
             if self.values:
                 v = v + self.lambdas[1] * values[self.values].view_as(v)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (1, H, T, D)
-        return self.c_proj(attend(q, k, v, mask, self.scale).transpose(1, 2).flatten(2))
+        return self.c_proj(
+            attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
+        )
 
 
 class MLP(nn.Module):
@@ -821,7 +1109,7 @@ class MLP(nn.Module):
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return relu2_mlp(x, self.c_fc.weight.type_as(x), self.c_proj.weight.type_as(x))
 
 
 class Block(nn.Module):
@@ -836,8 +1124,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, values: dict[str, Tensor], rotary, mask) -> Tensor:
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
-            x = x + self.attn(norm(x), values, rotary, mask)
-        return x + self.mlp(norm(x))
+            x = x + self.attn(recomputed(norm, x), values, rotary, mask)
+        return x + self.mlp(recomputed(norm, x))
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
@@ -871,50 +1159,37 @@ LOSS_CHUNK = {"cuda": 8192, "cpu": 128}  # tokens
 LOSS_ROWS = {"cuda": 8192, "cpu": 16}
 
 
-def softcapped_cross_entropy_(logits: Tensor, targets: Tensor, cap: float, grad_scale) -> Tensor:
-    """Summed loss () of logits (T, V); with grad_scale, they become its gradient * grad_scale.
-
-    With s = sigmoid(2 logit / cap), cap * tanh(logit / cap) is 2 cap s less a constant, which
-    softmax does not see; its derivative is 4 s (1 - s). The cap keeps softmax's entries above 0.
-    """
-    s = logits.float().mul_(2 / cap).sigmoid_()  # a copy of bfloat16, the same memory of float32
-    p = torch.softmax(s * (2 * cap), dim=-1)
-    loss = -p.gather(1, targets[:, None]).log().sum()
-    if grad_scale is not None:
-        if logits.is_cuda:  # compiled: the comparison is free, a scatter would store p
-            p = p - (torch.arange(p.size(1), device=p.device) == targets[:, None]).float()
-        else:
-            p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
-        logits.copy_(s.addcmul_(s, s, value=-1).mul_(p).mul_(4 * grad_scale))
-    return loss
-
-
 def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
     """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
 
     That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
-    scales (of x, w and the logits' gradient) w is float8_e4m3fn.
+    scales (of x, w and the logits' gradient) w is float8_e4m3fn, once by rows and once by columns.
     """
     if scales:
-        x_s, w_s, grad_s = scales
+        (x_s, w_s, grad_s), (w, w_columns) = scales, w
         x = to_fp8(x, x_s, torch.float8_e4m3fn)
-        logits = fp8_forward(x, w, x_s, w_s)
+        logits, grad_scale = fp8_forward(x, w, x_s, w_s), grad_scale * grad_s
+        grads = torch.empty_like(logits, dtype=torch.float8_e5m2)
     else:
         logits = x @ w.T
-    rows = LOSS_ROWS[x.device.type]
-    parts = zip(logits.split(rows), targets.split(rows), strict=True)
-    loss = sum(softcapped_cross_entropy_(*part, cap, grad_scale) for part in parts)
-    if grad_scale is None:
+        grads = None
+        if grad_scale is not None:  # in place where that saves memory: compiled, it would not
+            grads = torch.empty_like(logits) if x.is_cuda else logits
+    rows, loss = LOSS_ROWS[x.device.type], 0.0
+    for i in range(0, len(x), rows):
+        part = slice(i, i + rows)
+        grads_part = None if grads is None else grads[part]
+        loss += softcapped_cross_entropy(logits[part], targets[part], cap, grad_scale, grads_part)
+    if grads is None:
         return loss, None
     if scales:
-        grad = to_fp8(logits, grad_s, torch.float8_e5m2)
-        grad_w.add_(fp8_grad_w(grad, x, grad_s, x_s))
-        return loss, fp8_grad_x(grad, w, grad_s, w_s)
+        grad_w.add_(fp8_grad_w(grads, x, grad_s, x_s))
+        return loss, fp8_grad_x(grads, w_columns, grad_s, w_s)
     if x.dtype == grad_w.dtype:
-        grad_w.addmm_(logits.T, x)
+        grad_w.addmm_(grads.T, x)
     else:
-        grad_w.add_(logits.T @ x)
-    return loss, logits @ w
+        grad_w.add_(grads.T @ x)
+    return loss, grads @ w
 
 
 class HeadLoss(torch.autograd.Function):
@@ -926,7 +1201,11 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, cap, scales=None, chunk=loss_chunk):
-        w = to_fp8(weight, scales[1], torch.float8_e4m3fn) if scales else weight.type_as(x)
+        if scales:
+            w = to_fp8(weight, scales[1], torch.float8_e4m3fn)
+            w = w, w.T.contiguous().T
+        else:
+            w = weight.type_as(x)
         with_grad = ctx.needs_input_grad[0]
         grads = (1 / len(x), gradient_buffer(weight)) if with_grad else (None, None)
         size = LOSS_CHUNK[x.device.type]
@@ -986,7 +1265,7 @@ class GPT(nn.Module):
     def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """The layers, from embeddings (T, C) to what the head reads (T, C)."""
         x = x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
-        values, outputs = dict(value_embeds), []
+        values, outputs = dict(value_embeds), {}
         for start in range(0, len(self.layers), self.segment_len):
             x = self.segment(start, x, x0, values, outputs, rotary, masks)
         return norm(x)[0]
@@ -996,9 +1275,10 @@ class GPT(nn.Module):
         for i in range(start, min(start + self.segment_len, len(self.layers))):
             row = self.layers[i]
             if row.skip_from is not None:
-                x = x + self.skip_weights[i - len(self.layers) // 2] * outputs[row.skip_from]
+                x = x + self.skip_weights[i - len(self.layers) // 2] * outputs.pop(row.skip_from)
             x = self.blocks[i](x, x0, values, rotary, masks.get(row.window))
-            outputs.append(x)
+            if any(later.skip_from == i for later in self.layers):
+                outputs[i] = x
         return x
 
     def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
@@ -1375,6 +1655,71 @@ class Signals:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def clock(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def trial(function, arguments: list, device: torch.device) -> tuple[list[Tensor], float]:
+    """What a call gives (its result, then gradients of the arguments that want them, or what it
+    left in others), and the median ms of eight further calls."""
+    copies = [
+        a.detach().clone().requires_grad_(a.requires_grad) for a in arguments if torch.is_tensor(a)
+    ]
+    found, times = [], []
+    for _ in range(9):
+        start, inputs = clock(device), iter(copies)
+        out = function(*[next(inputs) if torch.is_tensor(a) else a for a in arguments])
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+        times.append(clock(device) - start)
+        found = found or [
+            out.detach(),
+            *(t.detach().float() if t.grad is None else t.grad for t in copies),
+        ]
+    return found, 1e3 * sorted(times[1:])[4]
+
+
+def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, log=print) -> None:
+    """Use each kernel that can be built, agrees with its plain twin and is faster, on all ranks.
+
+    --kernels on|off forces it. Raises UserError where Triton cannot run.
+    """
+    possible = triton and (device.type == "cuda" or triton.knobs.runtime.interpret)
+    if hp.kernels == "on" and not possible:
+        raise UserError("--kernels on: Triton wants a CUDA GPU (or, to try it, TRITON_INTERPRET=1)")
+    for kernel in KERNELS.values():
+        kernel.use = hp.kernels == "on"
+    if hp.kernels != "auto" or not possible:
+        return
+    findings, better = [], torch.zeros(len(KERNELS), device=device)
+    for i, kernel in enumerate(KERNELS.values()):
+        twins = kernel.plain, kernel.fused
+        if compiled:
+            twins = [torch.compile(twin, dynamic=False) for twin in twins]
+        try:
+            arguments = list(kernel.example(hp, device))
+            (plain, plain_ms), (fused, fused_ms) = (trial(t, arguments, device) for t in twins)
+            error = max(
+                ((b - a).norm() / a.norm()).item() for a, b in zip(plain, fused, strict=True)
+            )
+            better[i] = fused_ms < plain_ms and error < 0.02
+            findings.append(f"{fused_ms:.3f} ms, plain {plain_ms:.3f} ms, deviation {error:.1e}")
+        except Exception as error:  # whatever a compiler or a driver does not like
+            findings.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+    all_reduce_([better])
+    everywhere = dist.get_world_size() if dist.is_initialized() else 1
+    for (name, kernel), finding, votes in zip(
+        KERNELS.items(), findings, better.tolist(), strict=True
+    ):
+        kernel.use = votes == everywhere
+        log(f"kernel {name}: {finding}: {'on' if kernel.use else 'off'}")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @torch.no_grad()
 def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.device) -> float:
     """Mean loss of all ranks' validation sequences; this rank's are (n, T), and n may be 0."""
@@ -1417,15 +1762,19 @@ def build(hp: Hyperparameters, device: torch.device, world_size=1, weights=None)
         except RuntimeError as error:
             raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
     compiled = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    if os.access(HERE, os.W_OK):  # a place that outlasts a reboot, unless another was chosen
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{HERE}/.cache/inductor")
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{HERE}/.cache/triton")
     return model.to_device(device, compiled, segment_len=4 if world_size > 1 else 0)
 
 
-def warm_up(model: GPT, optimizers: Optimizers, device: torch.device) -> None:
-    """Run the shapes and windows of the run on made-up tokens; the weights end as they began.
+def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
+    """Choose kernels, then run the shapes and windows of the run on made-up tokens.
 
-    Uncompiled, the last window will do.
+    The weights end as they began. Uncompiled, the last window will do.
     """
     hp, initial = model.hp, {k: v.clone() for k, v in model.state_dict().items()}
+    choose_kernels(hp, device, model.compiled, log)
     windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
     x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
@@ -1475,11 +1824,6 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     batches = distributed_data_generator(*stream, **options)
     optimizers = Optimizers(model, hp, rank, world_size)
 
-    def clock() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def check_loss(loss: float, step: int) -> float:  # equal on all ranks, so all stop together
         if not math.isfinite(loss):
             kept = next(iter(checkpoints(folder)), "none")
@@ -1508,9 +1852,9 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         changed = "" if code == args.saved["code"] else "; the source has changed since"
         log(f"resumed at step {first_step}{changed}")
         log.bar.initial = log.bar.n = first_step
-    start = clock()
-    warm_up(model, optimizers, device)
-    log(f"compilation and warm-up, not part of train_time: {clock() - start:.1f} s")
+    start = clock(device)
+    warm_up(model, optimizers, device, log)
+    log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
@@ -1519,7 +1863,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         torch.set_rng_state(args.saved["random"])
         args.saved.clear()  # as large as the model and more
     signals, stop = Signals(alone=world_size == 1), 0.0
-    start, result = clock(), lambda: (math.log(hp.vocab_size), 0.0)
+    start, result = clock(device), lambda: (math.log(hp.vocab_size), 0.0)
     for step in range(first_step, hp.num_iterations + 1):
         last, new = step == hp.num_iterations, step > first_step  # else it was done before
         validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
@@ -1528,7 +1872,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         save = new and (stop or (hp.save_every and (last or step % hp.save_every == 0)))
         if validate or save:
             signals.expect(20)
-            seconds += clock() - start
+            seconds += clock(device) - start
             check_loss(result()[0], step)
             ms = 1e3 * seconds
             if validate:
@@ -1541,7 +1885,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     check_loss(math.nan, step)
-                settings = {k: v for k, v in vars(hp).items() if k not in ("device", "compile")}
+                settings = {k: v for k, v in vars(hp).items() if k not in MACHINE_FIELDS}
                 state = {"record": args.record, "hyperparameters": settings, "code": code}
                 state |= {"run_id": log.run_id, "step": step, "seconds": seconds}
                 state |= {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
@@ -1553,7 +1897,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 number = signal.Signals(signals.number or signal.SIGTERM)
                 log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
                 sys.exit(128 + number)
-            start = clock()
+            start = clock(device)
         if last:
             break
         signals.expect(6)

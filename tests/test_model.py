@@ -170,9 +170,9 @@ def test_casted_linear_without_fp8_is_a_linear_layer_in_its_inputs_dtype():
     torch.testing.assert_close(out, x @ layer.weight.bfloat16().T)
 
 
-def test_train_gpt_imports_only_torch_numpy_tqdm_and_the_standard_library():
+def test_train_gpt_imports_only_torch_with_its_triton_numpy_tqdm_and_the_standard_library():
     tree = ast.parse((HERE / "train_gpt.py").read_text())
     names = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     roots = {name.split(".")[0] for name in names}
-    assert roots - set(sys.stdlib_module_names) == {"torch", "numpy", "tqdm"}
+    assert roots - set(sys.stdlib_module_names) == {"torch", "triton", "numpy", "tqdm"}
