@@ -22,6 +22,8 @@ The file reads like the life of a batch, and importing it does nothing:
 """
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import glob
 import hashlib
@@ -150,7 +152,11 @@ class Hyperparameters:
     keep: int = setting(2, "how many checkpoints of a run are kept, the newest ones")
     comm_timeout: int = setting(600, "seconds after which ranks give up on each other")
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
-    compile: str = setting("auto", "torch.compile; auto: on CUDA", choices=("auto", "on", "off"))
+    compile: str = setting(
+        "auto",
+        "layer by layer, or as a whole; auto: on CUDA",
+        choices=("auto", "on", "whole", "off"),
+    )
     kernels: str = setting("auto", "in Triton; auto: if faster", choices=("auto", "on", "off"))
 
 
@@ -564,18 +570,18 @@ def softcapped_cross_entropy(logits, targets, cap, grad_scale=None, grads=None):
     """Summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
 
     Their gradient * grad_scale goes to grads (T, V): the logits themselves, or float8_e5m2. With
-    s = sigmoid(2 logit / cap), cap * tanh(logit / cap) is 2 cap s less a constant, which softmax
-    does not see; its derivative is 4 s (1 - s). The cap keeps softmax's entries above 0.
+    z = 2 cap sigmoid(2 logit / cap), cap * tanh(logit / cap) is z less a constant, which softmax
+    does not see; its derivative is 2 / cap (z - z^2 / 2 cap). The cap keeps softmax above 0.
     """
-    s = logits.float().mul_(2 / cap).sigmoid_()  # a copy of bfloat16, the same memory of float32
-    p = torch.softmax(s * (2 * cap), dim=-1)
+    z = logits.float().mul_(2 / cap).sigmoid_().mul_(2 * cap)  # of float32 in the same memory
+    p = torch.softmax(z, dim=-1)
     loss = -p.gather(1, targets[:, None]).log().sum()
     if grads is not None:
         if logits.is_cuda:  # compiled: the comparison is free, a scatter would store p
             p = p - (torch.arange(p.size(1), device=p.device) == targets[:, None]).float()
         else:
             p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
-        grad = s.addcmul_(s, s, value=-1).mul_(p).mul_(4 * grad_scale)
+        grad = z.addcmul_(z, z, value=-0.5 / cap).mul_(p).mul_(2 / cap * grad_scale)
         grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
     return loss
 
@@ -1073,29 +1079,28 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
-        self.heads, self.values = (hp.num_heads, hp.head_dim), layer.values
-        self.scale, width = hp.attn_scale or hp.head_dim**-0.5, hp.num_heads * hp.head_dim
+        self.heads, width = (hp.num_heads, hp.head_dim), hp.num_heads * hp.head_dim
+        self.scale = hp.attn_scale or hp.head_dim**-0.5
         qkv = CastedLinear(hp.model_dim, 3 * width)
         self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * hp.init_bound)
         self.lambdas = nn.Parameter(torch.tensor([0.5] if layer.values == "first" else [0.5, 0.5]))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, values: dict[str, Tensor], rotary, mask) -> Tensor:
-        """x (1, T, C), values (T, H * D) by name, to which the first layer adds its own v."""
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask) -> tuple[Tensor, Tensor]:
+        """x (1, T, C), and what is mixed into v, of its size, to the result and v as it was."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
         q, k = (recomputed(rotate_normed, t, *rotary) for t in (q, k))  # (1, H, T, D)
-        first = values.setdefault("first", v)
-        if self.values == "first":
-            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * first
+        own = v
+        if self.lambdas.numel() == 1:  # of the first layer's v; there, of its own
+            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * (v if value is None else value)
         else:
             v = self.lambdas[0] * v
-            if self.values:
-                v = v + self.lambdas[1] * values[self.values].view_as(v)
-        return self.c_proj(
-            attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
-        )
+            if value is not None:
+                v = v + self.lambdas[1] * value.view_as(v)
+        out = attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
+        return self.c_proj(out), own
 
 
 class MLP(nn.Module):
@@ -1113,7 +1118,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: a learned mix of its input and x0, then attention, then the MLP."""
+    """One layer: an earlier output, a learned mix with x0, then attention, then the MLP.
+
+    All that differs from layer to layer comes as an argument, so equal ones are compiled once.
+    """
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -1121,11 +1129,15 @@ class Block(nn.Module):
         self.mlp = MLP(hp)
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(self, x: Tensor, x0: Tensor, values: dict[str, Tensor], rotary, mask) -> Tensor:
-        x = self.lambdas[0] * x + self.lambdas[1] * x0
+    def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask):
+        """x (1, T, C) to (1, T, C), and the v that attention made; skip is (weight, output)."""
+        if skip is not None:
+            x = x + skip[0] * skip[1]
+        x, v = self.lambdas[0] * x + self.lambdas[1] * x0, None
         if self.attn is not None:
-            x = x + self.attn(recomputed(norm, x), values, rotary, mask)
-        return x + self.mlp(recomputed(norm, x))
+            out, v = self.attn(recomputed(norm, x), value, rotary, mask)
+            x = x + out
+        return x + self.mlp(recomputed(norm, x)), v
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
@@ -1155,8 +1167,8 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
 # sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
 # while a chunk's logits are at hand. A chunk is long enough for fast matmuls; on a CPU the softmax
 # then takes a few rows at a time, which stay in the cache (BENCHMARKS.md).
-LOSS_CHUNK = {"cuda": 8192, "cpu": 128}  # tokens
-LOSS_ROWS = {"cuda": 8192, "cpu": 16}
+LOSS_CHUNK = {"cuda": 8192, "cpu": 256}  # tokens
+LOSS_ROWS = 16  # on a CPU
 
 
 def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
@@ -1175,11 +1187,11 @@ def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
         grads = None
         if grad_scale is not None:  # in place where that saves memory: compiled, it would not
             grads = torch.empty_like(logits) if x.is_cuda else logits
-    rows, loss = LOSS_ROWS[x.device.type], 0.0
-    for i in range(0, len(x), rows):
-        part = slice(i, i + rows)
-        grads_part = None if grads is None else grads[part]
-        loss += softcapped_cross_entropy(logits[part], targets[part], cap, grad_scale, grads_part)
+    parts = [(logits, targets, grads)]
+    if not x.is_cuda:
+        pieces = itertools.repeat(None) if grads is None else grads.split(LOSS_ROWS)
+        parts = zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), pieces, strict=False)
+    loss = sum(softcapped_cross_entropy(a, b, cap, grad_scale, c) for a, b, c in parts)
     if grads is None:
         return loss, None
     if scales:
@@ -1241,16 +1253,14 @@ class GPT(nn.Module):
         padded_vocab = -(-hp.vocab_size // 128) * 128
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.lm_head.weight)
-        self.loss_chunk, self.segment_len = loss_chunk, hp.num_layers
-        self.use_flex = self.compiled = False
+        self.loss_chunk, self.use_flex, self.compiled = loss_chunk, False, False
 
-    def to_device(self, device: torch.device, compiled: bool, segment_len: int = 0) -> "GPT":
+    def to_device(self, device: torch.device, compiled: bool, whole: bool = False) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
 
-        Layers are compiled together, or segment_len at a time: what is compiled together has its
-        gradients at the end of its backward pass, and several ranks want to send them earlier.
+        Layers are compiled one at a time, equal ones once; or as a whole, which takes longer, and
+        all of their gradients then come at the end, while other ranks wait for them.
         """
-        self.segment_len = segment_len or self.hp.num_layers
         self.to(device)
         if device.type == "cuda":
             self.use_flex = True
@@ -1258,28 +1268,28 @@ class GPT(nn.Module):
             self.value_embeds.bfloat16()
         if compiled:
             self.compiled = True
-            self.segment = torch.compile(self.segment, dynamic=False)
+            torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
             self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
+            for place, name in (
+                [(self, "trunk")] if whole else [(b, "forward") for b in self.blocks]
+            ):
+                setattr(place, name, torch.compile(getattr(place, name), dynamic=False))
         return self
 
     def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """The layers, from embeddings (T, C) to what the head reads (T, C)."""
-        x = x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
-        values, outputs = dict(value_embeds), {}
-        for start in range(0, len(self.layers), self.segment_len):
-            x = self.segment(start, x, x0, values, outputs, rotary, masks)
-        return norm(x)[0]
-
-    def segment(self, start: int, x: Tensor, x0: Tensor, values, outputs, rotary, masks) -> Tensor:
-        """The layers from `start` on; what later ones need goes to values and outputs."""
-        for i in range(start, min(start + self.segment_len, len(self.layers))):
-            row = self.layers[i]
-            if row.skip_from is not None:
-                x = x + self.skip_weights[i - len(self.layers) // 2] * outputs.pop(row.skip_from)
-            x = self.blocks[i](x, x0, values, rotary, masks.get(row.window))
+        x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
+        x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
+        values, outputs, weights = dict(value_embeds), {}, iter(self.skip_weights.unbind())
+        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            weight = next(weights) if i >= len(self.layers) // 2 else None
+            skip = None if row.skip_from is None else (weight, outputs.pop(row.skip_from))
+            x, v = block(x, x0, values.get(row.values), skip, rotary, masks.get(row.window))
+            if v is not None and any(later.values == "first" for later in self.layers):
+                values.setdefault("first", v)
             if any(later.skip_from == i for later in self.layers):
-                outputs[i] = x
-        return x
+                outputs[i] = x.view(x.shape)
+        return norm(x)[0]
 
     def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
         """Tokens (T,), T whole blocks, and the long window in tokens to (T, C) after the last norm.
@@ -1484,9 +1494,14 @@ def start_device(wanted: str, store: dist.Store | None, timeout: int = 600) -> t
             raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    elif store:  # torchrun gives each process one thread
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, os.cpu_count() // processes))
+    else:
+        if store:  # torchrun gives each process one thread
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, os.cpu_count() // processes))
+        with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
+            # Keep freed memory: as it is, each chunk of logits comes from the system, page by page.
+            mallopt, M_MMAP_MAX, M_TRIM_THRESHOLD = ctypes.CDLL(None).mallopt, -4, -1
+            mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     if store:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -1752,7 +1767,7 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
     return result
 
 
-def build(hp: Hyperparameters, device: torch.device, world_size=1, weights=None) -> GPT:
+def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
     """The model of a run, with its initial weights or these, where and how it will train."""
     torch.manual_seed(hp.seed)
     model = GPT(hp)
@@ -1761,11 +1776,11 @@ def build(hp: Hyperparameters, device: torch.device, world_size=1, weights=None)
             model.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
-    compiled = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    compiled = hp.compile in ("on", "whole") or (hp.compile == "auto" and device.type == "cuda")
     if os.access(HERE, os.W_OK):  # a place that outlasts a reboot, unless another was chosen
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{HERE}/.cache/inductor")
         os.environ.setdefault("TRITON_CACHE_DIR", f"{HERE}/.cache/triton")
-    return model.to_device(device, compiled, segment_len=4 if world_size > 1 else 0)
+    return model.to_device(device, compiled, whole=hp.compile == "whole")
 
 
 def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
@@ -1811,7 +1826,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     stream = hp.val_files, hp.val_seq_len, count, 0, 1
     val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
     val_batches = [t[rank::world_size] for t in val_batch]
-    model = build(hp, device, world_size, args.saved.get("model"))
+    model = build(hp, device, args.saved.get("model"))
     if "eval" in args:
         step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
         loss = evaluate(model, val_batches, get_window_size(step, hp), device)

@@ -127,7 +127,7 @@ def test_two_nodes_of_two_ranks_equal_one(flags, alone, tmp_path, monkeypatch):
 def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compiled):
     """The head's before it begins, matrices of late layers before early layers have theirs.
 
-    Compiled by a backend that needs no C++ compiler, in segments of 4 layers.
+    Compiled, a layer at a time, by a backend that needs no C++ compiler.
     """
     events = []
     model = train_gpt.GPT(train_gpt.replace(tiny, num_layers=12))
@@ -136,7 +136,7 @@ def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compil
         monkeypatch.setattr(
             torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options)
         )
-        model.to_device(torch.device("cpu"), True, segment_len=4)
+        model.to_device(torch.device("cpu"), compiled=True)
     monkeypatch.setattr(train_gpt.Bucket, "launch", lambda self: events.append(self))
     optimizers = train_gpt.Optimizers(model, model.hp, rank=0, world_size=2)
     first = model.blocks[0].mlp.c_fc.weight

@@ -98,7 +98,7 @@ class Run:
         self.moments = {"first": 0, "middle": n // 2, "last": n - 1}
         self.windows = {k: train_gpt.get_window_size(v, hp) for k, v in self.moments.items()}
         base = self.memory(reset=True)
-        self.model, self.compile_s = train_gpt.build(hp, device, world()[1]), {}
+        self.model, self.compile_s = train_gpt.build(hp, device), {}
         if compile_times and self.model.compiled:  # now, while there is room for another run
             self.compile_s = compile_seconds(flags, args.micro_batches)
         start = clock(device)
@@ -280,7 +280,7 @@ def labelled(run: Run) -> ExitStack:
     if several:
         places += [(train_gpt, "all_reduce_", "communication"), (bucket, "wait", "communication")]
     if run.model.compiled:  # to change what is inside would compile it again
-        places += [(run.model, "segment", LAYERS)]
+        places += [(run.model, "trunk", LAYERS)]
     else:
         places += [(train_gpt.CausalSelfAttention, "forward", "attention")]
         places += [(train_gpt.MLP, "forward", "MLP")]
@@ -562,8 +562,6 @@ def bench(flags: list[str], args: argparse.Namespace, device: torch.device) -> d
     ranks = world()[1]
     runs = [Run(flags, args, device, ranks == 1 and not args.no_compile_times)]
     if args.vs is not None:
-        # Both models share the code that is compiled, by default 8 times at most.
-        torch._dynamo.config.recompile_limit = 64
         runs.append(Run(flags + args.vs, args, device, compile_times=False))
     hp, model = runs[0].hp, runs[0].model
     mlp = hp.seq_len, hp.model_dim, 4 * hp.model_dim
