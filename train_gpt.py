@@ -560,7 +560,7 @@ def loss_example(hp, device):
     fp8 = hp.fp8 and device.type == "cuda" and fp8_supported(device)
     shape = 1024, -(-hp.vocab_size // 128) * 128
     logits = 4 * torch.randn(shape, device=device, dtype=activation_dtype(device))
-    grads = torch.empty_like(logits, dtype=torch.float8_e5m2) if fp8 else logits
+    grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
     targets = torch.randint(hp.vocab_size, shape[:1], device=device)
     return logits, targets, hp.logit_softcap, (hp.grad_s if fp8 else 1.0) / hp.seq_len, grads
 
@@ -1679,28 +1679,48 @@ def clock(device: torch.device) -> float:
 
 def trial(function, arguments: list, device: torch.device) -> tuple[list[Tensor], float]:
     """What a call gives (its result, then gradients of the arguments that want them, or what it
-    left in others), and the median ms of eight further calls."""
-    copies = [
-        a.detach().clone().requires_grad_(a.requires_grad) for a in arguments if torch.is_tensor(a)
+    left in others), and the median ms of eight further calls with their backward pass."""
+    found, times = None, []
+    given = [
+        t.detach().clone().requires_grad_(t.requires_grad)
+        for t in filter(torch.is_tensor, arguments)
     ]
-    found, times = [], []
     for _ in range(9):
-        start, inputs = clock(device), iter(copies)
-        out = function(*[next(inputs) if torch.is_tensor(a) else a for a in arguments])
+        start, tensors = clock(device), iter(given)
+        out = function(*[next(tensors) if torch.is_tensor(a) else a for a in arguments])
         if out.requires_grad:
             out.backward(torch.ones_like(out))
         times.append(clock(device) - start)
-        found = found or [
-            out.detach(),
-            *(t.detach().float() if t.grad is None else t.grad for t in copies),
-        ]
+        if found is None:
+            found = [
+                t.detach().clone()
+                for t in (out, *(t.grad if t.requires_grad else t for t in given))
+            ]
+        for t in given:
+            t.grad = None
     return found, 1e3 * sorted(times[1:])[4]
 
 
-def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, log=print) -> None:
-    """Use each kernel that can be built, agrees with its plain twin and is faster, on all ranks.
+def compare_twins(kernel: Kernel, hp, device, compiled: bool) -> tuple[bool, str]:
+    """Whether a kernel can be built, agrees with its plain twin and is faster; what was seen."""
+    try:
+        arguments = list(kernel.example(hp, device))
+        twins = [kernel.plain, kernel.fused]
+        if compiled:
+            twins = [torch.compile(twin, dynamic=False) for twin in twins]
+        (plain, plain_ms), (fused, fused_ms) = (trial(twin, arguments, device) for twin in twins)
+        pairs = ((a.float(), b.float()) for a, b in zip(plain, fused, strict=True))
+        error = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()  # or NaN
+    except Exception as error:  # whatever a compiler or a driver does not like
+        return False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    seen = f"{fused_ms:.3f} ms, plain {plain_ms:.3f} ms, deviation {error:.1e}"
+    return fused_ms < plain_ms and error < 0.02, seen
 
-    --kernels on|off forces it. Raises UserError where Triton cannot run.
+
+def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, log=print) -> None:
+    """Use each kernel that is better on all ranks, or as --kernels says; a line of the log each.
+
+    Raises UserError where Triton cannot run.
     """
     possible = triton and (device.type == "cuda" or triton.knobs.runtime.interpret)
     if hp.kernels == "on" and not possible:
@@ -1709,28 +1729,13 @@ def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, lo
         kernel.use = hp.kernels == "on"
     if hp.kernels != "auto" or not possible:
         return
-    findings, better = [], torch.zeros(len(KERNELS), device=device)
-    for i, kernel in enumerate(KERNELS.values()):
-        twins = kernel.plain, kernel.fused
-        if compiled:
-            twins = [torch.compile(twin, dynamic=False) for twin in twins]
-        try:
-            arguments = list(kernel.example(hp, device))
-            (plain, plain_ms), (fused, fused_ms) = (trial(t, arguments, device) for t in twins)
-            error = max(
-                ((b - a).norm() / a.norm()).item() for a, b in zip(plain, fused, strict=True)
-            )
-            better[i] = fused_ms < plain_ms and error < 0.02
-            findings.append(f"{fused_ms:.3f} ms, plain {plain_ms:.3f} ms, deviation {error:.1e}")
-        except Exception as error:  # whatever a compiler or a driver does not like
-            findings.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    all_reduce_([better])
-    everywhere = dist.get_world_size() if dist.is_initialized() else 1
-    for (name, kernel), finding, votes in zip(
-        KERNELS.items(), findings, better.tolist(), strict=True
-    ):
-        kernel.use = votes == everywhere
-        log(f"kernel {name}: {finding}: {'on' if kernel.use else 'off'}")
+    findings = [compare_twins(kernel, hp, device, compiled) for kernel in KERNELS.values()]
+    votes = torch.tensor([float(better) for better, _ in findings], device=device)
+    all_reduce_([votes])
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name, (_, seen), count in zip(KERNELS, findings, votes.tolist(), strict=True):
+        KERNELS[name].use = count == ranks
+        log(f"kernel {name}: {seen}: {'on' if count == ranks else 'off'}")
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

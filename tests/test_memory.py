@@ -25,48 +25,68 @@ def storage(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def kept_bytes_a_token(hp, tokens: int, monkeypatch) -> float:
-    """Bytes a token that the layers' forward graphs give and keep, and were not given."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)  # refuses backward
-    kept = []
+@pytest.fixture
+def graphs(monkeypatch):
+    """Results of each graph that torch.compile makes, as for a GPU, and of each that is called.
 
-    def forward(graph, inputs):
-        """Answers with zeros in the shapes of the graph's results."""
+    Nothing is computed: graphs answer with zeros in the shapes of their results.
+    """
+    made, called, compile_ = [], [], torch.compile
+
+    def compiler(graph, inputs):
         results = graph.graph.output_node().args[0]
         values = [getattr(node, "meta", {}).get("val") for node in results]
-        values = [v if v is None else torch.zeros(v.shape, dtype=v.dtype) for v in values]
-        places = {storage(node) for node in results if hasattr(node, "meta")}
-        found = [node.meta["val"] for node in places if node.op != "placeholder"]
+        shapes = [None if v is None else (v.shape, v.dtype) for v in values]
+        made.append([node for node in results if hasattr(node, "meta")])
 
-        def run(*arguments):
-            kept.append(sum(v.nbytes for v in found if tokens in v.shape))
-            return values
+        def call(*arguments, results=made[-1]):
+            called.append(results)
+            return [s and torch.zeros(s[0], dtype=s[1]) for s in shapes]
 
-        return make_boxed_func(run)
+        return make_boxed_func(call)
 
-    options = {"fw_compiler": forward, "partition_fn": min_cut_rematerialization_partition}
-    compile_, backend = torch.compile, aot_autograd(**options)
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda f, **options: compile_(f, backend=backend, fullgraph=True, **options),
-    )
+    partition = {"partition_fn": min_cut_rematerialization_partition}
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, **partition)
+    fixed = {"backend": backend, "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, **fixed, **options))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)  # refuses backward
+    torch._dynamo.reset()
+    return made, called
+
+
+def on_a_gpu(record: str) -> train_gpt.GPT:
+    """The record's layers, narrower, as they would be compiled on a GPU."""
+    hp = replace(train_gpt.RECORDS[record], model_dim=128, num_heads=2, head_dim=64)
     model = train_gpt.GPT(hp).to_device(torch.device("cpu"), compiled=True)
     model.embed.bfloat16()
     model.value_embeds.bfloat16()
     model.use_flex = True
-    model.hidden(torch.arange(tokens, dtype=torch.int32), 256)
-    assert len(kept) == len(model.blocks)
-    return sum(kept) / tokens
+    return model
 
 
-def test_layers_keep_what_the_count_of_memory_says(monkeypatch):
-    """Of each layer: its input, q, k, v, the mixed v, what attention gives with its float32
+def test_layers_keep_what_the_count_of_memory_says(graphs):
+    """Of each layer: its output, q, k, v, the mixed v, what attention gives with its float32
     normalisation, the input of the MLP, and the square's input. Normed inputs, rotated q and k and
     squares are made again. BENCHMARKS.md multiplies this by 49152 tokens."""
-    record = train_gpt.RECORDS["2025-01-26_BatchSize"]
-    hp = replace(record, model_dim=128, num_heads=2, head_dim=64)
-    width, layers, attending = hp.model_dim, 12, 11
-    of_attention = attending * (1 + 3 + 1 + 1)
-    bytes_a_token = 2 * width * (of_attention + layers * (1 + 4)) + 4 * hp.num_heads * attending
-    assert kept_bytes_a_token(hp, 256, monkeypatch) == pytest.approx(bytes_a_token, rel=1e-3)
+    model, tokens, kept = on_a_gpu("2025-01-26_BatchSize"), 256, 0
+    model.hidden(torch.arange(tokens, dtype=torch.int32), 256)
+    for results in graphs[1]:
+        values = [n.meta["val"] for n in {storage(n) for n in results} if n.op != "placeholder"]
+        kept += sum(v.nbytes for v in values if tokens in v.shape) / tokens
+    attending, layers = 11, 12
+    activations = attending * (1 + 3 + 1 + 1) + layers * (1 + 4)
+    assert kept == pytest.approx(2 * 128 * activations + 4 * 2 * attending, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "record, kinds", [("2025-01-26_BatchSize", 5), ("2024-11-24_WindowWarmup", 3)]
+)
+def test_equal_layers_and_new_windows_are_not_compiled_again(record, kinds, graphs):
+    """With FlexAttention; kinds differ in value embeddings, skip connection and attention."""
+    model, made = on_a_gpu(record), []
+    for window in (128, 256, 640, 512):
+        model.train().hidden(torch.arange(512, dtype=torch.int32), window).sum().backward()
+        with torch.no_grad():
+            model.eval().hidden(torch.arange(1024, dtype=torch.int32), window)
+        made.append(len(graphs[0]))
+    assert made == [3 * kinds] * 4  # forward, backward, and forward without gradients
