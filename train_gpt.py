@@ -86,6 +86,9 @@ LAYERS_2025 = (
 )
 
 
+COMPILE = "torch.compile, layer by layer or as a whole; auto: on CUDA"
+
+
 def setting(default, meaning: str, least=None, most=math.inf, step=None, **metadata):
     """A row of Hyperparameters with its legal range; `group` begins a group of --help."""
     legal = int(type(default) is int) if least is None else least, most, step
@@ -152,12 +155,8 @@ class Hyperparameters:
     keep: int = setting(2, "how many checkpoints of a run are kept, the newest ones")
     comm_timeout: int = setting(600, "seconds after which ranks give up on each other")
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
-    compile: str = setting(
-        "auto",
-        "layer by layer, or as a whole; auto: on CUDA",
-        choices=("auto", "on", "whole", "off"),
-    )
-    kernels: str = setting("auto", "in Triton; auto: if faster", choices=("auto", "on", "off"))
+    compile: str = setting("auto", COMPILE, choices=("auto", "on", "whole", "off"))
+    kernels: str = setting("auto", "Triton's; auto: where better", choices=("auto", "on", "off"))
 
 
 FIELDS = dataclasses.fields(Hyperparameters)
@@ -401,6 +400,11 @@ def fp8_supported(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def trains_in_fp8(hp: Hyperparameters, device: torch.device) -> bool:
+    """Whether a model's head does: on a CPU it does not."""
+    return hp.fp8 and device.type == "cuda" and fp8_supported(device)
+
+
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x * scale in float8, clamped to its range: the cast to float8_e5m2 alone would give inf."""
     largest = torch.finfo(dtype).max
@@ -466,12 +470,6 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
-# -----------------------------------------------------------------------------
-# Kernels: what Triton may do faster, beside the plain PyTorch that says what it is
-
-KERNELS: dict[str, "Kernel"] = {}
-
-
 def recomputed(function, *inputs):
     """function(*inputs); compiled, it is made again in the backward pass instead of being kept.
 
@@ -480,6 +478,12 @@ def recomputed(function, *inputs):
     if not torch.compiler.is_compiling():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+# -----------------------------------------------------------------------------
+# Kernels: what Triton may do faster, beside the plain PyTorch that says what it is
+
+KERNELS: dict[str, "Kernel"] = {}
 
 
 class Kernel:
@@ -502,8 +506,8 @@ def jit(function):
 
 
 @torch.compiler.assume_constant_result
-def has_small_blocks(device: torch.device) -> bool:
-    """Whether a program has 99 KB of shared memory (RTX 3090, 4090, A6000), not 163 or 227."""
+def shared_memory_is_small(device: torch.device) -> bool:
+    """Whether a program has 99 KB of it (RTX 3090, 4090, 5090, A6000), not 163 or 227."""
     if device.type == "cpu":
         return False
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
@@ -517,7 +521,7 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 @jit
 def softcap_kernel(
     logits, targets, losses, grads, vocab, cap, scale, largest,
-    WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    WITH_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A program takes a row, twice: from memory for the sum, then from the cache.
 
@@ -526,9 +530,9 @@ def softcap_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
     target = tl.load(targets + row)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, vocab, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
         logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
         term = tl.exp(2 * cap * (tl.sigmoid(2 / cap * logit) - 1))
         total += tl.where(column < vocab, term, 0.0)
@@ -536,13 +540,26 @@ def softcap_kernel(
     of_target = tl.sigmoid(2 / cap * tl.load(logits + target).to(tl.float32))
     tl.store(losses + row, tl.log(total) - 2 * cap * (of_target - 1))
     if WITH_GRAD:
-        for start in range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
+        for start in range(0, vocab, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
             logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
             s = tl.sigmoid(2 / cap * logit)
             p = tl.exp(2 * cap * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
             grad = tl.clamp(4 * scale * p * s * (1 - s), -largest, largest)
             tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
+
+
+# Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
+# sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
+# while a chunk's logits are at hand. A chunk is long enough for fast matmuls; on a CPU the softmax
+# then takes a few rows at a time, which stay in the cache (BENCHMARKS.md).
+LOSS_CHUNK = {"cuda": 8192, "cpu": 256}  # tokens
+LOSS_ROWS = 16  # on a CPU
+
+
+def padded_vocab(hp: Hyperparameters) -> int:
+    """Rows of the head: whole blocks of 128."""
+    return -(-hp.vocab_size // 128) * 128
 
 
 def fused_loss(logits, targets, cap, grad_scale=None, grads=None):
@@ -551,14 +568,15 @@ def fused_loss(logits, targets, cap, grad_scale=None, grads=None):
     out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
     sizes = logits.size(1), cap, scale, torch.finfo(out.dtype).max
     softcap_kernel[(len(logits),)](
-        logits, targets, losses, out, *sizes, WITH_GRAD=with_grad, BLOCK=8192, num_warps=16
+        logits, targets, losses, out, *sizes, WITH_GRAD=with_grad, COLUMNS=8192, num_warps=16
     )
     return losses.sum()
 
 
 def loss_example(hp, device):
-    fp8 = hp.fp8 and device.type == "cuda" and fp8_supported(device)
-    shape = 1024, -(-hp.vocab_size // 128) * 128
+    """A chunk of logits and where their gradient goes."""
+    fp8 = trains_in_fp8(hp, device)
+    shape = min(LOSS_CHUNK[device.type], hp.seq_len), padded_vocab(hp)
     logits = 4 * torch.randn(shape, device=device, dtype=activation_dtype(device))
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
     targets = torch.randint(hp.vocab_size, shape[:1], device=device)
@@ -621,7 +639,7 @@ def relu2_kernel(
 def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
     """relu(a @ b)^2 of (M, K) and (K, N); or of such a post, (a @ b) times its derivative."""
     (M, K), N, backward = a.shape, b.size(1), post is not None
-    block_m, block_n = 128, 128 if has_small_blocks(a.device) else 256
+    block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
     tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
     inputs = a, b, post if backward else out, out, M, N, K, *b.stride(), backward
     relu2_kernel[(tiles,)](*inputs, block_m, block_n, BLOCK_K=64, num_warps=8, num_stages=3)
@@ -648,44 +666,40 @@ class FusedMLP(torch.autograd.Function):
 
 
 def mlp_example(hp, device):
-    shapes = (hp.seq_len, hp.model_dim), (4 * hp.model_dim, hp.model_dim)
-    tensors = [
-        torch.randn(s, device=device) * hp.model_dim**-0.5 for s in (*shapes, shapes[1][::-1])
-    ]
-    return [t.to(activation_dtype(device)).requires_grad_() for t in tensors]
-
-
-def relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
+    """A sequence and a layer's weights."""
+    C, H, options = hp.model_dim, 4 * hp.model_dim, {"dtype": activation_dtype(device)}
+    shapes = (hp.seq_len, C), (H, C), (C, H)
+    tensors = [torch.randn(shape, device=device, **options) for shape in shapes]
+    return [t.mul_(C**-0.5).requires_grad_() for t in tensors]
 
 
 @partial(Kernel, fused=lambda *arguments: FusedMLP.apply(*arguments), example=mlp_example)
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype."""
-    return F.linear(recomputed(relu2, F.linear(x, w_in)), w_out)
+    return F.linear(recomputed(lambda h: F.relu(h).square(), F.linear(x, w_in)), w_out)
 
 
 @jit
 def symmetric_kernel(
     a, c, out, n, K, alpha, beta,
-    WITH_C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    WITH_C: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """A program computes a tile on or below the diagonal, and stores it and its mirror image."""
     if tl.program_id(0) < tl.program_id(1):
         return
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     matrix = tl.program_id(2).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, TILE_K)
     left = a + matrix * n * K + (row % n)[:, None] * K + k[None]
     right = a + matrix * n * K + (column % n)[None] * K + k[:, None]
-    total = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, K, TILE_K):
         left_tile = tl.load(left, k[None] < K - start, 0.0)
         right_tile = tl.load(right, k[:, None] < K - start, 0.0)
         total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-        left += BLOCK_K
-        right += BLOCK_K
+        left += TILE_K
+        right += TILE_K
     inside = (row[:, None] < n) & (column[None] < n)
     place = matrix * n * n + row[:, None] * n + column[None]
     if WITH_C:
@@ -697,19 +711,21 @@ def symmetric_kernel(
 
 
 def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
-    """symmetric_matmul that computes half of the tiles."""
+    """symmetric_matmul that computes half of the tiles; c is contiguous."""
     a = a.contiguous()
     count, n, K = a.shape
-    out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"BLOCK": 128, "BLOCK_K": 64}
+    out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"TILE": 128, "TILE_K": 64}
     inputs = a, out if c is None else c, out, n, K, alpha, beta, c is not None
     symmetric_kernel[(tiles, tiles, count)](*inputs, **block, num_warps=8, num_stages=3)
     return out
 
 
 def symmetric_example(hp, device):
-    shape = 4 * hp.num_layers, hp.model_dim, hp.model_dim
-    a = torch.randn(shape, device=device) * hp.model_dim**-0.5
-    return a.to(activation_dtype(device)), (a @ a.mT).to(activation_dtype(device)), 2.0315, -4.775
+    """A rank's square matrices, and their products."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    shape = -(-4 * hp.num_layers // ranks), hp.model_dim, hp.model_dim
+    a = torch.randn(shape, device=device).to(activation_dtype(device)) * hp.model_dim**-0.5
+    return a, a @ a.mT, 2.0315, -4.7750
 
 
 @partial(Kernel, fused=fused_symmetric, example=symmetric_example)
@@ -818,7 +834,8 @@ class Muon(torch.optim.Optimizer):
 
     Matrices of one shape form one batch, of which each rank keeps the momentum of its share and
     orthogonalises that: equal gradients on all ranks give equal weights. With several ranks, a
-    bucket has 8 matrices and one a rank, from the last parameter to the first, as backward does.
+    bucket has at least 8 matrices, and one for each rank, from the last parameter to the first, as
+    backward meets them.
     """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1, wire=None):
@@ -1030,9 +1047,10 @@ def dense_mask(first: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-# FlexAttention's own blocks ask for 128 KB of shared memory (PyTorch issue 133254); these for 80.
+# FlexAttention's own blocks ask for 128 KB of shared memory (PyTorch issue 133254), these for 80.
 SMALL_ATTENTION = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 4}
 SMALL_ATTENTION |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
+SMALL_ATTENTION |= {"bwd_num_stages": 2, "bwd_num_warps": 4}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
@@ -1040,7 +1058,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
     if isinstance(mask, BlockMask):
         outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
         flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
-        options = SMALL_ATTENTION if has_small_blocks(q.device) else None
+        options = SMALL_ATTENTION if shared_memory_is_small(q.device) else None
         return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
     return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
 
@@ -1129,15 +1147,16 @@ class Block(nn.Module):
         self.mlp = MLP(hp)
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask):
-        """x (1, T, C) to (1, T, C), and the v that attention made; skip is (weight, output)."""
+    def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask, give_v):
+        """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
+        of zeros where nothing uses it. skip is (weight, output)."""
         if skip is not None:
             x = x + skip[0] * skip[1]
         x, v = self.lambdas[0] * x + self.lambdas[1] * x0, None
         if self.attn is not None:
             out, v = self.attn(recomputed(norm, x), value, rotary, mask)
             x = x + out
-        return x + self.mlp(recomputed(norm, x)), v
+        return x + self.mlp(recomputed(norm, x)), v if give_v else None
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
@@ -1163,14 +1182,6 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
     return rows
 
 
-# Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
-# sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
-# while a chunk's logits are at hand. A chunk is long enough for fast matmuls; on a CPU the softmax
-# then takes a few rows at a time, which stay in the cache (BENCHMARKS.md).
-LOSS_CHUNK = {"cuda": 8192, "cpu": 256}  # tokens
-LOSS_ROWS = 16  # on a CPU
-
-
 def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
     """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
 
@@ -1183,9 +1194,8 @@ def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
         logits, grad_scale = fp8_forward(x, w, x_s, w_s), grad_scale * grad_s
         grads = torch.empty_like(logits, dtype=torch.float8_e5m2)
     else:
-        logits = x @ w.T
-        grads = None
-        if grad_scale is not None:  # in place where that saves memory: compiled, it would not
+        logits, grads = x @ w.T, None
+        if grad_scale is not None:  # in place, but where torch.compile would copy them first
             grads = torch.empty_like(logits) if x.is_cuda else logits
     parts = [(logits, targets, grads)]
     if not x.is_cuda:
@@ -1250,44 +1260,49 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
-        padded_vocab = -(-hp.vocab_size // 128) * 128
-        self.lm_head = CastedLinear(hp.model_dim, padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
+        scales = hp.x_s, hp.w_s, hp.grad_s
+        self.lm_head = CastedLinear(hp.model_dim, padded_vocab(hp), hp.fp8, *scales)
         nn.init.zeros_(self.lm_head.weight)
         self.loss_chunk, self.use_flex, self.compiled = loss_chunk, False, False
 
-    def to_device(self, device: torch.device, compiled: bool, whole: bool = False) -> "GPT":
+    def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
 
-        Layers are compiled one at a time, equal ones once; or as a whole, which takes longer, and
-        all of their gradients then come at the end, while other ranks wait for them.
+        Layers are compiled one at a time, equal ones once; or, --compile whole, as one: that takes
+        longer, and their gradients then come at the end, while other ranks wait for them.
         """
         self.to(device)
-        if device.type == "cuda":
-            self.use_flex = True
-            self.embed.bfloat16()
-            self.value_embeds.bfloat16()
+        self.use_flex = device.type == "cuda"
+        for embeddings in (self.embed, self.value_embeds):
+            embeddings.to(activation_dtype(device))
         if compiled:
-            self.compiled = True
+            self.compiled, compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
-            self.loss_chunk = torch.compile(loss_chunk, dynamic=False)
-            for place, name in (
-                [(self, "trunk")] if whole else [(b, "forward") for b in self.blocks]
-            ):
-                setattr(place, name, torch.compile(getattr(place, name), dynamic=False))
+            self.loss_chunk = compile_(loss_chunk)
+            if self.hp.compile == "whole":
+                self.trunk = compile_(self.trunk)
+            else:
+                for block in self.blocks:
+                    block.forward = compile_(block.forward)
         return self
 
     def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """The layers, from embeddings (T, C) to what the head reads (T, C)."""
         x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        values, outputs, weights = dict(value_embeds), {}, iter(self.skip_weights.unbind())
-        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            weight = next(weights) if i >= len(self.layers) // 2 else None
+        values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
+        weights = (None,) * half + self.skip_weights.unbind()
+        mixed, added = ({getattr(r, k) for r in self.layers} for k in ("values", "skip_from"))
+        for i, (row, block, weight) in enumerate(
+            zip(self.layers, self.blocks, weights, strict=True)
+        ):
             skip = None if row.skip_from is None else (weight, outputs.pop(row.skip_from))
-            x, v = block(x, x0, values.get(row.values), skip, rotary, masks.get(row.window))
-            if v is not None and any(later.values == "first" for later in self.layers):
-                values.setdefault("first", v)
-            if any(later.skip_from == i for later in self.layers):
+            give_v = "first" in mixed and "first" not in values
+            mask = masks.get(row.window)
+            x, v = block(x, x0, values.get(row.values), skip, rotary, mask, give_v)
+            if v is not None:
+                values["first"] = v
+            if i in added:
                 outputs[i] = x.view(x.shape)
         return norm(x)[0]
 
@@ -1319,8 +1334,7 @@ class GPT(nn.Module):
         """Mean loss () of tokens (T,) and targets (T,) int64; for its gradients see HeadLoss."""
         x = self.hidden(input_seq, window)
         head, cap = self.lm_head, self.hp.logit_softcap
-        fp8 = head.use_fp8 and x.requires_grad and x.is_cuda and fp8_supported(x.device)
-        scales = head.scales if fp8 else None
+        scales = head.scales if x.requires_grad and trains_in_fp8(self.hp, x.device) else None
         return HeadLoss.apply(x, head.weight, target_seq, cap, scales, self.loss_chunk)
 
 
@@ -1499,9 +1513,11 @@ def start_device(wanted: str, store: dist.Store | None, timeout: int = 600) -> t
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, os.cpu_count() // processes))
         with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
-            # Keep freed memory: as it is, each chunk of logits comes from the system, page by page.
+            # Keep freed memory. Else each chunk of logits comes anew from the system, page by page:
+            # a tenth to a fifth of the demo's time.
             mallopt, M_MMAP_MAX, M_TRIM_THRESHOLD = ctypes.CDLL(None).mallopt, -4, -1
-            mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     if store:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -1678,27 +1694,34 @@ def clock(device: torch.device) -> float:
 
 
 def trial(function, arguments: list, device: torch.device) -> tuple[list[Tensor], float]:
-    """What a call gives (its result, then gradients of the arguments that want them, or what it
-    left in others), and the median ms of eight further calls with their backward pass."""
-    found, times = None, []
-    given = [
-        t.detach().clone().requires_grad_(t.requires_grad)
-        for t in filter(torch.is_tensor, arguments)
-    ]
-    for _ in range(9):
-        start, tensors = clock(device), iter(given)
-        out = function(*[next(tensors) if torch.is_tensor(a) else a for a in arguments])
-        if out.requires_grad:
-            out.backward(torch.ones_like(out))
-        times.append(clock(device) - start)
-        if found is None:
-            found = [
-                t.detach().clone()
-                for t in (out, *(t.grad if t.requires_grad else t for t in given))
-            ]
-        for t in given:
+    """What a call gives, and its median ms with a backward pass, on a GPU by the GPU's clock.
+
+    That is its result, and gradients of the arguments that want them or else what it left in the
+    last tensor among them.
+    """
+    copies = {id(a): a.detach().clone() for a in arguments if torch.is_tensor(a)}
+    for a in filter(torch.is_tensor, arguments):
+        copies[id(a)].requires_grad_(a.requires_grad)
+    given, tensors = [copies.get(id(a), a) for a in arguments], list(copies.values())
+    leaves = [t for t in tensors if t.requires_grad]
+
+    def call() -> list[Tensor]:
+        for t in leaves:
             t.grad = None
-    return found, 1e3 * sorted(times[1:])[4]
+        out = function(*given)
+        if leaves:
+            out.backward(out.detach())  # of ones, it would hide rows that change places
+        return [out, *(t.grad for t in leaves)] if leaves else [out, tensors[-1]]
+
+    found = [t.detach().clone() for t in call()]
+    if device.type == "cuda":
+        return found, triton.testing.do_bench(call, return_mode="median")
+    times = []
+    for _ in range(9):
+        start = clock(device)
+        call()
+        times.append(clock(device) - start)
+    return found, 1e3 * sorted(times)[4]
 
 
 def compare_twins(kernel: Kernel, hp, device, compiled: bool) -> tuple[bool, str]:
@@ -1710,15 +1733,16 @@ def compare_twins(kernel: Kernel, hp, device, compiled: bool) -> tuple[bool, str
             twins = [torch.compile(twin, dynamic=False) for twin in twins]
         (plain, plain_ms), (fused, fused_ms) = (trial(twin, arguments, device) for twin in twins)
         pairs = ((a.float(), b.float()) for a, b in zip(plain, fused, strict=True))
-        error = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()  # or NaN
+        deviations = [(b - a).norm() / a.norm() for a, b in pairs]
+        deviation = torch.stack(deviations).max().item()  # NaN, if one is
     except Exception as error:  # whatever a compiler or a driver does not like
         return False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    seen = f"{fused_ms:.3f} ms, plain {plain_ms:.3f} ms, deviation {error:.1e}"
-    return fused_ms < plain_ms and error < 0.02, seen
+    seen = f"{fused_ms:.3f} ms, plain {plain_ms:.3f} ms, deviation {deviation:.1e}"
+    return fused_ms < plain_ms and deviation < 0.02, seen
 
 
 def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, log=print) -> None:
-    """Use each kernel that is better on all ranks, or as --kernels says; a line of the log each.
+    """Use each kernel that is better on all ranks, with a line of the log; or as --kernels says.
 
     Raises UserError where Triton cannot run.
     """
@@ -1727,6 +1751,8 @@ def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, lo
         raise UserError("--kernels on: Triton wants a CUDA GPU (or, to try it, TRITON_INTERPRET=1)")
     for kernel in KERNELS.values():
         kernel.use = hp.kernels == "on"
+    if hp.kernels == "auto" and device.type == "cuda" and not possible:
+        log("no kernels: Triton is not installed")
     if hp.kernels != "auto" or not possible:
         return
     findings = [compare_twins(kernel, hp, device, compiled) for kernel in KERNELS.values()]
@@ -1735,7 +1761,8 @@ def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, lo
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name, (_, seen), count in zip(KERNELS, findings, votes.tolist(), strict=True):
         KERNELS[name].use = count == ranks
-        log(f"kernel {name}: {seen}: {'on' if count == ranks else 'off'}")
+        of_ranks = f", better on {count:.0f} of {ranks} ranks" * (0 < count < ranks)
+        log(f"kernel {name}: {seen}: {'on' if count == ranks else 'off'}" + of_ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -1782,10 +1809,10 @@ def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
         except RuntimeError as error:
             raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
     compiled = hp.compile in ("on", "whole") or (hp.compile == "auto" and device.type == "cuda")
-    if os.access(HERE, os.W_OK):  # a place that outlasts a reboot, unless another was chosen
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{HERE}/.cache/inductor")
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.access(HERE, os.W_OK):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{HERE}/.cache/inductor"  # outlasts a reboot
         os.environ.setdefault("TRITON_CACHE_DIR", f"{HERE}/.cache/triton")
-    return model.to_device(device, compiled, whole=hp.compile == "whole")
+    return model.to_device(device, compiled)
 
 
 def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
@@ -1833,6 +1860,9 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     val_batches = [t[rank::world_size] for t in val_batch]
     model = build(hp, device, args.saved.get("model"))
     if "eval" in args:
+        choose_kernels(
+            replace(hp, kernels=hp.kernels.replace("auto", "off")), device, model.compiled
+        )
         step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
         loss = evaluate(model, val_batches, get_window_size(step, hp), device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.eval}")
@@ -1862,7 +1892,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     log(f"record {args.record}{flags}\non {world_size} x {place}, log in {log.path}")
     if args.record == "demo" and hp.device == "auto" and not on_gpu:
         log("no GPU found: this is a small demonstration, on the sample corpus in data/")
-    if hp.fp8 and not (on_gpu and fp8_supported(device)):
+    if hp.fp8 and not trains_in_fp8(hp, device):
         log(f"no FP8 here: the head trains in {'bfloat16' if on_gpu else 'float32'}")
     total = torch.tensor([float(first_step)], device=device)
     all_reduce_([total])

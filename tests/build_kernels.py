@@ -77,8 +77,9 @@ class Launch:
 
 def main(capability: int) -> None:
     rows, hp, meta = [], train_gpt.RECORDS["2025-01-26_BatchSize"], torch.device("meta")
-    train_gpt.has_small_blocks = lambda device: capability in (86, 89)
+    train_gpt.shared_memory_is_small = lambda device: capability in (86, 89, 120)
     train_gpt.activation_dtype = lambda device: torch.bfloat16
+    train_gpt.LOSS_CHUNK["meta"] = train_gpt.LOSS_CHUNK["cuda"]
     for name in ("softcap_kernel", "relu2_kernel", "symmetric_kernel"):
         setattr(train_gpt, name, Launch(getattr(train_gpt, name), capability, rows))
     logits, targets, cap, scale, _ = train_gpt.loss_example(hp, meta)

@@ -151,16 +151,65 @@ def test_the_run_chooses_kernels_that_build_agree_and_win(fake_kernels, tiny):
         late=late,
         nan=lambda x: x * torch.nan,
         wrong_gradient=wrong_gradient,
+        nan_gradient=lambda x: x.square() + 0 * (x - x.detach()).sqrt(),
     )
     lines = []
     train_gpt.choose_kernels(tiny, torch.device("cpu"), False, lines.append)
     assert [name for name, kernel in kernels.items() if kernel.use] == ["good"]
     assert re.fullmatch(r"kernel good: \d+\.\d+ ms, plain \d+\.\d+ ms, .* 0\.0e\+00: on", lines[0])
-    assert "deviation nan: off" in lines[4] and len(lines) == len(kernels)
+    assert "deviation nan: off" in lines[4] and "deviation nan: off" in lines[6]
     assert lines[2] == "kernel broken: RuntimeError: PTX was invalid: off"
     for choice in ("off", "on"):
         train_gpt.choose_kernels(replace(tiny, kernels=choice), torch.device("cpu"), False)
         assert {kernel.use for kernel in kernels.values()} == {choice == "on"}
+
+
+def test_a_kernel_is_on_only_if_it_is_better_on_all_ranks(fake_kernels, tiny, monkeypatch):
+    kernels, lines = fake_kernels(here=torch.square, everywhere=torch.square), []
+    monkeypatch.setattr(train_gpt.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train_gpt.dist, "get_world_size", lambda: 2)
+    other = torch.tensor([0.0, 1.0])  # what the other rank found
+    monkeypatch.setattr(train_gpt, "all_reduce_", lambda tensors: tensors[0].add_(other))
+    train_gpt.choose_kernels(tiny, torch.device("cpu"), False, lines.append)
+    assert [kernel.use for kernel in kernels.values()] == [False, True]
+    assert lines[0].endswith(": off, better on 1 of 2 ranks") and lines[1].endswith(": on")
+
+
+@interpreted
+@pytest.mark.parametrize("name", train_gpt.KERNELS)
+def test_the_trial_compares_what_kernels_really_give(name, tiny, monkeypatch):
+    """All three in float32, whose interpreter is exact; and a mistake in each is noticed."""
+    monkeypatch.setitem(train_gpt.LOSS_CHUNK, "cpu", 4)
+    kernel, cpu = train_gpt.KERNELS[name], torch.device("cpu")
+    arguments = list(kernel.example(replace(tiny, num_layers=2), cpu))
+    plain, fused = (
+        train_gpt.trial(twin, arguments, cpu)[0] for twin in (kernel.plain, kernel.fused)
+    )
+    for a, b in zip(plain, fused, strict=True):
+        assert relative_error(b, a) < 1e-5
+    monkeypatch.setattr(kernel, "fused", lambda *given: 1.1 * kernel.plain(*given))
+    better, seen = train_gpt.compare_twins(kernel, replace(tiny, num_layers=2), cpu, False)
+    assert not better and re.search(r"deviation [12]\.\de-01$", seen)
+
+
+def test_the_trial_notices_rows_that_change_places(tiny):
+    """In the gradients alone: what comes back from above must differ from row to row."""
+
+    class Shuffled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad.roll(1, 0)
+
+    x, cpu = [randn(8, 4).requires_grad_()], torch.device("cpu")
+    (out, right), (same, wrong) = (
+        train_gpt.trial(f, x, cpu)[0] for f in (torch.square, Shuffled.apply)
+    )
+    assert torch.equal(out, same) and relative_error(wrong, right) > 0.1
 
 
 def test_kernels_without_a_gpu_are_refused(monkeypatch, tiny):
@@ -180,9 +229,9 @@ def output_of(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("capability, kilobytes", [(90, 227), (89, 99)])
+@pytest.mark.parametrize("capability, kilobytes", [(90, 227), (89, 99), (80, 163)])
 def test_launches_of_the_record_fit_a_gpu_without_spills(capability, kilobytes):
-    """Compiled without one: an H100 by its matrix instruction wgmma, an RTX 4090 by mma.sync."""
+    """Compiled without one: an H100 with its own wgmma, an RTX 4090 and an A100 with mma.sync."""
     rows = json.loads(output_of("build_kernels.py", str(capability)))
     matmul = "wgmma" if capability == 90 else "mma.sync"
     launches = {"softcap_kernel": 3, "relu2_kernel": 2, "symmetric_kernel": 2}
