@@ -86,7 +86,7 @@ LAYERS_2025 = (
 )
 
 
-COMPILE = "torch.compile, layer by layer or as a whole; auto: on CUDA"
+SWITCH = ("auto", "on", "off")  # auto: by what the machine has
 
 
 def setting(default, meaning: str, least=None, most=math.inf, step=None, **metadata):
@@ -155,8 +155,8 @@ class Hyperparameters:
     keep: int = setting(2, "how many checkpoints of a run are kept, the newest ones")
     comm_timeout: int = setting(600, "seconds after which ranks give up on each other")
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
-    compile: str = setting("auto", COMPILE, choices=("auto", "on", "whole", "off"))
-    kernels: str = setting("auto", "Triton's; auto: where better", choices=("auto", "on", "off"))
+    compile: str = setting("auto", "torch.compile by layers, or whole", choices=(*SWITCH, "whole"))
+    kernels: str = setting("auto", "use Triton's; auto: where better", choices=SWITCH)
 
 
 FIELDS = dataclasses.fields(Hyperparameters)
@@ -1292,14 +1292,12 @@ class GPT(nn.Module):
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
         values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
         weights = (None,) * half + self.skip_weights.unbind()
-        mixed, added = ({getattr(r, k) for r in self.layers} for k in ("values", "skip_from"))
-        for i, (row, block, weight) in enumerate(
-            zip(self.layers, self.blocks, weights, strict=True)
-        ):
-            skip = None if row.skip_from is None else (weight, outputs.pop(row.skip_from))
+        mixed, added = {row.values for row in self.layers}, {row.skip_from for row in self.layers}
+        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            skip = None if row.skip_from is None else (weights[i], outputs.pop(row.skip_from))
+            value, mask = values.get(row.values), masks.get(row.window)
             give_v = "first" in mixed and "first" not in values
-            mask = masks.get(row.window)
-            x, v = block(x, x0, values.get(row.values), skip, rotary, mask, give_v)
+            x, v = block(x, x0, value, skip, rotary, mask, give_v)
             if v is not None:
                 values["first"] = v
             if i in added:
