@@ -1697,10 +1697,11 @@ def trial(function, arguments: list, device: torch.device) -> tuple[list[Tensor]
     That is its result, and gradients of the arguments that want them or else what it left in the
     last tensor among them.
     """
-    copies = {id(a): a.detach().clone() for a in arguments if torch.is_tensor(a)}
-    for a in filter(torch.is_tensor, arguments):
-        copies[id(a)].requires_grad_(a.requires_grad)
-    given, tensors = [copies.get(id(a), a) for a in arguments], list(copies.values())
+    given = [
+        a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
+        for a in arguments
+    ]
+    tensors = [a for a in given if torch.is_tensor(a)]
     leaves = [t for t in tensors if t.requires_grad]
 
     def call() -> list[Tensor]:
