@@ -1859,9 +1859,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     val_batches = [t[rank::world_size] for t in val_batch]
     model = build(hp, device, args.saved.get("model"))
     if "eval" in args:
-        choose_kernels(
-            replace(hp, kernels=hp.kernels.replace("auto", "off")), device, model.compiled
-        )
+        choose_kernels(hp, device, model.compiled)
         step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
         loss = evaluate(model, val_batches, get_window_size(step, hp), device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.eval}")
@@ -1967,10 +1965,11 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     log("peak memory allocated: {} MiB reserved: {} MiB".format(*(size >> 20 for size in sizes)))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and train; an error of the user's becomes one line and a status.
+def as_program(name: str, parse, work) -> None:
+    """work(parse(), store) as a command; an error of the user's becomes one line and a status.
 
-    Rank 0 alone writes on the console. Of ranks that fail, the lowest reports: others wait for it.
+    That is 2 while parsing, else 1. Rank 0 alone writes on the console. Of ranks that fail, the
+    lowest reports: others wait for it.
     """
     status, store, rank = 2, None, int(os.environ.get("RANK", 0))
     if rank:
@@ -1978,16 +1977,13 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             store = next(dist.rendezvous("env://"))[0]
-        hp, args = parse_args(argv)
+        parsed = parse()
         status = 1
-        if "list_records" in args or "diff" in args:
-            print_records(getattr(args, "diff", list(RECORDS)), differing="diff" in args)
-        else:
-            train(hp, args, store)
+        work(parsed, store)
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt:
-        print("\ntrain_gpt.py: interrupted", file=sys.stderr)
+        print(f"\n{name}: interrupted", file=sys.stderr)
         sys.exit(130)
     except (UserError, OSError, RuntimeError) as error:
         message = str(error)
@@ -1999,10 +1995,23 @@ def main(argv: list[str] | None = None) -> None:
             raise
         time.sleep(min(rank, 40) / 4)
         if store is None or store.add("reports", 1) == 1:
-            print("train_gpt.py: error:", " ".join(message.split())[:500], file=sys.stderr)
+            print(f"{name}: error:", " ".join(message.split())[:500], file=sys.stderr)
         sys.exit(status)
     finally:
         Signals.forget()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, and print records or train."""
+
+    def work(parsed, store):
+        hp, args = parsed
+        if "list_records" in args or "diff" in args:
+            print_records(getattr(args, "diff", list(RECORDS)), differing="diff" in args)
+        else:
+            train(hp, args, store)
+
+    as_program("train_gpt.py", lambda: parse_args(argv), work)
 
 
 if __name__ == "__main__":

@@ -617,17 +617,17 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Do what the flags say; an error of the user's becomes one line and status 2."""
-    rank, store = int(os.environ.get("RANK", 0)), None
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            store = next(dist.rendezvous("env://"))[0]
+    """Do what the flags say; errors and ranks are those of train_gpt.py."""
+
+    def parse():
         args, flags = parse_args(argv)
         hp, _ = settings(flags, args.micro_batches)
         if args.vs and settings(flags + args.vs, args.micro_batches)[0].device != hp.device:
             raise UserError("--vs cannot change --device: run bench.py once for each")
+        return args, flags, hp
+
+    def work(parsed, store):
+        args, flags, hp = parsed
         device = train_gpt.start_device(hp.device, store, hp.comm_timeout)
         if args.only_warm_up:
             run = Run(flags, args, device, compile_times=False)
@@ -644,16 +644,8 @@ def main(argv: list[str] | None = None) -> None:
             words = "{processes} x {device}, torch {torch}, commit {commit}"
             print("machine", words.format(**report["machine"]))
             (print_report if args.calibrate is None else print_calibration)(report)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except (UserError, OSError, torch.OutOfMemoryError) as error:
-        message = str(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            remedy = "make --seq_len and --val_seq_len smaller, or leave out --vs"
-            message = f"out of GPU memory, {remedy}: {error}"
-        if store is None or store.add("reports", 1) == 1:
-            print("bench.py: error:", " ".join(message.split())[:500], file=sys.stderr)
-        sys.exit(2)
+
+    train_gpt.as_program("bench.py", parse, work)
 
 
 if __name__ == "__main__":
