@@ -2,7 +2,8 @@
 # Set up and train, with one command on any machine.
 #
 #   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a demo of minutes without one
-#   ./run.sh --runs N [flags]          N runs with seeds from --seed on, then their statistics
+#   ./run.sh --runs N [flags]          N runs with seeds from --seed on, then their statistics; no
+#                                      checkpoints unless --save_every is among the flags
 #   ./run.sh tools/NAME.py [flags]     set up, add what the tools need, and run one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
@@ -124,7 +125,7 @@ runs() { # runs N [flags]: N runs, a seed each, then what they say together
     [[ $line =~ " --run_id "+([^ ]+)" " ]] && name="${BASH_REMATCH[1]}"
     echo "run.sh: $count runs, logs in logs/${name}_seed*.txt" >&2
     for ((i = seed; i < seed + count; i++)); do
-        (train "${@:2}" --seed "$i" --run_id "${name}_seed$i")
+        (train --save_every 0 "${@:2}" --seed "$i" --run_id "${name}_seed$i")
     done
     "$python" "$here/tools/leaderboard.py" "logs/${name}"_seed*.txt
 }

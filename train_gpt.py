@@ -28,6 +28,7 @@ import dataclasses
 import glob
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -210,6 +211,7 @@ RECORDS = {
         train_files=f"{HERE}/data/kjv_train_*.bin",
         val_files=f"{HERE}/data/kjv_val_*.bin",
         val_loss_every=64,
+        save_every=128,
     ),
 }
 
@@ -350,7 +352,7 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
     diff = {"nargs": 2, "choices": RECORDS, "metavar": "NAME"}
     parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
-    parser.add_argument("--eval", metavar="PATH", help="print a checkpoint's validation loss, exit")
+    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
     parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
     parser.add_argument("--resume_force", action="store_true", help="even under other settings")
     for f in FIELDS:
@@ -364,10 +366,15 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
         group.add_argument(f"--{f.name}", help=text, **options)
     args = parser.parse_args(argv)
     on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-    path = getattr(args, "eval", getattr(args, "resume", None))
-    args.saved = load_checkpoint(path) if path not in (None, "auto") else {}
-    if "resume" in args and path == "auto":
-        args.saved = newest_checkpoint(getattr(args, "run_id", "*"))
+    args.checkpoint, args.saved = getattr(args, "eval", getattr(args, "resume", None)), {}
+    if args.checkpoint == "auto":
+        args.checkpoint, args.saved = newest_checkpoint(getattr(args, "run_id", "*"))
+        if not args.saved and "eval" in args:
+            raise UserError("no checkpoint under logs/: train with --save_every, or name one")
+        if not args.saved:
+            print("--resume auto: no checkpoint under logs/, a new run begins")
+    elif args.checkpoint:
+        args.saved = load_checkpoint(args.checkpoint)
     remembered = "record" not in args and args.saved.get("hyperparameters")
     args.record = getattr(args, "record", "demo" if on_cpu else default)
     if remembered:
@@ -383,7 +390,7 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     check(hp)
     if "resume" in args and args.saved:
         if not (saved := vars(args.saved.get("hyperparameters", argparse.Namespace()))):
-            raise UserError(f"--resume {path}: it holds weights only, and can be used with --eval")
+            raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
         changed = [n for n in NAMES if n not in RUN_FIELDS and vars(hp)[n] != saved[n]]
         if changed and "resume_force" not in args:
             text = ", ".join(f"{n} {show(saved[n])} -> {show(vars(hp)[n])}" for n in changed)
@@ -906,6 +913,9 @@ def finish(pending: list[tuple]) -> None:
                 p.copy_(value)
 
 
+GRAD_NORMS = [f"grad_norm_{name}" for name in ("head", "embed", "scalar", "muon")]
+
+
 class Optimizers:
     """Adam and Muon over all parameters of a GPT. The order of a step is that of all ranks:
 
@@ -932,6 +942,7 @@ class Optimizers:
         if model.compiled:
             self.muon.updates = torch.compile(muon_updates, dynamic=False)
         self.order = [head, *self.muon.buckets, *tables, scalars]
+        self.groups = [head], tables, [scalars], self.muon.buckets  # as in GRAD_NORMS
         self.base_lr = [(g, g["lr"]) for g in self.adam.param_groups + self.muon.param_groups]
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
         for p in self.names:
@@ -956,26 +967,37 @@ class Optimizers:
             del self.missing[first]
             first.launch()
 
+    def grad_norms(self) -> Tensor:
+        """L2 norms (4,) of the summed gradients of each of GRAD_NORMS; all must have arrived."""
+        for bucket in self.order:
+            bucket.grads = bucket.wait()
+        norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+        squares = [sum(norm(b.grads).square() for b in buckets) for buckets in self.groups]
+        squares = torch.stack(squares)
+        all_reduce_([squares])
+        return squares.sqrt()
+
     @torch.no_grad()
-    def step(self, step: int) -> None:
-        """Update all weights with the rates of a step, then empty the gradients."""
+    def step(self, step: int) -> list[Tensor]:
+        """Update all weights with the rates of a step, then empty the gradients.
+
+        Every 25 steps, and to clip, the answer holds GRAD_NORMS (4,) of the mean loss.
+        """
         for bucket in self.missing:
             bucket.launch()
         self.missing = {}
-        grad_scale = 1 / self.hp.batch_seqs
+        grad_scale, norms = 1 / self.hp.batch_seqs, []
+        if (step + 1) % 25 == 0 or self.hp.grad_clip:
+            norms = [self.grad_norms() * grad_scale]
         if self.hp.grad_clip:
-            for bucket in self.order:
-                bucket.grads = bucket.wait()
-            square = sum(bucket.grads.float().square().sum() for bucket in self.order)
-            all_reduce_([square])
-            norm = square.sqrt() * grad_scale
-            grad_scale = grad_scale * (self.hp.grad_clip / (norm + 1e-6)).clamp(max=1)
+            grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
         for group, base in self.base_lr:
             group["lr"] = base * get_lr(step, self.hp)
             if "momentum" in group:
                 group["momentum"] = get_muon_momentum(step, self.hp)
         finish(self.muon.begin(grad_scale) + self.adam.begin(grad_scale))
         torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in self.names])
+        return norms
 
     def states(self) -> list[tuple[Bucket, dict[str, Tensor]]]:
         """Each bucket with what its optimizer keeps of this rank's share."""
@@ -1040,10 +1062,11 @@ def flex_mask(first: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(first: Tensor) -> Tensor:
-    """The same (T, T), 0 or -inf, for scaled_dot_product_attention and a CPU's short sequences."""
+def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
+    """The same (T, T), or its last rows, 0 or -inf, for scaled_dot_product_attention and a CPU's
+    short sequences."""
     position = torch.arange(len(first), device=first.device)
-    hidden = (position > position[:, None]) | (position < first[:, None])
+    hidden = (position > position[-rows:, None]) | (position < first[-rows:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
@@ -1068,8 +1091,8 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim / 2), float32.
+def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, head_dim / 2), float32, of the positions from start on.
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
@@ -1078,7 +1101,7 @@ def rotary_table(length: int, hp: Hyperparameters, device: torch.device) -> tupl
     turning = hp.head_dim // (2 if full else 4)
     exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
     frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
-    angle = torch.arange(length, device=device)[:, None, None] * frequency
+    angle = torch.arange(start, start + length, device=device)[:, None, None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -1098,7 +1121,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         self.heads, width = (hp.num_heads, hp.head_dim), hp.num_heads * hp.head_dim
-        self.scale = hp.attn_scale or hp.head_dim**-0.5
+        self.scale, self.attend = hp.attn_scale or hp.head_dim**-0.5, attend
         qkv = CastedLinear(hp.model_dim, 3 * width)
         self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * hp.init_bound)
         self.lambdas = nn.Parameter(torch.tensor([0.5] if layer.values == "first" else [0.5, 0.5]))
@@ -1117,7 +1140,7 @@ class CausalSelfAttention(nn.Module):
             v = self.lambdas[0] * v
             if value is not None:
                 v = v + self.lambdas[1] * value.view_as(v)
-        out = attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
+        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
         return self.c_proj(out), own
 
 
@@ -1304,29 +1327,41 @@ class GPT(nn.Module):
                 outputs[i] = x.view(x.shape)
         return norm(x)[0]
 
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tokens' (T,) embeddings (T, C), and those of each value table."""
+        tables = self.value_embeds["embed"].items()
+        values = {name: lookup(table, input_seq) for name, table in tables}
+        return lookup(self.embed, input_seq), values
+
+    def masks(self, input_seq: Tensor, window: int | Tensor, make_mask) -> dict:
+        """Those that the layers of input_seq (T,) attend with, by the names of their windows."""
+        window = torch.full((), 0, device=input_seq.device) + window  # no copy that would wait
+        return {
+            name: make_mask(first_visible(input_seq, size, self.hp.window_rule))
+            for name, size in (("long", window), ("short", window // 2))
+            if any(row.window == name for row in self.layers)
+        }
+
     def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
         """Tokens (T,), T whole blocks, and the long window in tokens to (T, C) after the last norm.
 
         Masks and rotary angles depend on the tokens alone: they are made here, once for all layers.
         """
-        window = torch.full((), 0, device=input_seq.device) + window  # no copy that would wait
         if not self.use_flex and len(input_seq) > 16384:
             raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
-        make_mask, rule = flex_mask if self.use_flex else dense_mask, self.hp.window_rule
-        masks = {
-            name: make_mask(first_visible(input_seq, size, rule))
-            for name, size in (("long", window), ("short", window // 2))
-            if any(row.window == name for row in self.layers)
-        }
-        tables = self.value_embeds["embed"].items()
-        value_embeds = {name: lookup(table, input_seq) for name, table in tables}
+        masks = self.masks(input_seq, window, flex_mask if self.use_flex else dense_mask)
         rotary = rotary_table(len(input_seq), self.hp, input_seq.device)
-        return self.trunk(lookup(self.embed, input_seq), value_embeds, rotary, masks)
+        return self.trunk(*self.embedded(input_seq), rotary, masks)
+
+    def readout(self, x: Tensor) -> Tensor:
+        """What `hidden` gives (T, C) to soft-capped logits (T, padded vocabulary), in float32 and
+        never from FP8."""
+        cap = self.hp.logit_softcap
+        return cap * torch.tanh(F.linear(x, self.lm_head.weight.type_as(x)).float() / cap)
 
     def logits(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
-        """Soft-capped logits (T, padded vocabulary), float32 and never from FP8."""
-        x, cap = self.hidden(input_seq, window), self.hp.logit_softcap
-        return cap * torch.tanh(F.linear(x, self.lm_head.weight.type_as(x)).float() / cap)
+        """Of tokens (T,) as in `hidden`, what `readout` gives."""
+        return self.readout(self.hidden(input_seq, window))
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, window: int | Tensor) -> Tensor:
         """Mean loss () of tokens (T,) and targets (T,) int64; for its gradients see HeadLoss."""
@@ -1486,6 +1521,11 @@ def get_window_size(step: int, hp: Hyperparameters) -> int:
     return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
 
 
+def last_window(saved: dict, hp: Hyperparameters) -> int:
+    """A checkpoint's window in tokens: that of its step, or of the last one if it names none."""
+    return get_window_size(min(saved.get("step", hp.num_iterations), hp.num_iterations), hp)
+
+
 def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
     """Muon's momentum at the step: a linear ramp, then flat."""
     ramp = min(step / hp.momentum_warmup_steps, 1.0)
@@ -1567,6 +1607,48 @@ class Logger:
         self.bar.update()
 
 
+class Metrics:
+    """A run as data: logs/<run_id>.jsonl has an object for each step, as pandas reads it.
+
+    A step's result is fetched when the next step is under way, or when the device has been waited
+    for anyway; its row is written then.
+    """
+
+    def __init__(self, path: Path, hp: Hyperparameters, first_step: int):
+        """Begin, or go on after a checkpoint's step: rows of later ones will come again."""
+        self.row, self.result, self.since, self.stop = {}, None, 0.0, 0.0
+        self.loss, self.tokens = math.log(hp.vocab_size), hp.batch_seqs * hp.seq_len
+        self.file = path.open("a+b", buffering=0)
+        if path.is_file():
+            self.file.seek(0)
+            rows = [row for row in self.file if first_step and row.endswith(b"\n")]
+            kept = [row for row in rows if json.loads(row)["step"] <= first_step]
+            self.file.truncate(sum(map(len, kept)))
+
+    def begin(self, row: dict, result: Tensor) -> None:
+        """A step is under way; its result is train_step's."""
+        self.row, self.result = row, to_host(result)
+
+    def fetch(self) -> float:
+        """The loss of the last step begun; its row is complete but for a validation."""
+        if self.result:
+            (self.loss, self.stop, *norms), ended = self.result()
+            seconds, self.since, self.result = ended - self.since, ended, None
+            self.row |= {"train_loss": self.loss, "ms": round(1e3 * seconds, 3)}
+            self.row |= {"tokens_per_s": round(self.tokens / seconds)}
+            self.row |= zip(GRAD_NORMS, norms, strict=False)
+        return self.loss
+
+    def write(self) -> None:
+        """Append the row, if there is one. A SIGKILL can cut a write where a page of memory begins:
+        blanks keep rows clear of that."""
+        if self.row:
+            line, size = json.dumps(self.row).encode(), self.file.seek(0, os.SEEK_END)
+            room = -(size + len(line) + 1) % 4096
+            self.file.write(line + b" " * (room if room < 1024 else 0) + b"\n")
+            self.row = {}
+
+
 CHECKSUM = b"SHA-256:"  # ends a checkpoint, before the digest of all bytes that precede it
 
 
@@ -1621,18 +1703,17 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
 
 
-def newest_checkpoint(run_id: str) -> dict:
-    """The newest whole checkpoint under logs/, of one run or of any ("*"); {} if there is none."""
+def newest_checkpoint(run_id: str) -> tuple[Path | None, dict]:
+    """The newest whole one under logs/ and what it holds, of one run or any ("*"); or None, {}."""
     found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
     for path in found:
         try:
-            return load_checkpoint(path)
+            return path, load_checkpoint(path)
         except UserError as error:
-            print(f"--resume auto: {error}; trying the one before")
+            print(f"{error}; trying the one before")
     if found:
-        raise UserError(f"--resume auto: none of {len(found)} checkpoints is whole; remove them")
-    print("--resume auto: no checkpoint under logs/, a new run begins")
-    return {}
+        raise UserError(f"none of {len(found)} checkpoints under logs/ is whole; remove them")
+    return None, {}
 
 
 class Signals:
@@ -1782,7 +1863,9 @@ def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.devic
 def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: int, stop=0):
     """One step on this rank's (n, T) micro-batches.
 
-    Returns, of all ranks, the mean loss of the global batch and the sum of `stop`, as (2,).
+    Returns, of all ranks, the mean loss of the global batch, the sum of `stop`, and GRAD_NORMS if
+    the optimizers made them: (2,) or (6,).
+
     Gradients are summed, and divided only then: each micro-batch's FP8 gradient keeps its scale.
     """
     loss, window = torch.zeros((), device=inputs.device), get_window_size(step, model.hp)
@@ -1792,10 +1875,10 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
             optimizers.begin_last_backward()
         micro_loss.backward()
         loss += micro_loss.detach()
-    optimizers.step(step)
+    norms = optimizers.step(step)
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
     all_reduce_([result])
-    return result
+    return torch.cat([result, *norms])
 
 
 def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
@@ -1832,13 +1915,22 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
 
 
 def to_host(values: Tensor):
-    """Start copying from the device; the answer, when called, waits for that copy only."""
+    """Start copying from the device; the answer, when called, waits for that copy only, and gives
+    the values and the time when they were there."""
     if values.device.type == "cpu":
-        return values.tolist
+        return partial(tuple, (values.tolist(), time.perf_counter()))
     host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
     host.copy_(values, non_blocking=True)
     copied.record()
-    return lambda: copied.synchronize() or host.tolist()
+    return lambda: (copied.synchronize() or host.tolist(), time.perf_counter())
+
+
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Peak bytes allocated and reserved on a GPU; without one, what the process had, twice."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
 
 
 def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None) -> None:
@@ -1860,9 +1952,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     model = build(hp, device, args.saved.get("model"))
     if "eval" in args:
         choose_kernels(hp, device, model.compiled)
-        step = min(args.saved.get("step", hp.num_iterations), hp.num_iterations)
-        loss = evaluate(model, val_batches, get_window_size(step, hp), device)
-        print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.eval}")
+        loss = evaluate(model, val_batches, last_window(args.saved, hp), device)
+        print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
         return
     first_step, seconds = args.saved.get("step", 0), args.saved.get("seconds", 0.0)
     stream = hp.train_files, hp.seq_len, hp.batch_seqs, rank, world_size, first_step
@@ -1910,7 +2001,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         torch.set_rng_state(args.saved["random"])
         args.saved.clear()  # as large as the model and more
     signals, stop = Signals(alone=world_size == 1), 0.0
-    start, result = clock(device), lambda: (math.log(hp.vocab_size), 0.0)
+    metrics = Metrics(log.path.with_suffix(".jsonl") if rank == 0 else log.path, hp, first_step)
+    start = metrics.since = clock(device)
     for step in range(first_step, hp.num_iterations + 1):
         last, new = step == hp.num_iterations, step > first_step  # else it was done before
         validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
@@ -1920,15 +2012,16 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         if validate or save:
             signals.expect(20)
             seconds += clock(device) - start
-            check_loss(result()[0], step)
+            check_loss(metrics.fetch(), step)
             ms = 1e3 * seconds
             if validate:
                 loss = evaluate(model, val_batches, get_window_size(step, hp), device)
                 times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
                 log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.4f} {times}")
-                check_loss(loss, step)
+                metrics.row |= {"step": step, "val_loss": check_loss(loss, step)}
                 if note := against_published(args.record, hp, step, loss):
                     log.bar.write(note)
+            metrics.write()
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     check_loss(math.nan, step)
@@ -1937,32 +2030,37 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 state |= {"run_id": log.run_id, "step": step, "seconds": seconds}
                 state |= {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
                 state |= {"random": torch.get_rng_state()}
+                path = folder / f"state_step{step:06}.pt"
                 if rank == 0:
-                    save_checkpoint(folder / f"state_step{step:06}.pt", state, hp.keep)
+                    save_checkpoint(path, state, hp.keep)
             if stop:
                 all_reduce_([torch.zeros(1, device=device)])  # until rank 0 has written
                 number = signal.Signals(signals.number or signal.SIGTERM)
                 log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
                 sys.exit(128 + number)
-            start = clock(device)
+            start = metrics.since = clock(device)
         if last:
             break
         signals.expect(6)
         inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
         now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
-        (loss, stop), result = result(), to_host(now)  # a step late: no waiting
-        shown = check_loss(loss, step)
+        loss = check_loss(metrics.fetch(), step)  # of the step before: no waiting
+        stop = metrics.stop
+        metrics.write()
+        row = {"step": step + 1, "lr": get_lr(step, hp), "momentum": get_muon_momentum(step, hp)}
+        row |= {"window": get_window_size(step, hp), "memory_mib": peak_memory(device)[0] >> 20}
+        metrics.begin(row, now)
         ms = 1e3 * (seconds + time.perf_counter() - start)
         times = f"train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
         line = f"step:{step + 1}/{hp.num_iterations} {times}"
         rate = hp.batch_seqs * hp.seq_len * (step + 1) / ms
-        log.step(line, f"loss {shown:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s")
+        log.step(line, f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s")
     log.bar.close()
-    unit = 1 if sys.platform == "darwin" else 1024
-    sizes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
-    if on_gpu:
-        sizes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    log("peak memory allocated: {} MiB reserved: {} MiB".format(*(size >> 20 for size in sizes)))
+    sizes = (size >> 20 for size in peak_memory(device))
+    log("peak memory allocated: {} MiB reserved: {} MiB".format(*sizes))
+    if save:
+        program = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
+        print(f"read what it writes: {program} tools/sample.py {path}")
 
 
 def as_program(name: str, parse, work) -> None:

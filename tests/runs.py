@@ -1,8 +1,10 @@
 """Whole runs of the command line, and the community's lines that they print."""
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from train_gpt import HERE
 
@@ -20,6 +22,11 @@ def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*launcher, script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def rows(path: Path) -> list[dict]:
+    """Of a run's .jsonl, all lines: one that is not whole raises."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def val_losses(text: str) -> dict[int, float]:

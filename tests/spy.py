@@ -39,9 +39,10 @@ def remember(self, model, *arguments):
 
 
 def step(self, *arguments):
-    step_of(self, *arguments)
+    norms = step_of(self, *arguments)
     seen["steps"].append(list(sent))
     sent.clear()
+    return norms
 
 
 train_gpt.Optimizers.__init__, train_gpt.Optimizers.step = remember, step

@@ -10,10 +10,10 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from gpt2 import gpt2_encoding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpt2 import gpt2_encoding
 from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard, verify_shards
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from runs import run, val_losses
+from runs import rows, run, val_losses
 
 import train_gpt
 
@@ -17,16 +17,17 @@ SPY = str(ROOT / "tests" / "spy.py")
 
 @pytest.fixture
 def flags(flags) -> list[str]:
-    """20 steps, with the Adam epsilon at which rounding noise stays noise."""
-    flags += ["--num_iterations", "20", "--val_loss_every", "5", "--adam_eps", "1e-6"]
-    return [*flags, "--num_layers", "6", "--save_every", "20"]
+    """25 steps, with the Adam epsilon at which rounding noise stays noise."""
+    flags += ["--num_iterations", "25", "--val_loss_every", "5", "--adam_eps", "1e-6"]
+    return [*flags, "--num_layers", "6", "--save_every", "25"]
 
 
-def outcome(folder, stdout: str) -> tuple[dict[int, float], dict, list[dict]]:
-    """Losses, final weights, and what each rank saw."""
-    (path,) = folder.glob("logs/*/state_step000020.pt")
+def outcome(folder, stdout: str) -> tuple[dict[int, float], dict, list[dict], list[dict]]:
+    """Losses, final weights, what each rank saw, and the rows of the .jsonl."""
+    (path,) = folder.glob("logs/*/state_step000025.pt")
     reports = [json.loads(p.read_text()) for p in sorted(folder.glob("rank*.json"))]
-    return val_losses(stdout), train_gpt.load_checkpoint(path)["model"], reports
+    metrics = rows(path.parent.with_suffix(".jsonl"))
+    return val_losses(stdout), train_gpt.load_checkpoint(path)["model"], reports, metrics
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def alone(flags, tmp_path, monkeypatch, capsys):
         patch.setattr(train_gpt, "all_gather", None)
         train_gpt.main(flags)
     found = outcome(tmp_path / "alone", capsys.readouterr().out)
-    assert list(found[0]) == [0, 5, 10, 15, 20] and found[0][20] < found[0][0] - 1
+    assert list(found[0]) == [0, 5, 10, 15, 20, 25] and found[0][25] < found[0][0] - 1
     return found
 
 
@@ -52,6 +53,10 @@ def assert_same(found, alone, ranks: int):
         error = (found[1][name] - weight).norm() / weight.norm()
         assert error < 1e-3, f"{name}: {error:.1e}"
     assert len(found[2]) == ranks and len({report["weights"] for report in found[2]}) == 1
+    for row, expected in zip(found[3], alone[3], strict=True):
+        assert row.get("train_loss") == pytest.approx(expected.get("train_loss"), abs=1e-4)
+    for name in train_gpt.GRAD_NORMS:
+        assert found[3][-1][name] == pytest.approx(alone[3][-1][name], rel=1e-3)
 
 
 def expected_bytes(model: torch.nn.Module, ranks: int) -> int:

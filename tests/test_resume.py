@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from runs import SCRIPT, run, val_losses
+from runs import SCRIPT, rows, run, val_losses
 
 import train_gpt
 from train_gpt import UserError, load_checkpoint, main
@@ -83,10 +83,16 @@ def test_a_run_stopped_at_random_moments_ends_bit_identical(
             assert process.returncode == 143, err
             assert "stopped by SIGTERM and saved" in out
         resumes += begun > 0
+        rows(folder / "logs/it.jsonl")
     assert stops == KILLS and resumes
     assert not list(folder.glob("logs/it/*.tmp"))
     for name, weight in uninterrupted.items():
         assert torch.equal(weights(folder)[name], weight), name
+    found, expected = (rows(at / "logs/it.jsonl") for at in (folder, tmp_path / "whole"))
+    assert [row["step"] for row in found] == list(range(1, LAST + 1))
+    for row in (*found, *expected):
+        assert row.pop("ms") > 0 and row.pop("tokens_per_s") > 0 and row.pop("memory_mib") > 0
+    assert found == expected
     log = (folder / "logs/it.txt").read_text()
     assert log.count("\nresumed at step") == resumes
     assert log.startswith(Path(SCRIPT).read_text()) and log.count("\nmodel_dim: 64\n") == 1
@@ -177,7 +183,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(flags, tmp_path, capsy
         path.write_bytes(b"nothing")
     with pytest.raises(SystemExit) as stop:
         main([*flags, "--resume", "auto"])
-    assert stop.value.code == 2 and "none of 2 checkpoints is whole" in capsys.readouterr().err
+    assert (
+        stop.value.code == 2
+        and "none of 2 checkpoints under logs/ is whole" in capsys.readouterr().err
+    )
 
 
 def test_pruning_keeps_the_newest_not_the_furthest(flags, tmp_path, capsys):

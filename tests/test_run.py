@@ -557,7 +557,7 @@ def test_run_sh_makes_runs_with_different_seeds_and_their_statistics(tmp_path):
 
     done = call(f"{size} --runs 2 --muon_lr 0.06 --seed=5")
     assert done.returncode == 0, done.stderr
-    logs = sorted((tmp_path / "logs").iterdir())
+    logs = sorted((tmp_path / "logs").glob("*.txt"))
     assert [re.search(r"_seed(\d)\.txt", log.name)[1] for log in logs] == ["5", "6"]
     assert all(f"\nseed: {seed}\n" in log.read_text() for seed, log in enumerate(logs, 5))
     losses = [val_losses(log.read_text())[2] for log in logs]

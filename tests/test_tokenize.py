@@ -14,11 +14,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import tokenize_text
-from gpt2 import gpt2_encoding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
+from gpt2 import gpt2_encoding
 from train_gpt import HERE, load_data_shard
 
 ENCODING = gpt2_encoding()

@@ -131,7 +131,7 @@ class Run:
         if reset:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return train_gpt.peak_memory(self.device)
 
     def step(self, moment: str) -> Tensor:
         """One step of training as train() makes it, and its inputs (n, T)."""

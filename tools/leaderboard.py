@@ -73,8 +73,9 @@ class Run:
         return on_fineweb(*files)
 
 
-def read_log(path: Path) -> Run:
-    """The run of a log. ValueError says what is wrong with one that is no log of a whole run."""
+def read_log(path: Path, whole: bool = True) -> Run:
+    """The run of a log. ValueError says what is wrong with one that is no log, or, if a whole run
+    is wanted, of no such one."""
     text = path.read_bytes().decode("utf-8")  # its error is a ValueError
     if not text.strip():
         raise ValueError("is empty")
@@ -102,7 +103,7 @@ def read_log(path: Path) -> Run:
         skips_ten |= step > 0 and math.isnan(average)
     if steps is None:
         raise ValueError("has no line of a step: it is no log, or was cut short")
-    if steps not in curve:
+    if whole and steps not in curve:
         raise ValueError(f"is truncated: it ends at step {step} of {steps}")
 
     run = Run(path, source, steps, curve, step_ms, skips_ten, record=None)

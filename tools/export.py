@@ -1,0 +1,106 @@
+"""Give a checkpoint to other programs: --export hf DIR makes a model for transformers.
+
+    ./run.sh tools/export.py [CHECKPOINT] --export hf DIR     the newest checkpoint under logs/
+
+DIR then holds weights (safetensors), settings, GPT-2's tokenizer and a modelling file, and
+
+    transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+
+gives the logits that the checkpoint gives in float32. The window is that of the checkpoint's step.
+"""
+
+import argparse
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from sample import load_model, parse_with_checkpoint
+
+import train_gpt
+from gpt2 import MERGES, gpt2_tokens
+from train_gpt import END_OF_TEXT, Hyperparameters, UserError
+
+MODELING = Path(__file__).with_name("modeling_speedrun.py")
+SHARED = ("model_dim", "num_heads", "head_dim", "rope", "rope_base", "logit_softcap", "window_rule")
+
+
+def hf_config(hp: Hyperparameters, window: int) -> dict:
+    """config.json: the fields of SpeedrunConfig, and where transformers finds the classes."""
+    return {
+        "model_type": "nanogpt_speedrun",
+        "architectures": ["SpeedrunForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODELING.stem}.SpeedrunConfig",
+            "AutoModelForCausalLM": f"{MODELING.stem}.SpeedrunForCausalLM",
+        },
+        "dtype": "float32",
+        **{name: getattr(hp, name) for name in SHARED},
+        "layers": [asdict(layer) for layer in train_gpt.layer_table(hp)],
+        "attn_scale": hp.attn_scale or hp.head_dim**-0.5,
+        "window": window,
+        "vocab_size": min(hp.vocab_size, END_OF_TEXT + 1),  # the rest was never trained
+        "table_rows": hp.vocab_size,
+        "head_rows": train_gpt.padded_vocab(hp),
+    }
+
+
+def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
+    """Make the folder whole or not at all; UserError if there is something already."""
+    if folder.exists():
+        raise UserError(f"{folder} is there already: name a new folder, or remove it")
+    weights = load_model(replace(hp, compile="off"), saved, torch.device("cpu")).state_dict()
+    # Embeddings that were trained in bfloat16 stay so: transformers makes them float32 again.
+    weights = {name: w.to(saved["model"][name].dtype).contiguous() for name, w in weights.items()}
+    tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    texts = {
+        "config.json": hf_config(hp, train_gpt.last_window(saved, hp)),
+        "generation_config.json": {"eos_token_id": END_OF_TEXT, "use_cache": False},
+        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **special},
+        "vocab.json": tokens,
+    }
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for name, value in texts.items():
+            indent = None if name == "vocab.json" else 2
+            text = json.dumps(value, indent=indent, ensure_ascii=False)
+            (temporary / name).write_text(text, encoding="utf-8")
+        shutil.copy(MODELING, temporary)
+        shutil.copy(MERGES, temporary / "merges.txt")
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def parse(argv: list[str] | None):
+    """Flags; UserError for those that cannot be."""
+    parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
+    help_ = "hf: for Hugging Face transformers; DIR is made"
+    parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
+    args, hp, loaded = parse_with_checkpoint(parser, argv)
+    if args.export[0] != "hf":
+        raise UserError(f"--export {args.export[0]}: hf is the one format there is")
+    return Path(args.export[1]), hp, loaded
+
+
+def export(parsed, store) -> None:
+    """Write the folder."""
+    folder, hp, loaded = parsed
+    export_hf(hp, loaded.saved, folder)
+    print(f"{loaded.checkpoint}: exported to {folder}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Export a checkpoint; status 1 or 2 and a line if that cannot be."""
+    train_gpt.as_program("export.py", lambda: parse(argv), export)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Which of four endings does a model find likeliest? HellaSwag (arXiv 1905.07830), its validation.
+
+    ./run.sh tools/hellaswag.py [CHECKPOINT]                  the newest checkpoint under logs/
+    ./run.sh tools/hellaswag.py CHECKPOINT --limit 1000       the first 1000 questions only
+    torchrun --standalone --nproc_per_node=8 tools/hellaswag.py CHECKPOINT
+
+Prints two accuracies: acc takes the ending of the greatest log-likelihood, acc_norm that of the
+greatest one per token, as llm.c does; by chance, both are 25 %. Published: about 30 % for llm.c's
+GPT-2 124M and 29 % for the record of 2024-11-19; GPT-2 itself has 28.6 % and 29.6 %.
+
+Each question with each ending is a document. Documents are packed into long sequences under the
+document mask of training, and the window is wide enough for the longest: so a document's score does
+not depend on its neighbours. The 10,042 questions are fetched once (12 MB), or read from --data, a
+.jsonl of the same form: objects with `ctx`, `endings` (any number) and `label`. Other flags are
+those of train_gpt.py.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sample import gpt2_encoding, load_model, parse_with_checkpoint
+from torch import Tensor
+from tqdm import tqdm
+
+import train_gpt
+from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, LOSS_CHUNK, UserError
+
+HOME = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+SEQUENCE = {"cuda": 65536, "cpu": 1024}  # tokens; a CPU's mask has their square
+
+
+def fetch(path: Path) -> None:
+    """The validation questions, from their home; nothing is left of what came wrong."""
+    print(f"fetching {HOME}", file=sys.stderr)
+    try:
+        with urllib.request.urlopen(HOME, timeout=60) as answer:
+            data = answer.read()
+    except OSError as error:
+        raise UserError(f"could not fetch {HOME} ({error}); name a copy with --data") from error
+    if (found := hashlib.sha256(data).hexdigest()) != SHA256:
+        raise UserError(f"{HOME} has SHA-256 {found}, not {SHA256}: try again, or use --data")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(exist_ok=True)
+    temporary.write_bytes(data)
+    temporary.rename(path)
+
+
+def read_questions(path: Path, limit: int, vocab: int) -> list[tuple[list[list[int]], int, int]]:
+    """Of each question its documents' tokens, how many of these are common, and the right one."""
+    encoding, questions = gpt2_encoding(), []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if limit and len(questions) == limit:
+                break
+            try:
+                row = json.loads(line)
+                context = [END_OF_TEXT, *encoding.encode_ordinary(row["ctx"])]
+                endings = [encoding.encode_ordinary(f" {ending}") for ending in row["endings"]]
+                label = range(len(endings))[int(row["label"])]
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                found = f"{type(error).__name__}: {error}"
+                raise UserError(f"{path}:{number}: not a HellaSwag question ({found})") from error
+            documents = [context + ending for ending in endings]
+            if max(map(max, documents)) >= vocab:
+                raise UserError(f"{path}:{number}: a token outside the vocabulary of {vocab}")
+            questions.append((documents, len(context), label))
+    if not questions:
+        raise UserError(f"{path} holds no question")
+    return questions
+
+
+def pack(lengths: list[int], size: int) -> Iterator[list[tuple[int, int]]]:
+    """Sequences of documents (index, place) of these lengths, in their order, as they fit."""
+    sequence, end = [], 0
+    for i, length in enumerate(lengths):
+        if end + length > size:
+            yield sequence
+            sequence, end = [], 0
+        sequence.append((i, end))
+        end += length
+    yield sequence
+
+
+@torch.inference_mode()
+def log_likelihoods(
+    model: GPT, documents: list[list[int]], starts: list[int], window: int, rank=0, world_size=1
+) -> Tensor:
+    """Summed log-likelihood of each document's tokens from its start on: (n,), float64, on CPU.
+
+    All ranks work, and all know all of them then.
+    """
+    device = model.skip_weights.device
+    lengths = [len(document) - 1 for document in documents]  # nothing is to follow the last token
+    longest = -(-max(lengths) // BLOCK) * BLOCK
+    size = max(SEQUENCE[device.type], longest)
+    window = max(window, 2 * (longest + BLOCK))  # the short one is half of it
+    scores = torch.zeros(len(documents), dtype=torch.float64)
+    sequences = list(pack(lengths, size))[rank::world_size]
+    for sequence in tqdm(sequences, disable=None if rank == 0 else True, leave=False):
+        tokens, places, targets, owners = [], [], [], []
+        for i, place in sequence:
+            document, start = documents[i], starts[i]
+            tokens += document[:-1]
+            places += range(place + start - 1, place + len(document) - 1)
+            targets += document[start:]
+            owners += [i] * (len(document) - start)
+        tokens += [END_OF_TEXT] * (size - len(tokens))
+        tokens, places, targets = (torch.tensor(t).to(device) for t in (tokens, places, targets))
+        x = model.hidden(tokens.int(), window)[places]
+        chunk = LOSS_CHUNK[device.type]
+        for rows, right, of in zip(
+            x.split(chunk), targets.split(chunk), torch.tensor(owners).split(chunk), strict=True
+        ):
+            losses = F.cross_entropy(model.readout(rows), right, reduction="none")
+            scores.index_add_(0, of, -losses.double().cpu())
+    scores = scores.to(device)
+    train_gpt.all_reduce_([scores])
+    return scores.cpu()
+
+
+def accuracies(questions: list, scores: Tensor) -> tuple[float, float]:
+    """Shares of questions whose right ending has the greatest score, and score per token."""
+    hits, scores = [0, 0], iter(scores.tolist())
+    for documents, start, label in questions:
+        sums = [next(scores) for _ in documents]
+        means = [s / (len(d) - start) for s, d in zip(sums, documents, strict=True)]
+        hits[0] += sums.index(max(sums)) == label
+        hits[1] += means.index(max(means)) == label
+    return hits[0] / len(questions), hits[1] / len(questions)
+
+
+def parse(argv: list[str] | None):
+    """Flags; UserError for those that cannot be."""
+    parser = argparse.ArgumentParser(prog="hellaswag.py", description=__doc__)
+    default = HERE / "data" / "hellaswag" / "hellaswag_val.jsonl"
+    parser.add_argument("--data", type=Path, metavar="FILE", help="questions, a .jsonl")
+    parser.add_argument("--limit", type=int, default=0, help="only so many of them [0: all]")
+    args, hp, loaded = parse_with_checkpoint(parser, argv)
+    if args.limit < 0:
+        raise UserError("--limit: at least 0")
+    return args, hp, loaded, args.data or default
+
+
+def evaluate(parsed, store) -> None:
+    """Print the accuracies."""
+    args, hp, loaded, path = parsed
+    device = train_gpt.start_device(hp.device, store, hp.comm_timeout)
+    if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        fetch(path)
+    train_gpt.all_reduce_([torch.zeros(1, device=device)])  # until the questions are there
+    questions = read_questions(path, args.limit, hp.vocab_size)
+    model = load_model(hp, loaded.saved, device)
+    documents = [document for q in questions for document in q[0]]
+    starts = [q[1] for q in questions for _ in q[0]]
+    ranks = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
+    start = train_gpt.clock(device)
+    window = train_gpt.last_window(loaded.saved, hp)
+    scores = log_likelihoods(model, documents, starts, window, *ranks)
+    acc, acc_norm = accuracies(questions, scores)
+    error = (acc_norm * (1 - acc_norm) / len(questions)) ** 0.5
+    seconds = train_gpt.clock(device) - start
+    print(f"{loaded.checkpoint}: {len(questions)} questions in {seconds:.1f} s")
+    print(f"acc {acc:.4f}  acc_norm {acc_norm:.4f}  standard error {error:.4f}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print what a model knows; status 1 or 2 and a line if that cannot be said."""
+    train_gpt.as_program("hellaswag.py", lambda: parse(argv), evaluate)
+
+
+if __name__ == "__main__":
+    main()
