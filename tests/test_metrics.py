@@ -76,8 +76,9 @@ def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(tmp_path, t
 
 def test_a_killed_process_leaves_whole_rows(tmp_path):
     """As a write is cut only between pages, if at all: no row lies in two."""
-    path, rng = tmp_path / "it.jsonl", random.Random(0)
-    for _ in range(20):
+    rng = random.Random(0)
+    for i in range(20):
+        path = tmp_path / f"{i}.jsonl"
         metrics = Metrics(path, train_gpt.RECORDS["demo"], 0)
         child = os.fork()
         while not child:
