@@ -1,16 +1,19 @@
 """Shared by all tests: the project on the import path, and small models and shards."""
 
+import contextlib
+import io
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools")]
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter: it asks when imported
     os.environ["TRITON_INTERPRET"] = "1"
@@ -101,3 +104,15 @@ def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
         "seed": 1,
     }
     return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> SimpleNamespace:
+    """A run of twenty steps of a small demo: its folder, its checkpoint's path, what it printed."""
+    folder, console = tmp_path_factory.mktemp("trained"), io.StringIO()
+    sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
+    length = "--batch_seqs 2 --num_iterations 20 --val_tokens 1024 --val_loss_every 0 --run_id it"
+    with contextlib.chdir(folder), contextlib.redirect_stdout(console):
+        train_gpt.main(f"--record demo --device cpu {sizes} {length}".split())
+    path = folder / "logs/it/state_step000020.pt"
+    return SimpleNamespace(folder=folder, path=path, console=console.getvalue())

@@ -50,12 +50,12 @@ def fetch(path: Path) -> None:
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
         raise UserError(f"{HOME} has SHA-256 {found}, not {SHA256}: try again, or use --data")
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_bytes(data)
     temporary.rename(path)
 
 
-def read_questions(path: Path, limit: int, vocab: int) -> list[tuple[list[list[int]], int, int]]:
+def read_questions(path: Path, limit: int) -> list[tuple[list[list[int]], int, int]]:
     """Of each question its documents' tokens, how many of these are common, and the right one."""
     encoding, questions = gpt2_encoding(), []
     with path.open(encoding="utf-8") as file:
@@ -70,10 +70,7 @@ def read_questions(path: Path, limit: int, vocab: int) -> list[tuple[list[list[i
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 found = f"{type(error).__name__}: {error}"
                 raise UserError(f"{path}:{number}: not a HellaSwag question ({found})") from error
-            documents = [context + ending for ending in endings]
-            if max(map(max, documents)) >= vocab:
-                raise UserError(f"{path}:{number}: a token outside the vocabulary of {vocab}")
-            questions.append((documents, len(context), label))
+            questions.append(([context + ending for ending in endings], len(context), label))
     if not questions:
         raise UserError(f"{path} holds no question")
     return questions
@@ -158,7 +155,7 @@ def evaluate(parsed, store) -> None:
     if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         fetch(path)
     train_gpt.all_reduce_([torch.zeros(1, device=device)])  # until the questions are there
-    questions = read_questions(path, args.limit, hp.vocab_size)
+    questions = read_questions(path, args.limit)
     model = load_model(hp, loaded.saved, device)
     documents = [document for q in questions for document in q[0]]
     starts = [q[1] for q in questions for _ in q[0]]

@@ -32,11 +32,18 @@ def parse_with_checkpoint(parser: argparse.ArgumentParser, argv: list[str] | Non
     """A tool's flags, and the settings and flags of train_gpt.py, of which `saved` is the
     checkpoint: the file that is named first, or the newest one."""
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-    parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
+
+    def fail(message: str):
+        raise UserError(message)
+
+    parser.error, parser.usage = fail, f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     words = sys.argv[1:] if argv is None else argv
     named = bool(words) and not words[0].startswith("-")
     args, flags = parser.parse_known_args(words[named:])
-    return args, *train_gpt.parse_args(["--eval", words[0] if named else "auto", *flags])
+    hp, loaded = train_gpt.parse_args(["--eval", words[0] if named else "auto", *flags])
+    if hp.vocab_size <= END_OF_TEXT:
+        raise UserError(f"{loaded.checkpoint}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
+    return args, hp, loaded
 
 
 def load_model(hp: Hyperparameters, saved: dict, device: torch.device) -> GPT:
@@ -95,7 +102,7 @@ class Rereader:
 
     def __call__(self, tokens: list[int]) -> Tensor:
         self.tokens += tokens
-        blocks = self.tokens + [END_OF_TEXT] * (-len(self.tokens) % BLOCK)
+        blocks = self.tokens + [0] * (-len(self.tokens) % BLOCK)
         blocks = torch.tensor(blocks, dtype=torch.int32, device=self.model.skip_weights.device)
         x = self.model.hidden(blocks, self.window)
         return self.model.readout(x[len(self.tokens) - 1 :][:1])[0]
@@ -154,11 +161,7 @@ def sample(parsed, store) -> None:
     """Print the samples."""
     args, hp, loaded = parsed
     encoding = gpt2_encoding()
-    vocab = min(hp.vocab_size, encoding.n_vocab)
-    prompt = encoding.encode(args.prompt, allowed_special="all")
-    if unknown := [token for token in prompt if token >= vocab]:
-        word = encoding.decode(unknown[:1])
-        raise UserError(f"--prompt: {word!r} is outside the model's vocabulary of {vocab}")
+    prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
     device = train_gpt.start_device(hp.device, store)
     model = load_model(replace(hp, compile="off"), loaded.saved, device)
     window = train_gpt.last_window(loaded.saved, hp)
@@ -170,10 +173,8 @@ def sample(parsed, store) -> None:
     for i in range(args.n):
         if i:
             print("-" * 80)
-        choice = args.temperature, args.top_k, generator
-        tokens = generate(
-            reader(model, window), [END_OF_TEXT, *prompt], args.tokens, vocab, *choice
-        )
+        choice = encoding.n_vocab, args.temperature, args.top_k, generator
+        tokens = generate(reader(model, window), prompt, args.tokens, *choice)
         print(args.prompt, end="")
         for text in text_of(tokens, encoding):
             print(text, end="", flush=True)

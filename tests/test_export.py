@@ -1,0 +1,92 @@
+"""A model exported to Hugging Face transformers is the model that was trained."""
+
+from dataclasses import replace
+
+import export
+import pytest
+import torch
+from sample import gpt2_encoding
+
+import train_gpt
+from train_gpt import END_OF_TEXT, RECORDS
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])
+@torch.inference_mode()
+def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
+    """Both kinds of models, with embeddings in bfloat16 as after training on a GPU."""
+    sizes = {"model_dim": 32, "num_heads": 2, "head_dim": 16, "num_layers": 6}
+    hp = replace(RECORDS[record], **sizes)
+    model = randomize(train_gpt.GPT(hp))
+    for table in (model.embed, *model.value_embeds["embed"].values()):
+        table.bfloat16()
+    saved = {"model": model.state_dict(), "step": hp.num_iterations // 16}
+    export.export_hf(hp, saved, tmp_path / "hf")
+    found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", trust_remote_code=True
+    )
+    assert found.dtype == torch.float32
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(50257, (2, 256), generator=generator)
+    x[torch.rand(x.shape, generator=generator) < 0.02] = END_OF_TEXT
+    window, model = train_gpt.last_window(saved, hp), model.float().eval()
+    assert window == 128
+    expected, answer = torch.stack([model.logits(row, window) for row in x]), found(x, labels=x)
+    assert answer.logits.shape == (2, 256, 50257)
+    assert torch.allclose(answer.logits, expected[..., :50257], atol=1e-5)
+    chances = expected.double().softmax(2)[:, :-1].gather(2, x[:, 1:, None])
+    assert answer.loss.item() == pytest.approx(-chances.log().mean().item(), rel=1e-5)
+
+
+@torch.inference_mode()
+def test_the_folder_writes_text_and_has_gpt2s_tokenizer(trained, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    export.main([str(trained.path), "--export", "hf", str(folder), "--device", "cpu"])
+    assert capsys.readouterr().out == f"{trained.path}: exported to {folder}\n"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    text = "<|endoftext|>In the beginning\n\n  naïve 🙂"
+    assert tokenizer(text).input_ids == gpt2_encoding().encode(text, allowed_special="all")
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    saved = train_gpt.load_checkpoint(trained.path)
+    plain = train_gpt.build(saved["hyperparameters"], torch.device("cpu"), saved["model"]).eval()
+    prompt = torch.tensor([[END_OF_TEXT, 818, 262, 3726]])
+    written = model.generate(prompt, max_new_tokens=20, do_sample=False)[0]
+    assert written[:4].equal(prompt[0]) and len(written) == 24
+    padded = torch.nn.functional.pad(written, (0, 128 - len(written)))
+    likeliest = plain.logits(padded, 256)[:, :50257].argmax(1)
+    assert written[4:].equal(likeliest[3:23])
+
+    padding = torch.full((1, 3), END_OF_TEXT)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    a = model(torch.cat([padding, prompt], 1), attention_mask=mask).logits[0, 3:]
+    assert torch.allclose(a, model(prompt).logits[0], atol=1e-5)
+
+
+def test_a_folder_that_is_there_is_left_alone(trained, tmp_path, capsys):
+    for words, status, message in (
+        (["hf", str(tmp_path)], 1, f"{tmp_path} is there already"),
+        (["gguf", "x"], 2, "--export gguf: hf is the one format there is"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            export.main([str(trained.path), "--export", *words, "--device", "cpu"])
+        assert stop.value.code == status and message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_fails_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(SystemExit):
+        export.main([str(trained.path), "--export", "hf", str(tmp_path / "hf"), "--device", "cpu"])
+    assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,0 +1,138 @@
+"""Sampling: a cache that changes nothing, chances as they should be, and text from the terminal."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import sample  # noqa: E402
+import torch
+from conftest import ROOT
+from sample import Decoder, Rereader, choose, gpt2_encoding, text_of  # noqa: E402
+
+import train_gpt
+from train_gpt import BLOCK, RECORDS, main
+
+END = 3  # ends a document in these tests: of 48 tokens, a random model says it often enough
+
+
+@pytest.fixture(params=["blocks", "tokens"])
+def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
+    """Random weights under either rule of windows, with all kinds of layers."""
+    monkeypatch.setattr(train_gpt, "END_OF_TEXT", END)
+    hp = replace(tiny, vocab_size=48)
+    if request.param == "tokens":
+        like = RECORDS["2024-11-24_WindowWarmup"]
+        names = ("layers", "window_rule", "rope", "rope_base", "attn_scale", "logit_softcap")
+        hp = replace(hp, **{name: getattr(like, name) for name in names})
+    return randomize(train_gpt.GPT(hp)).eval()
+
+
+def greedy(feed, prompt: list[int], count: int, vocab: int) -> list[int]:
+    """The likeliest token each time, but none of the last 44: a random model would soon repeat."""
+    tokens, logits = [], feed(prompt)
+    for _ in range(count):
+        logits = logits[:vocab].clone()
+        logits[tokens[-44:]] = -torch.inf
+        tokens.append(logits.argmax().item())
+        logits = feed(tokens[-1:])
+    return tokens
+
+
+@pytest.mark.parametrize("window", [64, 256])
+@torch.inference_mode()
+def test_cached_tokens_are_the_uncached_ones(model, window):
+    """300 of them, across ends of windows and of documents."""
+    prompt = [END, *range(4, 40), END, *range(20, 30)]
+    uncached = greedy(Rereader(model, window), prompt, 300, 48)
+    decoder = Decoder(model, window)
+    assert greedy(decoder, prompt, 300, 48) == uncached
+    assert uncached.count(END) > 3 and len(set(uncached)) > 44
+    assert len(decoder.recent) <= window + 2 * BLOCK
+    for block in model.blocks:
+        if block.attn is not None:
+            assert block.attn.attend.keys.size(2) == len(decoder.recent)
+
+
+@torch.inference_mode()
+def test_a_long_prompt_is_read_in_blocks(model):
+    prompt = torch.randint(48, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+    decoder, rereader = Decoder(model, 256), Rereader(model, 256)
+    assert torch.allclose(decoder(prompt), rereader(prompt), atol=1e-4)
+    assert torch.allclose(decoder(prompt[:200]), rereader(prompt[:200]), atol=1e-4)
+
+
+def test_choices_follow_the_softmax_of_the_likeliest():
+    generator = torch.Generator().manual_seed(0)
+    logits, count = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5]), 4000
+    drawn = [choose(logits, 0.5, 3, generator) for _ in range(count)]
+    weights = {1: 2.0**0, 4: 2.718281828 ** ((2.5 - 3.0) / 0.5), 2: 2.718281828 ** (-1.0 / 0.5)}
+    assert set(drawn) == set(weights)
+    for token, weight in weights.items():
+        p = weight / sum(weights.values())
+        assert abs(drawn.count(token) / count - p) < 4 * (p * (1 - p) / count) ** 0.5
+    assert {choose(logits, 0.5, 0, generator) for _ in range(count)} == {0, 1, 2, 3, 4}
+    assert choose(logits, 0.0, 0, generator) == 1
+
+
+def test_pieces_of_text_are_whole_characters():
+    encoding, text = gpt2_encoding(), "naïve 🙂 日本語\n\nend"
+    tokens = encoding.encode(text)
+    pieces = list(text_of(tokens, encoding))
+    assert "".join(pieces) == text and len(tokens) > 12 and "🙂" in "".join(pieces[:6])
+    assert list(text_of([50256, *encoding.encode("A")], encoding))[:2] == ["<|endoftext|>\n", "A"]
+    assert list(text_of(encoding.encode("日")[:1], encoding)) == ["", "\ufffd"]  # not all of it
+
+
+def test_the_command_that_a_run_prints_last_gives_text(trained, capsys, monkeypatch):
+    """As is, with a seed twice, and greedily with the cache and without."""
+    monkeypatch.chdir(trained.folder)
+    command = trained.console.splitlines()[-1]
+    words = re.fullmatch(r"read what it writes: (.*/run\.sh) tools/sample\.py (\S+)", command)
+    assert words[1] == str(ROOT / "run.sh") and trained.folder / words[2] == trained.path
+
+    def written(*flags: str) -> str:
+        sample.main([words[2], *flags])
+        out, err = capsys.readouterr()
+        assert re.fullmatch(rf"{words[2]}, --seed \d+\n\d+\.\d tokens/s\n", err)
+        return out
+
+    a, b, c = (written("--tokens", "20", "--seed", seed) for seed in "112")
+    assert a == b != c and len(a.split("-" * 80)) == 3
+    long = ["--n", "1", "--tokens", "150", "--temperature", "0", "--prompt", "a b c"]
+    assert written(*long) == written(*long, "--no_cache")
+    assert written(*long).startswith("a b c")
+
+
+def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained.folder)
+    sample.main(["--n", "1", "--tokens", "5", "--device", "cpu"])
+    assert "logs/it/state_step000020.pt, --seed" in capsys.readouterr().err
+    main(["--eval", "auto", "--device", "cpu"])
+    assert "over 1024 tokens, logs/it/state_step000020.pt\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("", "no checkpoint under logs/: train with --save_every, or name one"),
+        ("logs/none.pt", "No such file or directory: 'logs/none.pt'"),
+        ("broken.pt", "broken.pt is not a whole checkpoint of this program"),
+        ("it.pt --tokens 0", "--n and --tokens: at least 1"),
+        ("it.pt --temperature nan", "--temperature and --top_k: at least 0"),
+        ("--tokens many", "argument --tokens: invalid int value: 'many'"),
+        ("--tocens 3", "unrecognized arguments: --tocens 3"),
+        ("words.pt", "words.pt: 512 tokens are not GPT-2's vocabulary"),
+    ],
+)
+def test_what_cannot_be_ends_with_one_line(words, message, flags, trained, tmp_path, capsys):
+    (tmp_path / "broken.pt").write_bytes(b"nothing")
+    (tmp_path / "it.pt").symlink_to(trained.path)
+    if words == "words.pt":
+        main([*flags, "--num_iterations", "1", "--save_every", "1"])
+        next(tmp_path.glob("logs/*/*.pt")).rename(words)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        sample.main(words.split())
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.startswith("sample.py: error: ") and message in err and err.count("\n") == 1

@@ -1,0 +1,116 @@
+"""The view of a run: what it says and draws, of a finished run and of one that goes on."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import watch
+from conftest import ROOT
+
+from train_gpt import PUBLISHED
+
+RECORD = "2025-01-26_BatchSize"
+RULE = "=" * 100
+
+
+@pytest.fixture
+def log(tmp_path):
+    """log(step) writes what a run of the record on FineWeb has written by that step."""
+
+    def write(step: int, name: str = "it"):
+        curve = PUBLISHED[RECORD].curve
+        settings = "train_files: fineweb_train_*.bin\nval_files: fineweb_val_*.bin"
+        lines, rows = [f"record {RECORD}\non 8 x NVIDIA H100, log in logs/it.txt"], []
+        for i in range(step + 1):
+            ms = 100 * i
+            row = {"step": i, "train_loss": 11 - 0.004 * i, "ms": 100.0 + i % 2}
+            row |= {"tokens_per_s": 3900000, "memory_mib": 29000}
+            times = f"train_time:{ms}ms step_avg:100.00ms"
+            if i:
+                lines.append(f"step:{i}/1770 {times}")
+            if i in curve:
+                lines.append(f"step:{i}/1770 val_loss:{curve[i] + 0.01:.4f} {times}")
+                row["val_loss"] = curve[i] + 0.01
+            rows.append(row if i else {"step": 0, "val_loss": row["val_loss"]})
+        path = tmp_path / f"{name}.txt"
+        parts = "source", "Python 3\ntorch 2.13.0 CUDA 13", "machine", settings
+        path.write_text("".join(f"{p}\n{RULE}\n" for p in parts) + "\n".join(lines) + "\n")
+        path.with_suffix(".jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return path
+
+    return write
+
+
+def test_a_running_run_shows_where_it_is_and_the_published_curve(log, capsys):
+    watch.main([str(log(600))])
+    out = capsys.readouterr().out
+    words = " ".join(out.split())
+    assert f"it.txt: {RECORD} step 600/1770, train loss 8.6000, " in words
+    assert "val loss 3.7640 at step 500 (published: 3.7540), 100.0 ms/step, 3900.0k" in words
+    assert "29000 MiB, 0:01:57 of training left, last heard of" in words
+    assert all(name in out for name in ("training", "validation", "published"))
+    assert "\x1b" not in out and any(dot in out for dot in "⠉⠒⠤⣀⢇")
+
+
+def test_a_finished_run_says_so_and_other_data_has_no_published_curve(log, capsys):
+    path = log(1770)
+    path.write_text(path.read_text().replace("train_files: fineweb_", "train_files: mine_"))
+    watch.main([str(path)])
+    out = capsys.readouterr().out
+    assert "finished, 177.0 s of training" in " ".join(out.split()) and "left" not in out
+    assert "published" not in out
+
+
+def test_a_log_without_rows_and_half_a_row_are_no_trouble(log, capsys):
+    path = log(600)
+    rows = path.with_suffix(".jsonl")
+    rows.write_text(rows.read_text()[:-20])
+    watch.main([str(path)])
+    assert "step 599/1770" in capsys.readouterr().out
+    rows.unlink()
+    watch.main([str(path)])
+    out = capsys.readouterr().out
+    assert "step 500/1770, val loss 3.7640 at step 500" in out and "ms/step" not in out
+
+
+def test_the_picture_is_a_png(log, tmp_path, capsys):
+    watch.main([str(log(600)), "--png", str(tmp_path / "it.png")])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'it.png'}\n"
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_name_it_is_the_newest_log_and_errors_are_a_line(log, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="watch.py: no log under logs/: name one"):
+        watch.main([])
+    (tmp_path / "logs").mkdir()
+    log(3, "logs/old")
+    (tmp_path / "logs/new.txt").write_text("nothing")
+    os.utime(tmp_path / "logs/old.txt", (1, 1))
+    with pytest.raises(SystemExit, match="watch.py: logs/new.txt has no steps"):
+        watch.main([])
+
+
+def test_on_a_terminal_it_follows_the_run_to_its_end(log):
+    """It draws anew as the log grows, and leaves by itself."""
+    path = log(125)
+    terminal, inner = pty.openpty()
+    command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(path), "--interval", "0.1"]
+    process = subprocess.Popen(command, stdout=inner, stderr=inner)
+    os.close(inner)
+    seen, grown = "", False
+    while process.poll() is None or not grown:
+        try:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # the other end is closed
+            break
+        if not grown and "step 125/1770" in seen:
+            log(1770)
+            grown = True
+    assert process.wait(timeout=20) == 0
+    views = re.split(re.escape("\x1b[H\x1b[J"), seen)
+    assert "step 125/1770" in views[1] and "finished" in views[-1] and len(views) > 2
