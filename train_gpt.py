@@ -1617,7 +1617,7 @@ class Metrics:
     def __init__(self, path: Path, hp: Hyperparameters, first_step: int):
         """Begin, or go on after a checkpoint's step: rows of later ones will come again."""
         self.row, self.result, self.since, self.stop = {}, None, 0.0, 0.0
-        self.loss, self.tokens = math.log(hp.vocab_size), hp.batch_seqs * hp.seq_len
+        self.hp, self.loss = hp, math.log(hp.vocab_size)
         self.file = path.open("a+b", buffering=0)
         if path.is_file():
             self.file.seek(0)
@@ -1625,9 +1625,12 @@ class Metrics:
             kept = [row for row in rows if json.loads(row)["step"] <= first_step]
             self.file.truncate(sum(map(len, kept)))
 
-    def begin(self, row: dict, result: Tensor) -> None:
-        """A step is under way; its result is train_step's."""
-        self.row, self.result = row, to_host(result)
+    def begin(self, step: int, result: Tensor) -> None:
+        """The step is under way; its result is train_step's."""
+        hp, memory = self.hp, peak_memory(result.device)[0] >> 20
+        self.row = {"step": step + 1, "window": get_window_size(step, hp), "memory_mib": memory}
+        self.row |= {"lr": get_lr(step, hp), "momentum": get_muon_momentum(step, hp)}
+        self.result = to_host(result)
 
     def fetch(self) -> float:
         """The loss of the last step begun; its row is complete but for a validation."""
@@ -1635,7 +1638,7 @@ class Metrics:
             (self.loss, self.stop, *norms), ended = self.result()
             seconds, self.since, self.result = ended - self.since, ended, None
             self.row |= {"train_loss": self.loss, "ms": round(1e3 * seconds, 3)}
-            self.row |= {"tokens_per_s": round(self.tokens / seconds)}
+            self.row |= {"tokens_per_s": round(self.hp.batch_seqs * self.hp.seq_len / seconds)}
             self.row |= zip(GRAD_NORMS, norms, strict=False)
         return self.loss
 
@@ -2047,9 +2050,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         loss = check_loss(metrics.fetch(), step)  # of the step before: no waiting
         stop = metrics.stop
         metrics.write()
-        row = {"step": step + 1, "lr": get_lr(step, hp), "momentum": get_muon_momentum(step, hp)}
-        row |= {"window": get_window_size(step, hp), "memory_mib": peak_memory(device)[0] >> 20}
-        metrics.begin(row, now)
+        metrics.begin(step, now)
         ms = 1e3 * (seconds + time.perf_counter() - start)
         times = f"train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
         line = f"step:{step + 1}/{hp.num_iterations} {times}"
