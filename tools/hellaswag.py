@@ -88,7 +88,7 @@ def pack(lengths: list[int], size: int) -> Iterator[list[tuple[int, int]]]:
     yield sequence
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def log_likelihoods(
     model: GPT, documents: list[list[int]], starts: list[int], window: int, rank=0, world_size=1
 ) -> Tensor:

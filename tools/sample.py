@@ -156,7 +156,7 @@ def parse(argv: list[str] | None):
     return args, hp, loaded
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample(parsed, store) -> None:
     """Print the samples."""
     args, hp, loaded = parsed

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from hellaswag import log_likelihoods
 from runs import val_losses
+from sample import Decoder, Rereader
 from torch._dynamo.utils import counters
 
 import train_gpt
@@ -113,6 +115,25 @@ def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
     assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
     for name, grad in cpu_grads.items():
         assert relative_error(cuda_grads[name], grad) < 0.1, name
+
+
+@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
+@torch.no_grad()
+def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(record, randomize):
+    """In bfloat16; uncached and packed through FlexAttention, packed also compiled."""
+    hp, device = replace(record, model_dim=256, num_heads=2), torch.device("cuda")
+    a, b, compiled, on_cpu = (randomize(GPT(hp)).eval() for _ in range(4))
+    feeds = [Decoder(a.to_device(device, False), 384), Rereader(b.to_device(device, False), 384)]
+    tokens = documents(600).tolist()
+    for part in (tokens[:590], *([token] for token in tokens[590:])):
+        found, expected = (feed(part) for feed in feeds)
+        assert relative_error(found, expected) < 0.03
+    texts = [tokens[i : i + 20 + i % 50] for i in range(0, 500, 5)]
+    scores = [
+        log_likelihoods(model, texts, [10] * len(texts), 384)
+        for model in (compiled.to_device(device, True), on_cpu)
+    ]
+    assert relative_error(*scores) < 0.02
 
 
 def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
