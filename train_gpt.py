@@ -18,7 +18,7 @@ The file reads like the life of a batch, and importing it does nothing:
     Model            masks, attention, layers, and a loss that never stores its logits
     Data             shards, and batches that depend on the step alone
     Schedules        learning rate, momentum and window as functions of the step
-    Training         devices and ranks, log, checkpoints, signals, the timed loop, main()
+    Training         devices and ranks, log, metrics, checkpoints, signals, the timed loop, main()
 """
 
 import argparse
@@ -33,6 +33,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -71,6 +72,10 @@ END_OF_TEXT = 50256  # the GPT-2 token that begins every document
 
 class UserError(ValueError):
     """What is wrong, where, and what to do about it: one line for people, without a traceback."""
+
+
+def fail(message: str):
+    raise UserError(message)
 
 
 # -----------------------------------------------------------------------------
@@ -343,10 +348,6 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-
-    def fail(message: str):
-        raise UserError(message)
-
     parser.error = fail
     parser.add_argument("--record", choices=RECORDS, help="row to start from; on a CPU [demo]")
     parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
@@ -373,7 +374,7 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
             raise UserError("no checkpoint under logs/: train with --save_every, or name one")
         if not args.saved:
             print("--resume auto: no checkpoint under logs/, a new run begins")
-    elif args.checkpoint:
+    elif args.checkpoint is not None:
         args.saved = load_checkpoint(args.checkpoint)
     remembered = "record" not in args and args.saved.get("hyperparameters")
     args.record = getattr(args, "record", "demo" if on_cpu else default)
@@ -1571,6 +1572,13 @@ def all_reduce_(tensors: list[Tensor]) -> None:
             work.wait()
 
 
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return when all of them have come here."""
+    count = torch.ones(1, device=device)
+    all_reduce_([count])
+    count.item()  # on a GPU, only this waits
+
+
 class Logger:
     """Rank 0's log file, and the console: plain lines, on a terminal a bar for the steps."""
 
@@ -1616,14 +1624,16 @@ class Metrics:
 
     def __init__(self, path: Path, hp: Hyperparameters, first_step: int):
         """Begin, or go on after a checkpoint's step: rows of later ones will come again."""
-        self.row, self.result, self.since, self.stop = {}, None, 0.0, 0.0
-        self.hp, self.loss = hp, math.log(hp.vocab_size)
-        self.file = path.open("a+b", buffering=0)
+        self.hp, self.row, self.result, self.since = hp, {}, None, 0.0
+        self.last, kept = (math.log(hp.vocab_size), 0.0), 0
+        self.file = path.open("ab", buffering=0)
         if path.is_file():
-            self.file.seek(0)
-            rows = [row for row in self.file if first_step and row.endswith(b"\n")]
-            kept = [row for row in rows if json.loads(row)["step"] <= first_step]
-            self.file.truncate(sum(map(len, kept)))
+            with contextlib.suppress(ValueError):  # from a row that a full disk cut
+                for row in path.read_bytes().splitlines(keepends=True) if first_step else ():
+                    if not row.endswith(b"\n") or json.loads(row)["step"] > first_step:
+                        break
+                    kept += len(row)
+            self.file.truncate(kept)
 
     def begin(self, step: int, result: Tensor) -> None:
         """The step is under way; its result is train_step's."""
@@ -1632,15 +1642,16 @@ class Metrics:
         self.row |= {"lr": get_lr(step, hp), "momentum": get_muon_momentum(step, hp)}
         self.result = to_host(result)
 
-    def fetch(self) -> float:
-        """The loss of the last step begun; its row is complete but for a validation."""
+    def fetch(self) -> tuple[float, float]:
+        """Loss and `stop` of the last step begun; its row is complete but for a validation."""
         if self.result:
-            (self.loss, self.stop, *norms), ended = self.result()
+            (loss, stop, *norms), ended = self.result()
+            self.last = loss, stop
             seconds, self.since, self.result = ended - self.since, ended, None
-            self.row |= {"train_loss": self.loss, "ms": round(1e3 * seconds, 3)}
+            self.row |= {"train_loss": loss, "ms": round(1e3 * seconds, 3)}
             self.row |= {"tokens_per_s": round(self.hp.batch_seqs * self.hp.seq_len / seconds)}
             self.row |= zip(GRAD_NORMS, norms, strict=False)
-        return self.loss
+        return self.last
 
     def write(self) -> None:
         """Append the row, if there is one. A SIGKILL can cut a write where a page of memory begins:
@@ -1713,7 +1724,7 @@ def newest_checkpoint(run_id: str) -> tuple[Path | None, dict]:
         try:
             return path, load_checkpoint(path)
         except UserError as error:
-            print(f"{error}; trying the one before")
+            print(f"{error}; trying the one before", file=sys.stderr)
     if found:
         raise UserError(f"none of {len(found)} checkpoints under logs/ is whole; remove them")
     return None, {}
@@ -1919,9 +1930,10 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
 
 def to_host(values: Tensor):
     """Start copying from the device; the answer, when called, waits for that copy only, and gives
-    the values and the time when they were there."""
+    the values and the time when the host saw that they were there."""
     if values.device.type == "cpu":
-        return partial(tuple, (values.tolist(), time.perf_counter()))
+        found = values.tolist(), time.perf_counter()
+        return lambda: found
     host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
     host.copy_(values, non_blocking=True)
     copied.record()
@@ -1931,7 +1943,8 @@ def to_host(values: Tensor):
 def peak_memory(device: torch.device) -> tuple[int, int]:
     """Peak bytes allocated and reserved on a GPU; without one, what the process had, twice."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        stats = torch.cuda.memory_stats()
+        return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
     unit = 1 if sys.platform == "darwin" else 1024
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
 
@@ -2015,7 +2028,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         if validate or save:
             signals.expect(20)
             seconds += clock(device) - start
-            check_loss(metrics.fetch(), step)
+            check_loss(metrics.fetch()[0], step)
             ms = 1e3 * seconds
             if validate:
                 loss = evaluate(model, val_batches, get_window_size(step, hp), device)
@@ -2037,7 +2050,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
                 if rank == 0:
                     save_checkpoint(path, state, hp.keep)
             if stop:
-                all_reduce_([torch.zeros(1, device=device)])  # until rank 0 has written
+                wait_for_all_ranks(device)  # until rank 0 has written
                 number = signal.Signals(signals.number or signal.SIGTERM)
                 log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
                 sys.exit(128 + number)
@@ -2047,8 +2060,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         signals.expect(6)
         inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
         now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
-        loss = check_loss(metrics.fetch(), step)  # of the step before: no waiting
-        stop = metrics.stop
+        loss, stop = metrics.fetch()  # of the step before: no waiting
+        check_loss(loss, step)
         metrics.write()
         metrics.begin(step, now)
         ms = 1e3 * (seconds + time.perf_counter() - start)
@@ -2061,7 +2074,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     log("peak memory allocated: {} MiB reserved: {} MiB".format(*sizes))
     if save:
         program = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
-        print(f"read what it writes: {program} tools/sample.py {path}")
+        command = shlex.join([program, "tools/sample.py", str(path)])
+        print(f"read what it writes: {command}")
 
 
 def as_program(name: str, parse, work) -> None:

@@ -139,6 +139,7 @@ def home(tmp_path, monkeypatch):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
+            self.send_header("Content-Length", str(home.length))
             self.end_headers()
             self.wfile.write(home.data)
 
@@ -148,6 +149,7 @@ def home(tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as home:
         threading.Thread(target=home.serve_forever, daemon=True).start()
         home.data = "".join(json.dumps(row) + "\n" for row in made_up(5)).encode()
+        home.length = len(home.data)
         monkeypatch.setattr(hellaswag, "HOME", f"http://127.0.0.1:{home.server_port}/val.jsonl")
         monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(home.data).hexdigest())
         monkeypatch.setattr(hellaswag, "HERE", tmp_path)
@@ -158,11 +160,15 @@ def home(tmp_path, monkeypatch):
 def test_questions_are_fetched_once_and_only_whole(home, trained, tmp_path, capsys):
     path, whole = tmp_path / "data/hellaswag/hellaswag_val.jsonl", home.data
     words = [str(trained.path), "--device", "cpu"]
-    home.data = whole[:-10]
-    with pytest.raises(SystemExit) as stop:
-        hellaswag.main(words)
-    assert stop.value.code == 1 and "has SHA-256" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("hellaswag_val*"))
+    for data, message in (
+        (whole[:-10], "could not fetch"),
+        (whole.replace(b"river", b"rivet"), "has SHA-256"),
+    ):
+        home.data = data
+        with pytest.raises(SystemExit) as stop:
+            hellaswag.main(words)
+        assert stop.value.code == 1 and message in capsys.readouterr().err
+        assert not list(tmp_path.rglob("hellaswag_val*"))
     home.data = whole
     hellaswag.main(words)
     assert ": 5 questions in" in capsys.readouterr().out and path.read_bytes() == whole
@@ -175,13 +181,18 @@ def test_questions_are_fetched_once_and_only_whole(home, trained, tmp_path, caps
     "text, message",
     [
         ("", "it.jsonl holds no question"),
-        ('{"ctx": "a", "endings": ["b", "c"], "label": 1}\n{"ctx": "a"}\n', "it.jsonl:2: not a"),
-        ('{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "it.jsonl:1: not a HellaSwag"),
+        (
+            '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 3}\n{"ctx": 1}\n',
+            "it.jsonl:2: not",
+        ),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": -1}\n', "it.jsonl:1: not a Hella"),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": 1}\n', "it.jsonl:1: not a HellaSwag"),
+        ("\udcff", "it.jsonl:0: not a HellaSwag question (UnicodeDecodeError"),
         ("no json\n", "it.jsonl:1: not a HellaSwag question (JSONDecodeError"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(text, message, trained, tmp_path, capsys):
-    (tmp_path / "it.jsonl").write_text(text)
+    (tmp_path / "it.jsonl").write_text(text, errors="surrogateescape")
     with pytest.raises(SystemExit) as stop:
         hellaswag.main([str(trained.path), "--data", str(tmp_path / "it.jsonl"), "--device", "cpu"])
     err = capsys.readouterr().err

@@ -159,6 +159,14 @@ def test_resume_refuses_other_hyperparameters_and_names_them(flags, tmp_path, ca
     assert "the run had finished: step 40 of 40 is saved" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--eval"])
+def test_an_empty_name_is_no_checkpoint(flag, flags, capsys):
+    """As from a variable of the shell that is not set."""
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, flag, ""])
+    assert stop.value.code == 2 and "No such file" in capsys.readouterr().err
+
+
 def test_without_a_checkpoint_a_new_run_begins_and_says_so(flags, capsys):
     main([*flags, "--resume", "auto", "--num_iterations", "2"])
     out = capsys.readouterr().out
@@ -175,9 +183,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(flags, tmp_path, capsy
     newest.write_bytes(data)
     capsys.readouterr()
     main([*flags, "--resume", "auto"])
-    out = capsys.readouterr().out
-    assert "state_step000040.pt is not a whole checkpoint" in out
-    assert "(its checksum is wrong); trying the one before" in out
+    out, err = capsys.readouterr()
+    assert "state_step000040.pt is not a whole checkpoint" in err
+    assert "(its checksum is wrong); trying the one before" in err
     assert "resumed at step 35" in out and "step:40/40 val_loss" in out
     for path in tmp_path.glob("logs/it/*.pt"):
         path.write_bytes(b"nothing")

@@ -1,13 +1,14 @@
 """Sampling: a cache that changes nothing, chances as they should be, and text from the terminal."""
 
+import copy
 import re
 from dataclasses import replace
 
 import pytest
-import sample  # noqa: E402
+import sample
 import torch
 from conftest import ROOT
-from sample import Decoder, Rereader, choose, gpt2_encoding, text_of  # noqa: E402
+from sample import Decoder, Rereader, choose, gpt2_encoding, text_of
 
 import train_gpt
 from train_gpt import BLOCK, RECORDS, main
@@ -55,10 +56,16 @@ def test_cached_tokens_are_the_uncached_ones(model, window):
 
 @torch.inference_mode()
 def test_a_long_prompt_is_read_in_blocks(model):
-    prompt = torch.randint(48, (700,), generator=torch.Generator().manual_seed(0)).tolist()
-    decoder, rereader = Decoder(model, 256), Rereader(model, 256)
-    assert torch.allclose(decoder(prompt), rereader(prompt), atol=1e-4)
-    assert torch.allclose(decoder(prompt[:200]), rereader(prompt[:200]), atol=1e-4)
+    """Its last document is longer than the window; a change far back in the window is seen."""
+    decoder, rereader = Decoder(model, 256), Rereader(copy.deepcopy(model), 256)
+    prompt = torch.randint(4, 48, (900,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt[100] = END
+    expected = rereader(prompt)
+    assert torch.allclose(decoder(prompt), expected, atol=1e-4)
+    more = prompt[:200]
+    assert torch.allclose(decoder(more), rereader(more), atol=1e-4)
+    prompt[-190] = 47 - prompt[-190]
+    assert not torch.allclose(Decoder(model, 256)(prompt), expected, atol=1e-3)
 
 
 def test_choices_follow_the_softmax_of_the_likeliest():
@@ -71,7 +78,7 @@ def test_choices_follow_the_softmax_of_the_likeliest():
         p = weight / sum(weights.values())
         assert abs(drawn.count(token) / count - p) < 4 * (p * (1 - p) / count) ** 0.5
     assert {choose(logits, 0.5, 0, generator) for _ in range(count)} == {0, 1, 2, 3, 4}
-    assert choose(logits, 0.0, 0, generator) == 1
+    assert choose(logits, 0.0, 0, generator) == choose(logits, 1e-40, 0, generator) == 1
 
 
 def test_pieces_of_text_are_whole_characters():
@@ -119,6 +126,7 @@ def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys
         ("broken.pt", "broken.pt is not a whole checkpoint of this program"),
         ("it.pt --tokens 0", "--n and --tokens: at least 1"),
         ("it.pt --temperature nan", "--temperature and --top_k: at least 0"),
+        ("it.pt --seed 9999999999999999999999", "--seed 9999999999999999999999: from 0 to"),
         ("--tokens many", "argument --tokens: invalid int value: 'many'"),
         ("--tocens 3", "unrecognized arguments: --tocens 3"),
         ("words.pt", "words.pt: 512 tokens are not GPT-2's vocabulary"),

@@ -67,14 +67,20 @@ def test_a_finished_run_says_so_and_other_data_has_no_published_curve(log, capsy
 
 def test_a_log_without_rows_and_half_a_row_are_no_trouble(log, capsys):
     path = log(600)
-    rows = path.with_suffix(".jsonl")
+    rows, text = path.with_suffix(".jsonl"), path.read_text()
     rows.write_text(rows.read_text()[:-20])
     watch.main([str(path)])
     assert "step 599/1770" in capsys.readouterr().out
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:251]))
+    watch.main([str(path)])  # the run was resumed at 250
+    assert "step 250/1770" in (out := capsys.readouterr().out) and "val loss 4.1114 at" in out
     rows.unlink()
     watch.main([str(path)])
     out = capsys.readouterr().out
     assert "step 500/1770, val loss 3.7640 at step 500" in out and "ms/step" not in out
+    path.write_text(re.sub("(?m)^step:.*val_loss.*\n", "", text))
+    with pytest.raises(SystemExit, match="it.txt has no step yet"):
+        watch.main([str(path)])
 
 
 def test_the_picture_is_a_png(log, tmp_path, capsys):

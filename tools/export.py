@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from sample import load_model, parse_with_checkpoint
 
@@ -37,6 +38,7 @@ def hf_config(hp: Hyperparameters, window: int) -> dict:
             "AutoModelForCausalLM": f"{MODELING.stem}.SpeedrunForCausalLM",
         },
         "dtype": "float32",
+        "tie_word_embeddings": False,
         **{name: getattr(hp, name) for name in SHARED},
         "layers": [asdict(layer) for layer in train_gpt.layer_table(hp)],
         "attn_scale": hp.attn_scale or hp.head_dim**-0.5,
@@ -51,9 +53,9 @@ def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
     """Make the folder whole or not at all; UserError if there is something already."""
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder, or remove it")
-    weights = load_model(replace(hp, compile="off"), saved, torch.device("cpu")).state_dict()
+    load_model(replace(hp, compile="off"), saved, torch.device("cpu"))  # or it says what is wrong
     # Embeddings that were trained in bfloat16 stay so: transformers makes them float32 again.
-    weights = {name: w.to(saved["model"][name].dtype).contiguous() for name, w in weights.items()}
+    weights = {name: w.contiguous() for name, w in saved["model"].items()}
     tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     texts = {
@@ -63,7 +65,6 @@ def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
         "vocab.json": tokens,
     }
     temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         for name, value in texts.items():
@@ -74,8 +75,10 @@ def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
         shutil.copy(MERGES, temporary / "merges.txt")
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary)
+        if isinstance(error, SafetensorError):
+            raise UserError(f"could not write {folder}: is the disk full? ({error})") from error
         raise
 
 

@@ -11,8 +11,8 @@ GPT-2 124M and 29 % for the record of 2024-11-19; GPT-2 itself has 28.6 % and 29
 Each question with each ending is a document. Documents are packed into long sequences under the
 document mask of training, and the window is wide enough for the longest: so a document's score does
 not depend on its neighbours. The 10,042 questions are fetched once (12 MB), or read from --data, a
-.jsonl of the same form: objects with `ctx`, `endings` (any number) and `label`. Other flags are
-those of train_gpt.py.
+.jsonl of the same form: objects with `ctx`, four `endings` and a `label` from 0 to 3. Other flags
+are those of train_gpt.py.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import os
 import sys
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def fetch(path: Path) -> None:
     try:
         with urllib.request.urlopen(HOME, timeout=60) as answer:
             data = answer.read()
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise UserError(f"could not fetch {HOME} ({error}); name a copy with --data") from error
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
         raise UserError(f"{HOME} has SHA-256 {found}, not {SHA256}: try again, or use --data")
@@ -57,20 +58,22 @@ def fetch(path: Path) -> None:
 
 def read_questions(path: Path, limit: int) -> list[tuple[list[list[int]], int, int]]:
     """Of each question its documents' tokens, how many of these are common, and the right one."""
-    encoding, questions = gpt2_encoding(), []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    encoding, questions, number = gpt2_encoding(), [], 0
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines, 1):  # noqa: B007
             if limit and len(questions) == limit:
                 break
-            try:
-                row = json.loads(line)
-                context = [END_OF_TEXT, *encoding.encode_ordinary(row["ctx"])]
-                endings = [encoding.encode_ordinary(f" {ending}") for ending in row["endings"]]
-                label = range(len(endings))[int(row["label"])]
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                found = f"{type(error).__name__}: {error}"
-                raise UserError(f"{path}:{number}: not a HellaSwag question ({found})") from error
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            context = [END_OF_TEXT, *encoding.encode_ordinary(row["ctx"])]
+            endings = [encoding.encode_ordinary(f" {row['endings'][i]}") for i in range(4)]
+            label = range(4).index(int(row["label"]))
             questions.append(([context + ending for ending in endings], len(context), label))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}:{number}: not a HellaSwag question ({found})") from error
     if not questions:
         raise UserError(f"{path} holds no question")
     return questions
@@ -154,7 +157,7 @@ def evaluate(parsed, store) -> None:
     device = train_gpt.start_device(hp.device, store, hp.comm_timeout)
     if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         fetch(path)
-    train_gpt.all_reduce_([torch.zeros(1, device=device)])  # until the questions are there
+    train_gpt.wait_for_all_ranks(device)  # until the questions are there
     questions = read_questions(path, args.limit)
     model = load_model(hp, loaded.saved, device)
     documents = [document for q in questions for document in q[0]]

@@ -74,8 +74,8 @@ class Run:
 
 
 def read_log(path: Path, whole: bool = True) -> Run:
-    """The run of a log. ValueError says what is wrong with one that is no log, or, if a whole run
-    is wanted, of no such one."""
+    """The run of a log. ValueError says what is wrong with one that is no log, or, where that is
+    wanted, not of a whole run."""
     text = path.read_bytes().decode("utf-8")  # its error is a ValueError
     if not text.strip():
         raise ValueError("is empty")

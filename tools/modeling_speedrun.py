@@ -45,8 +45,8 @@ class SpeedrunConfig(PretrainedConfig):
         self.vocab_size, self.table_rows, self.head_rows = vocab_size, table_rows, head_rows
         self.window, self.window_rule, self.attn_scale = window, window_rule, attn_scale
         self.rope, self.rope_base, self.logit_softcap = rope, rope_base, logit_softcap
-        ends = {"bos_token_id": 50256, "eos_token_id": 50256, "use_cache": False}
-        super().__init__(**(ends | others))
+        fixed = {"bos_token_id": 50256, "eos_token_id": 50256, "use_cache": False}
+        super().__init__(**({"tie_word_embeddings": False} | fixed | others))
 
 
 def norm(x: Tensor) -> Tensor:

@@ -32,11 +32,8 @@ def parse_with_checkpoint(parser: argparse.ArgumentParser, argv: list[str] | Non
     """A tool's flags, and the settings and flags of train_gpt.py, of which `saved` is the
     checkpoint: the file that is named first, or the newest one."""
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-
-    def fail(message: str):
-        raise UserError(message)
-
-    parser.error, parser.usage = fail, f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
+    parser.error = train_gpt.fail
+    parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     words = sys.argv[1:] if argv is None else argv
     named = bool(words) and not words[0].startswith("-")
     args, flags = parser.parse_known_args(words[named:])
@@ -69,15 +66,20 @@ class Memory:
         return train_gpt.attend(q, self.keys, self.values, mask, scale)
 
 
+def attend_by(model: GPT, make: Callable) -> None:
+    """Let each layer attend by what make() gives."""
+    for block in model.blocks:
+        if block.attn is not None:
+            block.attn.attend = make()
+
+
 class Decoder:
     """A model that remembers what its window holds: a token costs the same after any number."""
 
     def __init__(self, model: GPT, window: int):
         self.model, self.window, self.position = model, window, 0
         self.recent = torch.empty(0, dtype=torch.int32, device=model.skip_weights.device)
-        for block in model.blocks:
-            if block.attn is not None:
-                block.attn.attend = Memory()
+        attend_by(model, Memory)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         model, device = self.model, self.recent.device
@@ -99,6 +101,7 @@ class Rereader:
 
     def __init__(self, model: GPT, window: int):
         self.model, self.window, self.tokens = model, window, []
+        attend_by(model, lambda: train_gpt.attend)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         self.tokens += tokens
@@ -117,7 +120,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     if not temperature:
         return logits.argmax().item()
     logits, tokens = logits.cpu().topk(min(top_k or len(logits), len(logits)))
-    chance = torch.softmax(logits / temperature, 0)
+    chance = torch.softmax((logits - logits[0]) / temperature, 0)
     return tokens[torch.multinomial(chance, 1, generator=generator)].item()
 
 
@@ -153,6 +156,8 @@ def parse(argv: list[str] | None):
     args, hp, loaded = parse_with_checkpoint(parser, argv)
     if min(args.n, args.tokens) < 1 or not min(args.temperature, args.top_k) >= 0:
         raise UserError("--n and --tokens: at least 1; --temperature and --top_k: at least 0")
+    if args.seed is not None and not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: from 0 to {2**63 - 1}")
     return args, hp, loaded
 
 

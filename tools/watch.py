@@ -24,11 +24,17 @@ from leaderboard import PUBLISHED, Run, read_log
 RECENT = 25  # steps, for the speed
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a log's .jsonl, none if it has none; one that is being written is left out."""
-    path = path.with_suffix(".jsonl")
-    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def look(path: Path) -> tuple[Run, list[dict]]:
+    """The run of a log, and the rows of its .jsonl, if it has one; ValueError if nothing is there
+    yet. What a resumed run will do again is left out."""
+    run, metrics = read_log(path, whole=False), path.with_suffix(".jsonl")
+    lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be on its way
+    if rows:
+        run.curve = {step: at for step, at in run.curve.items() if step <= rows[-1]["step"]}
+    elif not run.curve:
+        raise ValueError("has no step yet")
+    return run, rows
 
 
 def published(run: Run) -> dict[int, float]:
@@ -54,7 +60,7 @@ def limits(lines: dict[str, tuple[list[int], list[float]]], step: int) -> tuple[
 
 
 def last_step(run: Run, rows: list[dict]) -> int:
-    return max([row["step"] for row in rows[-1:]] + list(run.curve))
+    return rows[-1]["step"] if rows else max(run.curve)
 
 
 def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
@@ -135,6 +141,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw into this file instead")
     parser.add_argument("--interval", type=float, default=2, help="seconds between looks [2]")
     args = parser.parse_args(argv)
+    if not args.interval > 0:
+        parser.error("--interval: more than 0 seconds")
     logs = [args.log] if args.log else list(Path("logs").glob("*.txt"))
     if not logs:
         sys.exit("watch.py: no log under logs/: name one")
@@ -142,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     live, run = sys.stdout.isatty() and not args.png, None
     while run is None or run.steps not in run.curve:
         try:
-            run, rows = read_log(path, whole=False), read_rows(path)
+            run, rows = look(path)
             if args.png:
                 return draw(run, rows, args.png)
             text = view(run, rows, time.time() - path.stat().st_mtime, *shutil.get_terminal_size())
