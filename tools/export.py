@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from sample import load_model, parse_with_checkpoint
+from sample import load_model, parse_with_checkpoint  # finds train_gpt.py and data/ too
 
 import train_gpt
 from gpt2 import MERGES, gpt2_tokens

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sample import gpt2_encoding, load_model, parse_with_checkpoint
+from sample import gpt2_encoding, load_model, parse_with_checkpoint  # finds train_gpt.py too
 from torch import Tensor
 from tqdm import tqdm
 

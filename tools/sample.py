@@ -82,6 +82,7 @@ class Decoder:
         attend_by(model, Memory)
 
     def __call__(self, tokens: list[int]) -> Tensor:
+        """The logits after these tokens, which follow those before."""
         model, device = self.model, self.recent.device
         for new in torch.tensor(tokens, dtype=torch.int32, device=device).split(BLOCK):
             # Whole blocks leave, so that those of the mask stay where they are.
@@ -104,6 +105,7 @@ class Rereader:
         attend_by(model, lambda: train_gpt.attend)
 
     def __call__(self, tokens: list[int]) -> Tensor:
+        """As Decoder's."""
         self.tokens += tokens
         blocks = self.tokens + [0] * (-len(self.tokens) % BLOCK)
         blocks = torch.tensor(blocks, dtype=torch.int32, device=self.model.skip_weights.device)
