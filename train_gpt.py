@@ -1943,8 +1943,8 @@ def to_host(values: Tensor):
 def peak_memory(device: torch.device) -> tuple[int, int]:
     """Peak bytes allocated and reserved on a GPU; without one, what the process had, twice."""
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats()
-        return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        stats = torch.cuda.memory_stats()  # empty until something was allocated
+        return tuple(stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
     unit = 1 if sys.platform == "darwin" else 1024
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
 
