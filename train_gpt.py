@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import glob
 import hashlib
 import itertools
@@ -132,6 +133,7 @@ class Hyperparameters:
     attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
+    norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 0)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
@@ -170,6 +172,9 @@ NAMES = [f.name for f in FIELDS]
 RUN_FIELDS = NAMES[NAMES.index("train_files") :]  # about this run, not about what is learned
 MACHINE_FIELDS = NAMES[NAMES.index("device") :]  # about its machine: checkpoints forget them
 
+# norm_eps: the published scripts name none. PyTorch's default for bfloat16 was 2^-7 until its pull
+# request 142848 made it 2^-23. By its release notes that was reverted on about 2025-01-22 and back
+# on about 2025-01-28 (request 145417 shows the code between); the record ran on the build of 01-25.
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
     cooldown_frac=640 / 1750,
@@ -213,6 +218,7 @@ RECORDS = {
         num_heads=2,
         head_dim=64,
         model_dim=128,
+        norm_eps=2.0**-23,
         train_files=f"{HERE}/data/kjv_train_*.bin",
         val_files=f"{HERE}/data/kjv_val_*.bin",
         val_loss_every=64,
@@ -478,14 +484,21 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
+@torch.compiler.assume_constant_result
+def memory_is_small(device: torch.device) -> bool:
+    """Whether a GPU has less than 40 GB: there memory is worth more than a few milliseconds."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 40e9
+
+
 def recomputed(function, *inputs):
-    """function(*inputs); compiled, it is made again in the backward pass instead of being kept.
+    """function(*inputs); where memory is small, compiled code makes the result again in the
+    backward pass instead of keeping it.
 
     For what costs little time and much memory: BENCHMARKS.md counts both.
     """
-    if not torch.compiler.is_compiling():
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    if torch.compiler.is_compiling() and memory_is_small(inputs[0].device):
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return function(*inputs)
 
 
 # -----------------------------------------------------------------------------
@@ -528,12 +541,13 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 
 @jit
 def softcap_kernel(
-    logits, targets, losses, grads, vocab, cap, scale, largest,
-    WITH_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, losses, grads, vocab, CAP: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A program takes a row, twice: from memory for the sum, then from the cache.
 
-    The cap bounds the logits, so softmax subtracts the cap instead of the row's maximum.
+    The cap bounds the logits, so softmax subtracts the cap instead of the row's maximum. Numbers
+    are constants of the kernel, because torch.compile hands a float over as a float64.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
@@ -542,27 +556,33 @@ def softcap_kernel(
     for start in range(0, vocab, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
-        term = tl.exp(2 * cap * (tl.sigmoid(2 / cap * logit) - 1))
+        term = tl.exp(2 * CAP * (tl.sigmoid(2 / CAP * logit) - 1))
         total += tl.where(column < vocab, term, 0.0)
     total = tl.sum(total)
-    of_target = tl.sigmoid(2 / cap * tl.load(logits + target).to(tl.float32))
-    tl.store(losses + row, tl.log(total) - 2 * cap * (of_target - 1))
+    of_target = tl.sigmoid(2 / CAP * tl.load(logits + target).to(tl.float32))
+    tl.store(losses + row, tl.log(total) - 2 * CAP * (of_target - 1))
     if WITH_GRAD:
         for start in range(0, vocab, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
-            s = tl.sigmoid(2 / cap * logit)
-            p = tl.exp(2 * cap * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
-            grad = tl.clamp(4 * scale * p * s * (1 - s), -largest, largest)
+            s = tl.sigmoid(2 / CAP * logit)
+            p = tl.exp(2 * CAP * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
+            grad = tl.clamp(4 * SCALE * p * s * (1 - s), -LARGEST, LARGEST)
             tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
 
 
 # Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
 # sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
-# while a chunk's logits are at hand. A chunk is long enough for fast matmuls; on a CPU the softmax
-# then takes a few rows at a time, which stay in the cache (BENCHMARKS.md).
-LOSS_CHUNK = {"cuda": 8192, "cpu": 256}  # tokens
-LOSS_ROWS = 16  # on a CPU
+# while a chunk's logits are at hand. On a CPU the softmax then takes a few rows of a chunk at a
+# time, which stay in the cache (BENCHMARKS.md).
+LOSS_ROWS = 16
+
+
+def loss_chunk_len(device: torch.device) -> int:
+    """Tokens in a chunk: enough for fast matmuls; each chunk adds to the head's gradient once."""
+    if device.type == "cpu":
+        return 256
+    return 8192 if memory_is_small(device) else 16384
 
 
 def padded_vocab(hp: Hyperparameters) -> int:
@@ -584,7 +604,7 @@ def fused_loss(logits, targets, cap, grad_scale=None, grads=None):
 def loss_example(hp, device):
     """A chunk of logits and where their gradient goes."""
     fp8 = trains_in_fp8(hp, device)
-    shape = min(LOSS_CHUNK[device.type], hp.seq_len), padded_vocab(hp)
+    shape = min(loss_chunk_len(device), hp.seq_len), padded_vocab(hp)
     logits = 4 * torch.randn(shape, device=device, dtype=activation_dtype(device))
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
     targets = torch.randint(hp.vocab_size, shape[:1], device=device)
@@ -599,14 +619,20 @@ def softcapped_cross_entropy(logits, targets, cap, grad_scale=None, grads=None):
     z = 2 cap sigmoid(2 logit / cap), cap * tanh(logit / cap) is z less a constant, which softmax
     does not see; its derivative is 2 / cap (z - z^2 / 2 cap). The cap keeps softmax above 0.
     """
-    z = logits.float().mul_(2 / cap).sigmoid_().mul_(2 * cap)  # of float32 in the same memory
-    p = torch.softmax(z, dim=-1)
-    loss = -p.gather(1, targets[:, None]).log().sum()
+    target = targets[:, None]
+    if torch.compiler.is_compiling():  # two passes over the logits, and nothing else is stored
+        z = 2 * cap * torch.sigmoid(2 / cap * logits.float())
+        z_of_target = 2 * cap * torch.sigmoid(2 / cap * logits.gather(1, target).float())
+        p = torch.exp(z - 2 * cap)
+        total = p.sum(dim=1, keepdim=True)
+        loss = (total.log() + 2 * cap - z_of_target).sum()
+        p = p / total - (torch.arange(p.size(1), device=p.device) == target).float()
+    else:  # in the memory of z
+        z = logits.float().mul_(2 / cap).sigmoid_().mul_(2 * cap)
+        p = torch.softmax(z, dim=-1)
+        loss = -p.gather(1, target).log().sum()
+        p.scatter_add_(1, target, p.new_full((len(p), 1), -1.0))
     if grads is not None:
-        if logits.is_cuda:  # compiled: the comparison is free, a scatter would store p
-            p = p - (torch.arange(p.size(1), device=p.device) == targets[:, None]).float()
-        else:
-            p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
         grad = z.addcmul_(z, z, value=-0.5 / cap).mul_(p).mul_(2 / cap * grad_scale)
         grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
     return loss
@@ -681,15 +707,32 @@ def mlp_example(hp, device):
     return [t.mul_(C**-0.5).requires_grad_() for t in tensors]
 
 
+class ReLUSquared(torch.autograd.Function):
+    """relu(x)^2, which keeps its result alone, as the matmul behind it does: its root is what the
+    derivative needs, and exact, because the root of a rounded square is the number itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        post = F.relu(x).square()
+        ctx.save_for_backward(post)
+        return post
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (2 * ctx.saved_tensors[0].sqrt())
+
+
 @partial(Kernel, fused=lambda *arguments: FusedMLP.apply(*arguments), example=mlp_example)
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype."""
-    return F.linear(recomputed(lambda h: F.relu(h).square(), F.linear(x, w_in)), w_out)
+    h = F.linear(x, w_in)
+    post = ReLUSquared.apply(h) if torch.compiler.is_compiling() else F.relu(h).square()
+    return F.linear(post, w_out)
 
 
 @jit
 def symmetric_kernel(
-    a, c, out, n, K, alpha, beta,
+    a, c, out, n, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
     WITH_C: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """A program computes a tile on or below the diagonal, and stores it and its mirror image."""
@@ -711,7 +754,7 @@ def symmetric_kernel(
     inside = (row[:, None] < n) & (column[None] < n)
     place = matrix * n * n + row[:, None] * n + column[None]
     if WITH_C:
-        total = alpha * total + beta * tl.load(c + place, inside, 0.0).to(tl.float32)
+        total = ALPHA * total + BETA * tl.load(c + place, inside, 0.0).to(tl.float32)
     total = total.to(out.dtype.element_ty)
     tl.store(out + place, total, inside)
     mirrored = matrix * n * n + column[None] * n + row[:, None]
@@ -812,7 +855,8 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     them to between 0.7 and 1.2, fast rather than exactly; zero stays zero. bfloat16 on CUDA, else
     G's own dtype. Source: Keller Jordan's Muon, kellerjordan.github.io/posts/muon.
     """
-    X = (G.bfloat16() if G.is_cuda else G).reshape(-1, *G.shape[-2:])
+    half = activation_dtype(G.device) == torch.bfloat16
+    X = (G.bfloat16() if half else G).reshape(-1, *G.shape[-2:])
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -1036,11 +1080,13 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
     """The attention mask as one integer a token: position i sees j when first[i] <= j <= i.
 
     A mask is causal, within a document (END_OF_TEXT begins it) and within a window, so what a token
-    sees is one run that ends at itself. The window () is in tokens; by the rule "blocks" its whole
-    blocks count, the token's own first and always. (T,) to (T,) int64, never decreasing.
+    sees is one run that ends at itself. A window is in tokens; by the rule "blocks" its whole
+    blocks count, the token's own first and always. Tokens (T,) and windows () or (W,) to (T,) or
+    (W, T) int32, never decreasing.
     """
-    position = torch.arange(len(input_seq), device=input_seq.device)
+    position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
+    window = window[..., None].int()
     if rule == "blocks":
         in_window = (position // BLOCK + 1 - (window // BLOCK).clamp(min=1)) * BLOCK
     else:
@@ -1049,16 +1095,33 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
 
 
 def flex_mask(first: Tensor) -> BlockMask:
-    """first_visible's answer (T,) for FlexAttention, from integers: nothing of size T x T."""
-    own = torch.arange(len(first) // BLOCK, device=first.device)  # the diagonal block of each row
-    back = own[None] + 1  # 1, 2, 3, ... blocks back
-    some = first[::BLOCK] // BLOCK  # the first key block of which the row sees anything
-    whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + BLOCK - 1) // BLOCK, own)  # ... everything
-    partial = torch.cat([own[:, None], whole[:, None] - back[:, :-1]], dim=1)
-    lists = 1 + whole - some, partial.clamp(min=0), own - whole, (own[:, None] - back).clamp(min=0)
-    return BlockMask.from_kv_blocks(
-        *(x.int()[None, None] for x in lists),
-        BLOCK_SIZE=BLOCK,
+    """A mask of first_visible, (T,), for FlexAttention, from integers: nothing of size T x T.
+
+    Where `first` never decreases, the blocks in each of FlexAttention's lists are one run.
+    """
+    own = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # the diagonal
+    # Of each query block: the first key block of which it sees anything, and everything.
+    some = first[::BLOCK] // BLOCK
+    whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + BLOCK - 1) // BLOCK, own)
+    # Of each key block: the first query block beyond it that does not see everything, or anything.
+    search = partial(torch.searchsorted, right=True, out_int32=True)
+    whole_end, some_end = search(whole, own), search(some, own)
+    runs = {
+        "kv": (some, whole),
+        "full_kv": (whole, own),
+        "q": (whole_end, some_end),
+        "full_q": (own + 1, whole_end),
+    }
+    lists = {}
+    for name, (start, end) in runs.items():
+        blocks = start[:, None] + own
+        blocks = torch.where(blocks < end[:, None], blocks, own[:, None])  # behind the run, its own
+        count = end - start if name.startswith("full") else end - start + 1  # causality: never full
+        lists |= {f"{name}_num_blocks": count[None, None], f"{name}_indices": blocks[None, None]}
+    return BlockMask(
+        seq_lengths=(len(first), len(first)),
+        **lists,
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= first[q]),
     )
 
@@ -1071,10 +1134,9 @@ def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-# FlexAttention's own blocks ask for 128 KB of shared memory (PyTorch issue 133254), these for 80.
-SMALL_ATTENTION = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 4}
-SMALL_ATTENTION |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
-SMALL_ATTENTION |= {"bwd_num_stages": 2, "bwd_num_warps": 4}
+# PyTorch's own choice on an H100. On other cards it takes 4 warps, with which the backward kernel
+# spills registers; with 8 it does not. So says the machine code: no such card has timed it.
+FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
@@ -1082,18 +1144,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
     if isinstance(mask, BlockMask):
         outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
         flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
-        options = SMALL_ATTENTION if shared_memory_is_small(q.device) else None
-        return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
+        return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=FLEX_OPTIONS)
     return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis, without gain."""
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim / 2), float32, of the positions from start on.
+    """cos and sin (T, 1, head_dim), float32, of the positions from start on; see rotate_normed.
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
@@ -1103,17 +1164,19 @@ def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Ten
     exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
     frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
     angle = torch.arange(start, start + length, device=device)[:, None, None] * frequency
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
 
 
-def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
 
-    (1, T, H, D) to (1, H, T, D).
+    (1, T, H, D) to (1, H, T, D). The halves change places by a flip, which compiled code only reads
+    in another order; a cat there would read everything twice.
     """
-    x1, x2 = norm(x).float().chunk(2, dim=-1)
-    x = torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
-    return x.transpose(1, 2)
+    normed = norm(x, eps).float()
+    swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return (normed * cos + swapped * sin).type_as(x).transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
@@ -1123,6 +1186,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.heads, width = (hp.num_heads, hp.head_dim), hp.num_heads * hp.head_dim
         self.scale, self.attend = hp.attn_scale or hp.head_dim**-0.5, attend
+        self.eps = hp.norm_eps
         qkv = CastedLinear(hp.model_dim, 3 * width)
         self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * hp.init_bound)
         self.lambdas = nn.Parameter(torch.tensor([0.5] if layer.values == "first" else [0.5, 0.5]))
@@ -1133,7 +1197,7 @@ class CausalSelfAttention(nn.Module):
         """x (1, T, C), and what is mixed into v, of its size, to the result and v as it was."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        q, k = (recomputed(rotate_normed, t, *rotary) for t in (q, k))  # (1, H, T, D)
+        q, k = (recomputed(rotate_normed, t, *rotary, self.eps) for t in (q, k))  # (1, H, T, D)
         own = v
         if self.lambdas.numel() == 1:  # of the first layer's v; there, of its own
             v = (1 - self.lambdas[0]) * v + self.lambdas[0] * (v if value is None else value)
@@ -1168,7 +1232,7 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
-        self.mlp = MLP(hp)
+        self.mlp, self.eps = MLP(hp), hp.norm_eps
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
 
     def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask, give_v):
@@ -1178,9 +1242,9 @@ class Block(nn.Module):
             x = x + skip[0] * skip[1]
         x, v = self.lambdas[0] * x + self.lambdas[1] * x0, None
         if self.attn is not None:
-            out, v = self.attn(recomputed(norm, x), value, rotary, mask)
+            out, v = self.attn(recomputed(norm, x, self.eps), value, rotary, mask)
             x = x + out
-        return x + self.mlp(recomputed(norm, x)), v if give_v else None
+        return x + self.mlp(recomputed(norm, x, self.eps)), v if give_v else None
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
@@ -1206,16 +1270,18 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
     return rows
 
 
-def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
-    """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
+def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """A head's weight (V, K) * scale in float8_e4m3fn: stored by rows, and by columns."""
+    w = to_fp8(weight, scale, torch.float8_e4m3fn)
+    return w, w.T.contiguous().T
 
-    That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
-    scales (of x, w and the logits' gradient) w is float8_e4m3fn, once by rows and once by columns.
-    """
+
+def logits_loss(x, w, targets, cap, grad_scale, scales):
+    """Summed loss () of x (C, K) under the head w (V, K); x as it entered the matmul; and the
+    logits' gradient * grad_scale (C, V), or None without grad_scale."""
     if scales:
-        (x_s, w_s, grad_s), (w, w_columns) = scales, w
-        x = to_fp8(x, x_s, torch.float8_e4m3fn)
-        logits, grad_scale = fp8_forward(x, w, x_s, w_s), grad_scale * grad_s
+        x = to_fp8(x, scales[0], torch.float8_e4m3fn)
+        logits, grad_scale = fp8_forward(x, w[0], *scales[:2]), grad_scale * scales[2]
         grads = torch.empty_like(logits, dtype=torch.float8_e5m2)
     else:
         logits, grads = x @ w.T, None
@@ -1226,16 +1292,36 @@ def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales):
         pieces = itertools.repeat(None) if grads is None else grads.split(LOSS_ROWS)
         parts = zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), pieces, strict=False)
     loss = sum(softcapped_cross_entropy(a, b, cap, grad_scale, c) for a, b, c in parts)
-    if grads is None:
-        return loss, None
+    return loss, x, grads
+
+
+def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
+    """The gradient of x (C, K), from logits_loss's; that of w is added into grad_w (V, K)."""
     if scales:
+        x_s, w_s, grad_s = scales
         grad_w.add_(fp8_grad_w(grads, x, grad_s, x_s))
-        return loss, fp8_grad_x(grads, w_columns, grad_s, w_s)
+        return fp8_grad_x(grads, w[1], grad_s, w_s)
     if x.dtype == grad_w.dtype:
         grad_w.addmm_(grads.T, x)
     else:
         grad_w.add_(grads.T @ x)
-    return loss, grads @ w
+    return grads @ w
+
+
+# Compiled one by one: together, the loss would also write the transposed gradients that FP8 wants,
+# a byte here and a byte there, and the logits would live on beside them.
+HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
+
+
+def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales, steps=HEAD_STEPS):
+    """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
+
+    That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
+    scales (of x, w and the logits' gradient) w is what head_in_fp8 makes of it.
+    """
+    _, forward, backward = steps
+    loss, x, grads = forward(x, w, targets, cap, grad_scale, scales)
+    return loss, None if grads is None else backward(x, w, grads, grad_w, scales)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1246,17 +1332,13 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, cap, scales=None, chunk=loss_chunk):
-        if scales:
-            w = to_fp8(weight, scales[1], torch.float8_e4m3fn)
-            w = w, w.T.contiguous().T
-        else:
-            w = weight.type_as(x)
+    def forward(ctx, x, weight, targets, cap, scales=None, steps=HEAD_STEPS):
+        w = steps[0](weight, scales[1]) if scales else weight.type_as(x)
         with_grad = ctx.needs_input_grad[0]
         grads = (1 / len(x), gradient_buffer(weight)) if with_grad else (None, None)
-        size = LOSS_CHUNK[x.device.type]
-        parts = zip(x.split(size), targets.split(size), strict=True)
-        results = [chunk(part, w, target, cap, *grads, scales) for part, target in parts]
+        size = loss_chunk_len(x.device)
+        chunks = zip(x.split(size), targets.split(size), strict=True)
+        results = [loss_chunk(part, w, t, cap, *grads, scales, steps) for part, t in chunks]
         if with_grad:
             ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
         return sum(loss for loss, _ in results) / len(x)
@@ -1287,7 +1369,7 @@ class GPT(nn.Module):
         scales = hp.x_s, hp.w_s, hp.grad_s
         self.lm_head = CastedLinear(hp.model_dim, padded_vocab(hp), hp.fp8, *scales)
         nn.init.zeros_(self.lm_head.weight)
-        self.loss_chunk, self.use_flex, self.compiled = loss_chunk, False, False
+        self.head_steps, self.use_flex, self.compiled = HEAD_STEPS, False, False
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
@@ -1302,7 +1384,7 @@ class GPT(nn.Module):
         if compiled:
             self.compiled, compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
-            self.loss_chunk = compile_(loss_chunk)
+            self.head_steps = tuple(map(compile_, HEAD_STEPS))
             if self.hp.compile == "whole":
                 self.trunk = compile_(self.trunk)
             else:
@@ -1312,7 +1394,7 @@ class GPT(nn.Module):
 
     def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """The layers, from embeddings (T, C) to what the head reads (T, C)."""
-        x0 = norm(x)[None]  # (1, T, C): attention wants a batch axis
+        x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
         values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
         weights = (None,) * half + self.skip_weights.unbind()
@@ -1326,7 +1408,7 @@ class GPT(nn.Module):
                 values["first"] = v
             if i in added:
                 outputs[i] = x.view(x.shape)
-        return norm(x)[0]
+        return norm(x, self.hp.norm_eps)[0]
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens' (T,) embeddings (T, C), and those of each value table."""
@@ -1336,12 +1418,11 @@ class GPT(nn.Module):
 
     def masks(self, input_seq: Tensor, window: int | Tensor, make_mask) -> dict:
         """Those that the layers of input_seq (T,) attend with, by the names of their windows."""
-        window = torch.full((), 0, device=input_seq.device) + window  # no copy that would wait
-        return {
-            name: make_mask(first_visible(input_seq, size, self.hp.window_rule))
-            for name, size in (("long", window), ("short", window // 2))
-            if any(row.window == name for row in self.layers)
-        }
+        halves = torch.arange(1, 3, device=input_seq.device, dtype=torch.int32)
+        first = first_visible(input_seq, window // halves, self.hp.window_rule)
+        used = {row.window for row in self.layers}
+        rows = zip(("long", "short"), first, strict=True)
+        return {name: make_mask(row) for name, row in rows if name in used}
 
     def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
         """Tokens (T,), T whole blocks, and the long window in tokens to (T, C) after the last norm.
@@ -1369,7 +1450,7 @@ class GPT(nn.Module):
         x = self.hidden(input_seq, window)
         head, cap = self.lm_head, self.hp.logit_softcap
         scales = head.scales if x.requires_grad and trains_in_fp8(self.hp, x.device) else None
-        return HeadLoss.apply(x, head.weight, target_seq, cap, scales, self.loss_chunk)
+        return HeadLoss.apply(x, head.weight, target_seq, cap, scales, self.head_steps)
 
 
 # -----------------------------------------------------------------------------
@@ -1706,7 +1787,10 @@ def load_checkpoint(path: str | Path) -> dict:
         if "hyperparameters" in state:
             if not whole:
                 raise ValueError("its checksum is missing")
-            hp = replace(RECORDS[state["record"]], **state["hyperparameters"])
+            if state["record"] not in RECORDS:
+                raise ValueError(f"its record {state['record']} is unknown")
+            # Before norm_eps was a setting it was 2^-23. What else is missing is a default.
+            hp = Hyperparameters(**{"norm_eps": 2.0**-23} | state["hyperparameters"])
             check(hp)
             state["hyperparameters"] = hp
         return state
@@ -1863,11 +1947,12 @@ def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, lo
 
 @torch.no_grad()
 def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.device) -> float:
-    """Mean loss of all ranks' validation sequences; this rank's are (n, T), and n may be 0."""
+    """Mean loss of all ranks' validation sequences; this rank's are (n, T) on its device, and n may
+    be 0."""
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
     for inputs, targets in zip(*batches, strict=True):
-        loss = model(inputs.to(device), targets.to(device), window)
+        loss = model(inputs, targets, window)
         total += torch.stack([loss, torch.ones_like(loss)])
     all_reduce_([total])
     model.train()
@@ -1889,6 +1974,7 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
             optimizers.begin_last_backward()
         micro_loss.backward()
         loss += micro_loss.detach()
+        del micro_loss  # with what its graph holds, before the next one is made
     norms = optimizers.step(step)
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
     all_reduce_([result])
@@ -1914,9 +2000,11 @@ def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
 def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
     """Choose kernels, then run the shapes and windows of the run on made-up tokens.
 
-    The weights end as they began. Uncompiled, the last window will do.
+    The weights end as they began. Uncompiled, the last window will do. Compilation leaves cycles of
+    Python objects, which hold gigabytes of a GPU's memory: they are collected. What stays is
+    frozen, so that the garbage collector does not walk through it during the run.
     """
-    hp, initial = model.hp, {k: v.clone() for k, v in model.state_dict().items()}
+    hp, initial = model.hp, {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
     choose_kernels(hp, device, model.compiled, log)
     windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
@@ -1926,6 +2014,10 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
         evaluate(model, [val.int(), val], window, device)
     model.load_state_dict(initial)
     optimizers.load_state_dict({})
+    gc.collect()
+    gc.freeze()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def to_host(values: Tensor):
@@ -1964,7 +2056,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     options = {"vocab_size": min(hp.vocab_size, END_OF_TEXT + 1)}  # GPT-2's; a table may be padded
     stream = hp.val_files, hp.val_seq_len, count, 0, 1
     val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
-    val_batches = [t[rank::world_size] for t in val_batch]
+    val_batches = [t[rank::world_size].to(device) for t in val_batch]  # at most 126 MB
     model = build(hp, device, args.saved.get("model"))
     if "eval" in args:
         choose_kernels(hp, device, model.compiled)
@@ -2058,6 +2150,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         if last:
             break
         signals.expect(6)
+        inputs = targets = None  # the next ones take their memory
         inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
         now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
         loss, stop = metrics.fetch()  # of the step before: no waiting
@@ -2112,6 +2205,7 @@ def as_program(name: str, parse, work) -> None:
         sys.exit(status)
     finally:
         Signals.forget()
+        gc.unfreeze()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,7 +21,7 @@ CAP = {2024: 30.0, 2025: 15.0}
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 2.0**-23).sqrt()
+    return x / (x.pow(2).mean(-1, keepdim=True) + 2.0**-7).sqrt()
 
 
 def visible(tokens: Tensor, window: int, year: int) -> Tensor:

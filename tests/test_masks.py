@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +71,32 @@ def test_masks_equal_brute_force(starts, window, rule):
     assert set(dense.unique().tolist()) <= {0.0, -float("inf")}
     assert torch.equal(dense == 0, expected)
     assert torch.equal(read_block_mask(flex_mask(first)), expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(starts=starts, window=windows, rule=st.sampled_from(["blocks", "tokens"]))
+def test_lists_of_query_blocks_are_those_of_key_blocks_transposed(starts, window, rule):
+    """As PyTorch transposes them, through a dense matrix; the order in a list is free."""
+    mask = flex_mask(first_visible(tokens_with_documents(starts), torch.tensor(window), rule))
+    keys = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    expected = BlockMask.from_kv_blocks(*keys, BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod)
+    for name in ("q", "full_q"):
+        rows = []
+        for of in (mask, expected):
+            counts, blocks = getattr(of, f"{name}_num_blocks"), getattr(of, f"{name}_indices")
+            pairs = zip(blocks[0, 0].tolist(), counts[0, 0].tolist(), strict=True)
+            rows.append([sorted(row[:count]) for row, count in pairs])
+        assert rows[0] == rows[1]
+
+
+@settings(max_examples=5, deadline=None)
+@given(starts=starts, rule=st.sampled_from(["blocks", "tokens"]))
+def test_several_windows_at_once_are_each_window_alone(starts, rule):
+    tokens, windows = tokens_with_documents(starts), torch.tensor([512, 256, 1])
+    together = first_visible(tokens, windows, rule)
+    assert together.shape == (3, LENGTH)
+    for window, row in zip(windows, together, strict=True):
+        assert torch.equal(first_visible(tokens, window, rule), row)
 
 
 @pytest.mark.parametrize(

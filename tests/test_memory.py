@@ -5,6 +5,7 @@ memory is known without a GPU.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def graphs(monkeypatch):
     return made, called
 
 
+def test_a_card_of_24_gb_has_small_memory_and_one_of_80_has_not(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for gigabytes, chunk in ((24, 8192), (40, 16384), (80, 16384)):
+        card = SimpleNamespace(total_memory=gigabytes << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        assert train_gpt.memory_is_small(gpu) == (gigabytes == 24)
+        assert train_gpt.loss_chunk_len(gpu) == chunk
+
+
 def on_a_gpu(record: str) -> train_gpt.GPT:
     """The record's layers, narrower, as they would be compiled on a GPU."""
     hp = replace(train_gpt.RECORDS[record], model_dim=128, num_heads=2, head_dim=64)
@@ -66,10 +76,13 @@ def on_a_gpu(record: str) -> train_gpt.GPT:
     return model
 
 
-def test_layers_keep_what_the_count_of_memory_says(graphs):
+@pytest.mark.parametrize("small", [True, False])
+def test_layers_keep_what_the_count_of_memory_says(small, graphs, monkeypatch):
     """Of each layer: its output, q, k, v, the mixed v, what attention gives with its float32
-    normalisation, the input of the MLP, and the square's input. Normed inputs, rotated q and k and
-    squares are made again. BENCHMARKS.md multiplies this by 49152 tokens."""
+    normalisation, the input of the MLP, and the squares. Normed inputs and rotated q and k are made
+    again where memory is small. BENCHMARKS.md multiplies this by 49152 tokens."""
+    answer = torch.compiler.assume_constant_result(lambda device: small)
+    monkeypatch.setattr(train_gpt, "memory_is_small", answer)
     model, tokens, kept = on_a_gpu("2025-01-26_BatchSize"), 256, 0
     model.hidden(torch.arange(tokens, dtype=torch.int32), 256)
     for results in graphs[1]:
@@ -77,7 +90,11 @@ def test_layers_keep_what_the_count_of_memory_says(graphs):
         kept += sum(v.nbytes for v in values if tokens in v.shape) / tokens
     attending, layers = 11, 12
     activations = attending * (1 + 3 + 1 + 1) + layers * (1 + 4)
-    assert kept == pytest.approx(2 * 128 * activations + 4 * 2 * attending, rel=1e-3)
+    floats = 2 * attending
+    if not small:
+        activations += attending * (1 + 2) + layers
+        floats += attending * (1 + 2 * 2) + layers  # what norms divided by, of q and k a head each
+    assert kept == pytest.approx(2 * 128 * activations + 4 * floats, rel=1e-3)
 
 
 @pytest.mark.parametrize(

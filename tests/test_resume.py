@@ -251,6 +251,17 @@ def test_a_published_checkpoint_is_not_resumed(flags, tmp_path, capsys):
     assert stop.value.code == 2 and "it holds weights only" in capsys.readouterr().err
 
 
+def test_a_checkpoint_without_norm_eps_was_trained_with_that_of_float32(trained, tmp_path):
+    """It became a setting later, with another value in the published records."""
+    state = torch.load(trained.path, weights_only=True)
+    del state["hyperparameters"]["norm_eps"]
+    state["record"] = "2024-11-24_WindowWarmup"
+    path = tmp_path / "old" / "state_step000020.pt"
+    train_gpt.save_checkpoint(path, state, keep=1)
+    assert load_checkpoint(path)["hyperparameters"].norm_eps == torch.finfo(torch.float32).eps
+    assert train_gpt.RECORDS[state["record"]].norm_eps == torch.finfo(torch.bfloat16).eps
+
+
 def test_a_rank_that_hangs_ends_the_run_by_the_timeout(flags, tmp_path):
     script = tmp_path / "hang.py"
     script.write_text(

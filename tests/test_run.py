@@ -220,13 +220,13 @@ def test_a_log_is_never_overwritten(flags, tmp_path, capsys):
     assert (tmp_path / "logs" / "mine.txt").read_text() == log
 
 
-# SPEC's table of the published systems, value by value.
+# The published systems, value by value.
 COMMON = {
     **{"num_layers": 12, "model_dim": 768, "num_heads": 6, "head_dim": 128, "batch_seqs": 8},
     **{"val_loss_every": 125, "val_tokens": 10485760, "warmup_steps": 0, "grad_clip": 0},
     **{"embed_lr": 0.6, "head_lr": 0.008, "scalar_lr": 0.04, "window_min": 64, "window_step": 64},
     **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
-    **{"muon_lr": 0.05, "adam_betas": (0.8, 0.95), "window_span": 1728},
+    **{"muon_lr": 0.05, "adam_betas": (0.8, 0.95), "window_span": 1728, "norm_eps": 2**-7},
 }
 OF_2024 = {
     **{"seq_len": 65536, "val_seq_len": 65536, "lr_final": 0, "adam_eps": 1e-8, "fp8": False},

@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import train_gpt
-from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, LOSS_CHUNK, UserError
+from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, UserError
 
 HOME = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -117,7 +117,7 @@ def log_likelihoods(
         tokens += [END_OF_TEXT] * (size - len(tokens))
         tokens, places, targets = (torch.tensor(t).to(device) for t in (tokens, places, targets))
         x = model.hidden(tokens.int(), window)[places]
-        chunk = LOSS_CHUNK[device.type]
+        chunk = train_gpt.loss_chunk_len(device)
         for rows, right, of in zip(
             x.split(chunk), targets.split(chunk), torch.tensor(owners).split(chunk), strict=True
         ):

@@ -37,6 +37,7 @@ class SpeedrunConfig(PretrainedConfig):
         attn_scale=0.12,
         rope="half",
         rope_base=1024.0,
+        norm_eps=2.0**-23,
         logit_softcap=15.0,
         **others,
     ):
@@ -44,13 +45,14 @@ class SpeedrunConfig(PretrainedConfig):
         self.model_dim, self.num_heads, self.head_dim = model_dim, num_heads, head_dim
         self.vocab_size, self.table_rows, self.head_rows = vocab_size, table_rows, head_rows
         self.window, self.window_rule, self.attn_scale = window, window_rule, attn_scale
-        self.rope, self.rope_base, self.logit_softcap = rope, rope_base, logit_softcap
+        self.rope, self.rope_base, self.norm_eps = rope, rope_base, norm_eps
+        self.logit_softcap = logit_softcap
         fixed = {"bos_token_id": 50256, "eos_token_id": 50256, "use_cache": False}
         super().__init__(**({"tie_word_embeddings": False} | fixed | others))
 
 
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+def norm(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def visible(input_ids: Tensor, window: int, rule: str) -> Tensor:
@@ -84,6 +86,7 @@ class Attention(nn.Module):
     def __init__(self, config: SpeedrunConfig, values: str | None):
         super().__init__()
         self.heads, self.scale = (config.num_heads, config.head_dim), config.attn_scale
+        self.eps = config.norm_eps
         width = math.prod(self.heads)
         self.qkv_w = nn.Parameter(torch.empty(3, width, config.model_dim))
         self.lambdas = nn.Parameter(torch.empty(1 if values == "first" else 2))
@@ -93,7 +96,8 @@ class Attention(nn.Module):
         """The result (B, T, C), and v (B, T, H, D) before anything is mixed into it."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1))
         q, k, v = qkv.view(*x.shape[:2], 3, *self.heads).unbind(2)
-        q, k, own = rotate(norm(q), *rotary), rotate(norm(k), *rotary), v
+        q, k = (rotate(norm(t, self.eps), *rotary) for t in (q, k))
+        own = v
         if len(self.lambdas) == 1:
             v = (1 - self.lambdas[0]) * v + self.lambdas[0] * (v if value is None else value)
         else:
@@ -159,7 +163,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             masks = {name: mask & padding | itself for name, mask in masks.items()}
         rotary = rotation(input_ids.size(1), config, input_ids.device)
         values = {name: table(input_ids) for name, table in self.value_embeds["embed"].items()}
-        x = x0 = norm(self.embed(input_ids))
+        eps = config.norm_eps
+        x = x0 = norm(self.embed(input_ids), eps)
         outputs = []
         for i, (layer, block) in enumerate(zip(config.layers, self.blocks, strict=True)):
             if layer["skip_from"] is not None:
@@ -168,13 +173,13 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             x = block.lambdas[0] * x + block.lambdas[1] * x0
             if block.attn is not None:
                 value, mask = values.get(layer["values"]), masks[layer["window"]]
-                out, v = block.attn(norm(x), value, rotary, mask)
+                out, v = block.attn(norm(x, eps), value, rotary, mask)
                 values.setdefault("first", v)
                 x = x + out
-            x = x + block.mlp(norm(x))
+            x = x + block.mlp(norm(x, eps))
             outputs.append(x)
         cap = config.logit_softcap
-        logits = cap * torch.tanh(self.lm_head(norm(x)).float() / cap)
+        logits = cap * torch.tanh(self.lm_head(norm(x, eps)).float() / cap)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

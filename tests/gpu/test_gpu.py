@@ -78,13 +78,13 @@ def test_compiled_head_and_loss_equal_float64(fp8, monkeypatch):
     """Two chunks, so that the second adds to the first; 2048 tokens: float64 logits are 0.8 GB."""
     if fp8:
         needs_fp8()
-    monkeypatch.setitem(train_gpt.LOSS_CHUNK, "cuda", 1024)
+    monkeypatch.setattr(train_gpt, "loss_chunk_len", lambda device: 1024)
     head = CastedLinear(768, 50304, fp8, RECORD.x_s, RECORD.w_s, RECORD.grad_s).cuda()
     head.weight.data.normal_(0, 0.05)
     x = torch.randn(2048, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 50257, (2048,), device="cuda")
-    chunk = torch.compile(train_gpt.loss_chunk, dynamic=False)
-    loss = HeadLoss.apply(x, head.weight, targets, 15.0, head.scales if fp8 else None, chunk)
+    steps = [torch.compile(step, dynamic=False) for step in train_gpt.HEAD_STEPS]
+    loss = HeadLoss.apply(x, head.weight, targets, 15.0, head.scales if fp8 else None, steps)
     loss.backward()
     x64 = x.detach().double().requires_grad_()
     w64 = head.weight.detach().double().requires_grad_()
@@ -182,7 +182,7 @@ def record(capsys, monkeypatch, tmp_path, write_shard):
 
     def run(flags: str) -> str:
         files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {val} --val_tokens 262144"
-        train_gpt.main(f"{files} {flags}".split())
+        train_gpt.main(f"{files} --epochs 0 {flags}".split())  # it holds two batches
         text = capsys.readouterr().out
         with capsys.disabled():
             print(f"\n{text}")
@@ -193,7 +193,8 @@ def record(capsys, monkeypatch, tmp_path, write_shard):
 
 @pytest.mark.parametrize("name", train_gpt.PUBLISHED)
 def test_fifty_steps_of_each_record_on_the_sample(name, record):
-    """Its loss falls; 2025-01-26 fits a card of 24 GB, validation on 262144 tokens included."""
+    """Its loss falls; 2025-01-26 takes the memory that BENCHMARKS.md says, validation on 262144
+    tokens included."""
     text = record(f"--record {name} --num_iterations 50 --val_loss_every 25")
     losses = list(val_losses(text).values())
     assert losses[0] == pytest.approx(10.8258, abs=1e-3)
@@ -202,7 +203,9 @@ def test_fifty_steps_of_each_record_on_the_sample(name, record):
         allocated, reserved = map(
             int, re.search(r"allocated: (\d+) MiB reserved: (\d+)", text).groups()
         )
-        assert allocated * 2**20 < 16e9 and reserved * 2**20 < 20e9
+        small = train_gpt.memory_is_small(torch.device("cuda"))
+        assert allocated * 2**20 < (16e9 if small else 21e9)
+        assert reserved * 2**20 < (18e9 if small else 23e9)
 
 
 def test_fifty_steps_with_all_kernels_give_the_losses_without_any(record):

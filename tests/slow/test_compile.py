@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import train_gpt
-from train_gpt import CastedLinear, HeadLoss, loss_chunk
+from train_gpt import HEAD_STEPS, CastedLinear, HeadLoss
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 
@@ -61,9 +61,9 @@ def test_compiled_fp8_loss_equals_eager(monkeypatch):
     hidden = torch.randn(256, 64, generator=generator).bfloat16()
     targets = torch.randint(0, 512, (256,), generator=generator)
     results = []
-    for chunk in (loss_chunk, torch.compile(loss_chunk, dynamic=False)):
+    for steps in (HEAD_STEPS, [torch.compile(step, dynamic=False) for step in HEAD_STEPS]):
         x, weight = hidden.clone().requires_grad_(), head.weight.detach().clone().requires_grad_()
-        loss = HeadLoss.apply(x, weight, targets, 15.0, head.scales, chunk)
+        loss = HeadLoss.apply(x, weight, targets, 15.0, head.scales, steps)
         loss.backward()
         results.append((loss.detach(), x.grad, weight.grad))
     for eager, compiled in zip(*results, strict=True):

@@ -1,0 +1,65 @@
+"""What a GPU would run is compiled without one: it builds, fits the card and spills no more than it
+did. tests/slow has the other records and cards."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+pytest.importorskip("triton", reason="Triton is not installed: it is for Linux")
+
+SCRIPT = Path(__file__).with_name("gpu_code.py")
+PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+# Bytes of registers that PyTorch's own attention kernels spill there.
+SPILLED = {"h100": {"triton_tem_fused_flex_attention_backward": 48}}
+
+
+def rows_of(card: str, record: str, kernels: str, *parts: str) -> list[dict]:
+    """What tests/gpu_code.py prints."""
+    command = [sys.executable, SCRIPT, card, record, kernels, *parts]
+    done = subprocess.run(command, capture_output=True, text=True)
+    version = torch.__version__.split("+")[0]
+    if done.returncode and version != PINNED:  # it leans on what torch keeps to itself
+        pytest.skip(f"torch {version} instead of {PINNED}: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(card: str, rows: list[dict]) -> set[str]:
+    """Every kernel builds and, in one of its configurations at least, fits; all kernels' names."""
+    configurations = {}
+    for row in rows:
+        assert "error" not in row, row
+        configurations.setdefault((row["graph"], row["kernel"]), []).append(row)
+    for (graph, name), tried in configurations.items():
+        fitting = [row for row in tried if "too large" not in row]
+        assert fitting, tried
+        allowed = [n for start, n in SPILLED.get(card, {}).items() if name.startswith(start)]
+        for row in fitting:
+            assert ".f64" not in row["instructions"], f"float64 in {graph}: {row}"
+        assert min(row["stack"] for row in fitting) <= sum(allowed), f"{graph} spills: {fitting}"
+    return {name for _, name in configurations}
+
+
+@pytest.mark.parametrize(
+    ("part", "kernels", "launches"),
+    [
+        ("layer", "on", {"relu2_kernel_0"}),
+        ("loss", "on", {"softcap_kernel_0"}),
+        ("loss", "off", set()),
+        ("muon", "on", {"symmetric_kernel_0", "symmetric_kernel_1"}),
+    ],
+)
+def test_an_h100_could_run_the_record(part, kernels, launches):
+    """With the project's kernels, inside torch.compile; the loss without them, too."""
+    rows = rows_of("h100", "2025-01-26_BatchSize", kernels, part)
+    names = check("h100", rows)
+    assert {name for name in names if not name.startswith("triton_")} == launches
+    for row in rows:
+        matmul = row["kernel"].startswith(("relu2", "symmetric", "triton_tem"))
+        assert ("wgmma" in row["instructions"]) == matmul
