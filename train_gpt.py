@@ -133,7 +133,8 @@ class Hyperparameters:
     attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
-    norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 0)
+    # PyTorch's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
+    norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
@@ -172,9 +173,6 @@ NAMES = [f.name for f in FIELDS]
 RUN_FIELDS = NAMES[NAMES.index("train_files") :]  # about this run, not about what is learned
 MACHINE_FIELDS = NAMES[NAMES.index("device") :]  # about its machine: checkpoints forget them
 
-# norm_eps: the published scripts name none. PyTorch's default for bfloat16 was 2^-7 until its pull
-# request 142848 made it 2^-23. By its release notes that was reverted on about 2025-01-22 and back
-# on about 2025-01-28 (request 145417 shows the code between); the record ran on the build of 01-25.
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
     cooldown_frac=640 / 1750,
@@ -485,20 +483,24 @@ class CastedLinear(nn.Linear):
 
 
 @torch.compiler.assume_constant_result
-def memory_is_small(device: torch.device) -> bool:
-    """Whether a GPU has less than 40 GB: there memory is worth more than a few milliseconds."""
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 40e9
+def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
+    """Whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for the record's. Then
+    memory is worth more than a few milliseconds."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
 
 
-def recomputed(function, *inputs):
-    """function(*inputs); where memory is small, compiled code makes the result again in the
-    backward pass instead of keeping it.
+def recomputed(function, x: Tensor, *more):
+    """function(x, *more) of x (1, T, ...); where memory is small, compiled code makes the result
+    again in the backward pass instead of keeping it.
 
     For what costs little time and much memory: BENCHMARKS.md counts both.
     """
-    if torch.compiler.is_compiling() and memory_is_small(inputs[0].device):
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return function(*inputs)
+    training = torch.is_grad_enabled() and torch.compiler.is_compiling()
+    if training and memory_is_small(x.device, x.size(1)):
+        return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
+    return function(x, *more)
 
 
 # -----------------------------------------------------------------------------
@@ -546,8 +548,8 @@ def softcap_kernel(
 ):  # fmt: skip
     """A program takes a row, twice: from memory for the sum, then from the cache.
 
-    The cap bounds the logits, so softmax subtracts the cap instead of the row's maximum. Numbers
-    are constants of the kernel, because torch.compile hands a float over as a float64.
+    The cap bounds the logits, so softmax subtracts the cap instead of the row's maximum. Floats are
+    constants of the kernel, because torch.compile would pass them as float64.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
@@ -579,7 +581,8 @@ LOSS_ROWS = 16
 
 
 def loss_chunk_len(device: torch.device) -> int:
-    """Tokens in a chunk: enough for fast matmuls; each chunk adds to the head's gradient once."""
+    """Tokens in a chunk: enough for fast matmuls. The fewer chunks there are, the fewer times the
+    whole gradient of the head is read and written."""
     if device.type == "cpu":
         return 256
     return 8192 if memory_is_small(device) else 16384
@@ -620,14 +623,14 @@ def softcapped_cross_entropy(logits, targets, cap, grad_scale=None, grads=None):
     does not see; its derivative is 2 / cap (z - z^2 / 2 cap). The cap keeps softmax above 0.
     """
     target = targets[:, None]
-    if torch.compiler.is_compiling():  # two passes over the logits, and nothing else is stored
+    if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
         z = 2 * cap * torch.sigmoid(2 / cap * logits.float())
         z_of_target = 2 * cap * torch.sigmoid(2 / cap * logits.gather(1, target).float())
         p = torch.exp(z - 2 * cap)
         total = p.sum(dim=1, keepdim=True)
         loss = (total.log() + 2 * cap - z_of_target).sum()
         p = p / total - (torch.arange(p.size(1), device=p.device) == target).float()
-    else:  # in the memory of z
+    else:  # z and p are stored, and overwritten where that is possible
         z = logits.float().mul_(2 / cap).sigmoid_().mul_(2 * cap)
         p = torch.softmax(z, dim=-1)
         loss = -p.gather(1, target).log().sum()
@@ -708,8 +711,8 @@ def mlp_example(hp, device):
 
 
 class ReLUSquared(torch.autograd.Function):
-    """relu(x)^2, which keeps its result alone, as the matmul behind it does: its root is what the
-    derivative needs, and exact, because the root of a rounded square is the number itself."""
+    """relu(x)^2, which keeps its result alone, as the matmul behind it does. The derivative needs
+    the result's root, which is relu(x) but for the rounding of the square."""
 
     @staticmethod
     def forward(ctx, x):
@@ -855,8 +858,8 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     them to between 0.7 and 1.2, fast rather than exactly; zero stays zero. bfloat16 on CUDA, else
     G's own dtype. Source: Keller Jordan's Muon, kellerjordan.github.io/posts/muon.
     """
-    half = activation_dtype(G.device) == torch.bfloat16
-    X = (G.bfloat16() if half else G).reshape(-1, *G.shape[-2:])
+    in_bfloat16 = activation_dtype(G.device) == torch.bfloat16
+    X = (G.bfloat16() if in_bfloat16 else G).reshape(-1, *G.shape[-2:])
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -1086,7 +1089,7 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
     """
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
-    window = window[..., None].int()
+    window = window[..., None].clamp(max=len(input_seq) + BLOCK).int()  # more is no different
     if rule == "blocks":
         in_window = (position // BLOCK + 1 - (window // BLOCK).clamp(min=1)) * BLOCK
     else:
@@ -1097,7 +1100,10 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
 def flex_mask(first: Tensor) -> BlockMask:
     """A mask of first_visible, (T,), for FlexAttention, from integers: nothing of size T x T.
 
-    Where `first` never decreases, the blocks in each of FlexAttention's lists are one run.
+    FlexAttention wants, of each query block, the key blocks of which it sees something and those of
+    which it sees everything (full), and the same of each key block. `first` never decreases, so the
+    blocks in each of these lists are one run. The diagonal block is never full, for causality: it
+    is in both partial lists, behind the run.
     """
     own = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # the diagonal
     # Of each query block: the first key block of which it sees anything, and everything.
@@ -1115,8 +1121,8 @@ def flex_mask(first: Tensor) -> BlockMask:
     lists = {}
     for name, (start, end) in runs.items():
         blocks = start[:, None] + own
-        blocks = torch.where(blocks < end[:, None], blocks, own[:, None])  # behind the run, its own
-        count = end - start if name.startswith("full") else end - start + 1  # causality: never full
+        blocks = torch.where(blocks < end[:, None], blocks, own[:, None])
+        count = end - start if name.startswith("full") else end - start + 1
         lists |= {f"{name}_num_blocks": count[None, None], f"{name}_indices": blocks[None, None]}
     return BlockMask(
         seq_lengths=(len(first), len(first)),
@@ -1134,8 +1140,8 @@ def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-# PyTorch's own choice on an H100. On other cards it takes 4 warps, with which the backward kernel
-# spills registers; with 8 it does not. So says the machine code: no such card has timed it.
+# PyTorch's own choice on an H100. On other cards its choice is 4 warps, with which the backward
+# kernel spills registers; with 8 it does not (BENCHMARKS.md). No such card has timed it yet.
 FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
@@ -1154,7 +1160,9 @@ def norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim), float32, of the positions from start on; see rotate_normed.
+    """cos and sin (T, 1, head_dim), float32, of the positions from start on, for rotate_normed.
+
+    Each angle stands there twice: as (cos, cos) and as (sin, -sin).
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
@@ -1171,8 +1179,8 @@ def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Ten
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
 
-    (1, T, H, D) to (1, H, T, D). The halves change places by a flip, which compiled code only reads
-    in another order; a cat there would read everything twice.
+    (1, T, H, D) to (1, H, T, D). The halves change places by a flip: compiled code then reads them
+    in another order, where a cat would read everything twice.
     """
     normed = norm(x, eps).float()
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
@@ -1286,7 +1294,7 @@ def logits_loss(x, w, targets, cap, grad_scale, scales):
     else:
         logits, grads = x @ w.T, None
         if grad_scale is not None:  # in place, but where torch.compile would copy them first
-            grads = torch.empty_like(logits) if x.is_cuda else logits
+            grads = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
     parts = [(logits, targets, grads)]
     if not x.is_cuda:
         pieces = itertools.repeat(None) if grads is None else grads.split(LOSS_ROWS)
@@ -1308,8 +1316,8 @@ def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
     return grads @ w
 
 
-# Compiled one by one: together, the loss would also write the transposed gradients that FP8 wants,
-# a byte here and a byte there, and the logits would live on beside them.
+# They are compiled one by one. In one graph, the kernel of the loss would also write the transposed
+# gradients that FP8 wants, each byte far from the last, and the logits would stay allocated.
 HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 
 
@@ -1418,8 +1426,8 @@ class GPT(nn.Module):
 
     def masks(self, input_seq: Tensor, window: int | Tensor, make_mask) -> dict:
         """Those that the layers of input_seq (T,) attend with, by the names of their windows."""
-        halves = torch.arange(1, 3, device=input_seq.device, dtype=torch.int32)
-        first = first_visible(input_seq, window // halves, self.hp.window_rule)
+        divisors = torch.arange(1, 3, device=input_seq.device)  # short is half of long
+        first = first_visible(input_seq, window // divisors, self.hp.window_rule)
         used = {row.window for row in self.layers}
         rows = zip(("long", "short"), first, strict=True)
         return {name: make_mask(row) for name, row in rows if name in used}
@@ -1744,6 +1752,9 @@ class Metrics:
             self.row = {}
 
 
+# What was so before it was a setting; a checkpoint that does not name it was trained with that.
+BEFORE_SETTINGS = {"norm_eps": 2.0**-23}
+
 CHECKSUM = b"SHA-256:"  # ends a checkpoint, before the digest of all bytes that precede it
 
 
@@ -1787,10 +1798,8 @@ def load_checkpoint(path: str | Path) -> dict:
         if "hyperparameters" in state:
             if not whole:
                 raise ValueError("its checksum is missing")
-            if state["record"] not in RECORDS:
-                raise ValueError(f"its record {state['record']} is unknown")
-            # Before norm_eps was a setting it was 2^-23. What else is missing is a default.
-            hp = Hyperparameters(**{"norm_eps": 2.0**-23} | state["hyperparameters"])
+            settings = BEFORE_SETTINGS | state["hyperparameters"]
+            hp = replace(RECORDS[state["record"]], **settings)
             check(hp)
             state["hyperparameters"] = hp
         return state
@@ -2001,23 +2010,27 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     """Choose kernels, then run the shapes and windows of the run on made-up tokens.
 
     The weights end as they began. Uncompiled, the last window will do. Compilation leaves cycles of
-    Python objects, which hold gigabytes of a GPU's memory: they are collected. What stays is
-    frozen, so that the garbage collector does not walk through it during the run.
+    Python objects, which hold gigabytes of a GPU's memory: they are collected, and one more round
+    then takes the memory that the run will need.
     """
     hp, initial = model.hp, {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
     choose_kernels(hp, device, model.compiled, log)
     windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
     x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
-    for window, step in list(windows.items())[0 if model.compiled else -1 :]:
+
+    def once(window: int, step: int) -> None:
+        evaluate(model, [val.int(), val], window, device)  # first: its blocks of memory are larger
         train_step(model, optimizers, x.int(), x, step)
-        evaluate(model, [val.int(), val], window, device)
-    model.load_state_dict(initial)
-    optimizers.load_state_dict({})
+
+    for window, step in list(windows.items())[0 if model.compiled else -1 :]:
+        once(window, step)
     gc.collect()
-    gc.freeze()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        once(window, step)
+    model.load_state_dict(initial)
+    optimizers.load_state_dict({})
 
 
 def to_host(values: Tensor):
@@ -2056,7 +2069,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     options = {"vocab_size": min(hp.vocab_size, END_OF_TEXT + 1)}  # GPT-2's; a table may be padded
     stream = hp.val_files, hp.val_seq_len, count, 0, 1
     val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
-    val_batches = [t[rank::world_size].to(device) for t in val_batch]  # at most 126 MB
+    val_batches = [t[rank::world_size].to(device) for t in val_batch]
     model = build(hp, device, args.saved.get("model"))
     if "eval" in args:
         choose_kernels(hp, device, model.compiled)
@@ -2110,6 +2123,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         args.saved.clear()  # as large as the model and more
     signals, stop = Signals(alone=world_size == 1), 0.0
     metrics = Metrics(log.path.with_suffix(".jsonl") if rank == 0 else log.path, hp, first_step)
+    gc.freeze()  # what is there by now stays: no collection need walk through it
     start = metrics.since = clock(device)
     for step in range(first_step, hp.num_iterations + 1):
         last, new = step == hp.num_iterations, step > first_step  # else it was done before
@@ -2150,7 +2164,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         if last:
             break
         signals.expect(6)
-        inputs = targets = None  # the next ones take their memory
+        inputs = targets = None  # freed first, so that the next batch takes their place
         inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
         now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
         loss, stop = metrics.fetch()  # of the step before: no waiting
@@ -2205,7 +2219,7 @@ def as_program(name: str, parse, work) -> None:
         sys.exit(status)
     finally:
         Signals.forget()
-        gc.unfreeze()
+        gc.unfreeze()  # see train
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
-The card is one of CARDS; on or off is --kernels; with --no_fp8 the head is bfloat16.
+The card is one of CARDS; on or off as in --kernels; with --no_fp8 the head is in bfloat16.
 Prints a line of JSON for each kernel and each of the configurations that it may be launched in:
 graph, kernel, and either what it takes (shared memory, registers and stack in bytes, instructions),
 or that it does not fit the card ("too large": a GPU takes another configuration then, if there is
@@ -184,10 +184,8 @@ def moved(graph: torch.fx.GraphModule) -> list:
 def source_of(graph: torch.fx.GraphModule) -> str:
     """What Inductor writes for the graph."""
     global lowering
-    lowering, mode = (
-        True,
-        fake_tensor.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
-    )
+    lowering = True
+    mode = fake_tensor.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode:
         inputs = moved(graph)
     keep_values = patch.object(torch.Tensor, "copy_", lambda self, *others, **options: self)
@@ -224,11 +222,9 @@ def compiled(source: str):
     tuner = getattr(PyCodeCache.load(source), name)
     for config in tuner.configs:
         try:
-            row, limit = (
-                taken(tuner._precompile_config(config).kernel),
-                CARD.shared_memory_per_block_optin,
-            )
-            yield row if row["shared"] <= limit else {"too large": row["shared"]}
+            row = taken(tuner._precompile_config(config).kernel)
+            fits = row["shared"] <= CARD.shared_memory_per_block_optin
+            yield row if fits else {"too large": row["shared"]}
         except OutOfResources as error:
             yield {"too large": str(error)}
         except (CompilationError, PTXASError) as error:
@@ -238,7 +234,7 @@ def compiled(source: str):
 def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
     """Compile and print all kernels in the graphs."""
     pattern = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)"
-    for graph, direction in zip(graphs, ("", " backward"), strict=False):
+    for graph, direction in zip(graphs, ("", " backward")[: len(graphs)], strict=True):
         for name, source in re.findall(pattern, source_of(graph), re.DOTALL | re.MULTILINE):
             for row in compiled(source):
                 print(json.dumps({"graph": label + direction, "kernel": name} | row), flush=True)
@@ -254,9 +250,9 @@ train_gpt.activation_dtype = lambda device: torch.bfloat16
 train_gpt.shared_memory_is_small = always(
     lambda device: CARD.shared_memory_per_block_optin < 160_000
 )
-train_gpt.memory_is_small = always(lambda device: small_memory)
-TOKENS = 8192 if small_memory else 16384  # in a chunk of the loss
-train_gpt.LOSS_ROWS = TOKENS
+train_gpt.memory_is_small = always(lambda device, tokens=49152: small_memory)
+TOKENS = train_gpt.loss_chunk_len(torch.device("cuda"))
+train_gpt.LOSS_ROWS = TOKENS  # all rows of a chunk at once
 
 
 def layer_graphs(hp):
@@ -289,8 +285,10 @@ def loss_graphs(hp):
         w = quantize(weight, hp.w_s)
     grads = torch.empty(TOKENS, vocab, dtype=torch.float8_e5m2 if fp8 else torch.bfloat16)
     yield "loss", captured(forward, x, w, targets, hp.logit_softcap, 1 / hp.seq_len, scales)
-    x = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn) if fp8 else x
-    yield "loss backward", captured(backward, x, w, grads, grad_w, scales)
+    inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn) if fp8 else x
+    yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
+    arguments = x, weight.bfloat16(), targets, hp.logit_softcap, None, None
+    yield "loss of validation", captured(forward, *arguments)
 
 
 @torch.no_grad()
@@ -308,7 +306,7 @@ def main(record: str, kernels: str, *parts: str) -> None:
     for kernel in train_gpt.KERNELS.values():
         kernel.use = kernels == "on"
     graphs_of = {"layer": layer_graphs, "loss": loss_graphs, "muon": muon_graphs}
-    for part in graphs_of.keys() & set(parts):
+    for part in [part for part in parts if part != "--no_fp8"]:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of[part](hp):
             report(label, graphs)

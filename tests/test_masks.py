@@ -92,11 +92,13 @@ def test_lists_of_query_blocks_are_those_of_key_blocks_transposed(starts, window
 @settings(max_examples=5, deadline=None)
 @given(starts=starts, rule=st.sampled_from(["blocks", "tokens"]))
 def test_several_windows_at_once_are_each_window_alone(starts, rule):
-    tokens, windows = tokens_with_documents(starts), torch.tensor([512, 256, 1])
+    """An endless one sees all of the document, however large the number."""
+    tokens, windows = tokens_with_documents(starts), torch.tensor([512, 256, 1, 2**31, 10**10])
     together = first_visible(tokens, windows, rule)
-    assert together.shape == (3, LENGTH)
+    assert together.shape == (5, LENGTH)
     for window, row in zip(windows, together, strict=True):
         assert torch.equal(first_visible(tokens, window, rule), row)
+        assert window < 2**31 or torch.equal(dense_mask(row) == 0, brute_force(tokens, 10**5, rule))
 
 
 @pytest.mark.parametrize(

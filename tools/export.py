@@ -25,8 +25,16 @@ from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, Hyperparameters, UserError
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
-SHARED = ("model_dim", "num_heads", "head_dim", "rope", "rope_base", "norm_eps", "logit_softcap")
-SHARED += ("window_rule",)
+SHARED = (
+    "model_dim",
+    "num_heads",
+    "head_dim",
+    "rope",
+    "rope_base",
+    "norm_eps",
+    "logit_softcap",
+    "window_rule",
+)
 
 
 def hf_config(hp: Hyperparameters, window: int) -> dict:
