@@ -12,6 +12,9 @@
 # NPROC=n uses n GPUs; PYTHON=path makes the environment from another Python (3.11 or later).
 set -euo pipefail
 
+# OpenMP's threads shall not spin for long while they wait: see the top of train_gpt.py.
+[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
 venv="$here/.venv"

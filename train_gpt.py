@@ -42,13 +42,18 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    # Before torch loads OpenMP, whose threads spin while they wait for each other: where other work
+    # shares the cores, a long spin makes a step several times as long (BENCHMARKS.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's; other libraries have other names
 
 import numpy as np
 import torch
@@ -97,9 +102,17 @@ SWITCH = ("auto", "on", "off")  # auto: by what the machine has
 
 
 def setting(default, meaning: str, least=None, most=math.inf, step=None, **metadata):
-    """A row of Hyperparameters with its legal range; `group` begins a group of --help."""
+    """A row of Hyperparameters with its legal range; `group` begins a group of --help.
+
+    With about="run" it changes nothing that is learned, and may differ when a run is resumed; with
+    about="machine" checkpoints forget it, too.
+    """
     legal = int(type(default) is int) if least is None else least, most, step
-    return field(default=default, metadata={"help": meaning, "legal": legal, **metadata})
+    metadata = {"help": meaning, "legal": legal, "about": "learning", **metadata}
+    return field(default=default, metadata=metadata)
+
+
+of_run, of_machine = partial(setting, about="run"), partial(setting, about="machine")
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,7 @@ class Hyperparameters:
     momentum_start: float = setting(0.85, "Muon's momentum at step 0")
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
     momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
+    momentum_damped: bool = setting(True, "it averages gradients; off: it sums them")
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
     comm_dtype: str = setting("auto", "of what ranks send", choices=("auto", "float32"))
 
@@ -155,23 +169,24 @@ class Hyperparameters:
     w_s: float = setting(2.0**9, "scale of the head's weight", 1e-6)
     grad_s: float = setting(2.0**19, "scale of the logits' gradient", 1e-6)
 
-    train_files: str = setting(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
-    val_files: str = setting(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
-    verify_data: bool = setting(False, "compare all shards with the SHA256SUMS beside them first")
-    val_loss_every: int = setting(125, "steps between validations, 0 for the last step only", 0)
-    run_id: str = setting("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
-    save_every: int = setting(0, "steps between checkpoints, one at the end too; 0 for none", 0)
-    keep: int = setting(2, "how many checkpoints of a run are kept, the newest ones")
-    comm_timeout: int = setting(600, "seconds after which ranks give up on each other")
-    device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
-    compile: str = setting("auto", "torch.compile by layers, or whole", choices=(*SWITCH, "whole"))
-    kernels: str = setting("auto", "use Triton's; auto: where better", choices=SWITCH)
+    train_files: str = of_run(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
+    val_files: str = of_run(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
+    verify_data: bool = of_run(False, "compare all shards with the SHA256SUMS beside them first")
+    val_loss_every: int = of_run(125, "steps between validations, 0 for the last step only", 0)
+    run_id: str = of_run("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
+    save_every: int = of_run(0, "steps between checkpoints, one at the end too; 0 for none", 0)
+    keep: int = of_run(2, "how many checkpoints of a run are kept, the newest ones")
+    comm_timeout: int = of_run(600, "seconds after which ranks give up on each other")
+    device: str = of_machine("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
+    compile: str = of_machine(
+        "auto", "torch.compile by layers, or whole", choices=(*SWITCH, "whole")
+    )
+    kernels: str = of_machine("auto", "use Triton's; auto: where better", choices=SWITCH)
 
 
 FIELDS = dataclasses.fields(Hyperparameters)
-NAMES = [f.name for f in FIELDS]
-RUN_FIELDS = NAMES[NAMES.index("train_files") :]  # about this run, not about what is learned
-MACHINE_FIELDS = NAMES[NAMES.index("device") :]  # about its machine: checkpoints forget them
+LEARNING_FIELDS = [f.name for f in FIELDS if f.metadata["about"] == "learning"]
+SAVED_FIELDS = [f.name for f in FIELDS if f.metadata["about"] != "machine"]
 
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
@@ -190,6 +205,7 @@ WINDOW_WARMUP = Hyperparameters(
     rope_base=10000.0,
     logit_softcap=30.0,
     adam_eps=1e-8,
+    momentum_damped=False,
     fp8=False,
 )
 RECORDS = {
@@ -273,7 +289,7 @@ def against_published(record: str, hp: Hyperparameters, step: int, loss: float) 
         place = "in" if abs(loss - published.mean) <= 2 * published.deviation else "out"
         spread = f"{published.mean:.4f} +- 2 x {published.deviation:.4f}"
         lines.append(f"    {place}side the published spread, {spread}")
-        own, names = RECORDS[record], set(NAMES) - {*RUN_FIELDS, "seed"}
+        own, names = RECORDS[record], set(LEARNING_FIELDS) - {"seed"}
         if changed := sorted(n for n in names if getattr(hp, n) != getattr(own, n)):
             lines[-1] += f"; other than the record's: {', '.join(changed)}"
     return "\n".join(lines)
@@ -396,7 +412,7 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     if "resume" in args and args.saved:
         if not (saved := vars(args.saved.get("hyperparameters", argparse.Namespace()))):
             raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
-        changed = [n for n in NAMES if n not in RUN_FIELDS and vars(hp)[n] != saved[n]]
+        changed = [n for n in LEARNING_FIELDS if vars(hp)[n] != saved[n]]
         if changed and "resume_force" not in args:
             text = ", ".join(f"{n} {show(saved[n])} -> {show(vars(hp)[n])}" for n in changed)
             raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
@@ -810,12 +826,15 @@ class Bucket:
         self.grads = self.sent = self.work = None
 
     def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
-        """This rank's rows, (share_len, *row_shape), of tensors shaped like the parameters."""
-        rows = [t.reshape(-1, *self.row_shape) for t in tensors]
+        """This rank's rows, (share_len, ...), of tensors shaped like the parameters, or of state
+        that has other sizes in the place of row_shape."""
+        ndim = len(self.row_shape)
+        counted = zip(tensors, self.counts, strict=True)
+        rows = [t.reshape(count, *t.shape[t.ndim - ndim :]) for t, count in counted]
         rows = torch.cat(rows) if len(rows) > 1 else rows[0]
         padding = self.share_len * self.world_size - len(rows)
         if padding:
-            rows = F.pad(rows, (0, 0) * len(self.row_shape) + (0, padding))
+            rows = F.pad(rows, (0, 0) * ndim + (0, padding))
         return rows if whole else rows[self.rank * self.share_len :][: self.share_len]
 
     def launch(self) -> None:
@@ -836,7 +855,8 @@ class Bucket:
         return grads
 
     def gather(self, share: Tensor):
-        """Begin to collect all shares; the answer waits for them: a tensor for each parameter."""
+        """Begin to collect all shares; the answer waits for them: a tensor for each parameter, in
+        its shape or, of state with rows of another shape, as rows."""
         rows, work = share, None
         if self.world_size > 1:
             rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
@@ -846,7 +866,9 @@ class Bucket:
             if work is not None:
                 work.wait()
             parts = rows[: sum(self.counts)].split(self.counts)
-            return [t.view(p.shape) for t, p in zip(parts, self.params, strict=True)]
+            like_params = rows.shape[1:] == self.row_shape
+            pairs = zip(parts, self.params, strict=True)
+            return [t.view(p.shape) if like_params else t for t, p in pairs]
 
         return collected
 
@@ -862,7 +884,7 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     X = (G.bfloat16() if in_bfloat16 else G).reshape(-1, *G.shape[-2:])
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    X = X / (torch.linalg.matrix_norm(X, keepdim=True) + 1e-7)  # Frobenius: >= the largest
     for _ in range(steps):  # sums inside the matmuls: in bfloat16, half the rounding error
         A = symmetric_matmul(X)
         B = symmetric_matmul(A, A, 2.0315, -4.7750)
@@ -870,17 +892,22 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     return (X.mT if tall else X).reshape(G.shape)
 
 
-def muon_updates(grads, momenta, momentum: Tensor, grad_scale: float | Tensor) -> Tensor:
+def muon_updates(grads, momenta, momentum: Tensor, grad_scale: float | Tensor, damped=True):
     """The updates (n, rows, cols) of n matrices; grads and momenta are lists of a part of n each.
 
-    Momenta change in place. Compiled, all but the matmuls is one pass over them; momentum () is a
-    tensor, so that a new value compiles nothing.
+    Momenta change in place. Damped, they take up a share of 1 - momentum of each gradient, else all
+    of it: while the momentum is constant, that is only another scale. Compiled, all but the matmuls
+    is one pass over them; momentum () is a tensor, so that a new value compiles nothing.
     """
     directions = []
     for grad, buffer in zip(grads, momenta, strict=True):
         grad = grad.float() * grad_scale
-        buffer.lerp_(grad, 1 - momentum)
-        directions.append(grad.lerp(buffer, momentum))
+        if damped:
+            buffer.lerp_(grad, 1 - momentum)
+            directions.append(grad.lerp(buffer, momentum))
+        else:
+            buffer.mul_(momentum).add_(grad)
+            directions.append(grad + momentum * buffer)
     return zeropower_via_newtonschulz5(torch.cat(directions))
 
 
@@ -893,8 +920,10 @@ class Muon(torch.optim.Optimizer):
     backward meets them.
     """
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, rank=0, world_size=1, wire=None):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self, params, lr: float, momentum=0.95, rank=0, world_size=1, wire=None, damped=True
+    ):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "damped": damped})
         self.updates, filled, unfilled = muon_updates, [], {}
         enough = max(8, world_size) if world_size > 1 else math.inf
         for p in reversed(self.param_groups[0]["params"]):
@@ -917,7 +946,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(grad, dtype=torch.float32)
             momenta = [state["momentum_buffer"] for state in states]
             momentum = torch.full((), group["momentum"], device=grads[0].device)
-            updates = self.updates(grads, momenta, momentum, grad_scale)
+            updates = self.updates(grads, momenta, momentum, grad_scale, group["damped"])
             rate = -group["lr"] * max(1, rows / cols) ** 0.5
             shares = updates.split([bucket.share_len for bucket in buckets])
             for bucket, share in zip(buckets, shares, strict=True):
@@ -986,10 +1015,14 @@ class Optimizers:
         groups = [{"lr": lr, "buckets": buckets} for lr, buckets in rates]
         self.adam = ShardedAdam(groups, betas=hp.adam_betas, eps=hp.adam_eps)
         matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
-        self.muon = Muon(matrices, hp.muon_lr, 0.95, *ranks)
+        self.muon = Muon(matrices, hp.muon_lr, 0.95, *ranks, hp.momentum_damped)
         if model.compiled:
             self.muon.updates = torch.compile(muon_updates, dynamic=False)
         self.order = [head, *self.muon.buckets, *tables, scalars]
+        buckets_of = Counter(p for bucket in self.order for p in bucket.params)
+        for p, name in self.names.items():
+            if buckets_of[p] != 1:
+                raise ValueError(f"{name} is in {buckets_of[p]} groups of Optimizers: it wants one")
         self.groups = [head], tables, [scalars], self.muon.buckets  # as in GRAD_NORMS
         self.base_lr = [(g, g["lr"]) for g in self.adam.param_groups + self.muon.param_groups]
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
@@ -1392,6 +1425,9 @@ class GPT(nn.Module):
         if compiled:
             self.compiled, compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
+            with contextlib.suppress(AttributeError):  # of a torch that has no such setting
+                # Else layers are compiled anew at each start, because of their autograd.Functions.
+                torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
             self.head_steps = tuple(map(compile_, HEAD_STEPS))
             if self.hp.compile == "whole":
                 self.trunk = compile_(self.trunk)
@@ -1406,15 +1442,19 @@ class GPT(nn.Module):
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
         values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
         weights = (None,) * half + self.skip_weights.unbind()
-        mixed, added = {row.values for row in self.layers}, {row.skip_from for row in self.layers}
+        mixed = {row.values for row in self.layers}
+        last_use = {row.skip_from: i for i, row in enumerate(self.layers)}  # then memory is freed
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            skip = None if row.skip_from is None else (weights[i], outputs.pop(row.skip_from))
+            skip = None
+            if row.skip_from is not None:
+                take = outputs.pop if last_use[row.skip_from] == i else outputs.get
+                skip = weights[i], take(row.skip_from)
             value, mask = values.get(row.values), masks.get(row.window)
             give_v = "first" in mixed and "first" not in values
             x, v = block(x, x0, value, skip, rotary, mask, give_v)
             if v is not None:
                 values["first"] = v
-            if i in added:
+            if i in last_use:
                 outputs[i] = x.view(x.shape)
         return norm(x, self.hp.norm_eps)[0]
 
@@ -1753,7 +1793,7 @@ class Metrics:
 
 
 # What was so before it was a setting; a checkpoint that does not name it was trained with that.
-BEFORE_SETTINGS = {"norm_eps": 2.0**-23}
+BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
 
 CHECKSUM = b"SHA-256:"  # ends a checkpoint, before the digest of all bytes that precede it
 
@@ -1998,7 +2038,10 @@ def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:
-            raise UserError(f"the checkpoint is of other hyperparameters: {error}") from error
+            reason = f"is of other hyperparameters: {error}"
+            if any(name.endswith("attn.c_q.weight") for name in weights):
+                reason = "is a published one of 2024, whose q, k and v are apart: not read here"
+            raise UserError(f"the checkpoint {reason}") from error
     compiled = hp.compile in ("on", "whole") or (hp.compile == "auto" and device.type == "cuda")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.access(HERE, os.W_OK):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{HERE}/.cache/inductor"  # outlasts a reboot
@@ -2123,6 +2166,11 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         args.saved.clear()  # as large as the model and more
     signals, stop = Signals(alone=world_size == 1), 0.0
     metrics = Metrics(log.path.with_suffix(".jsonl") if rank == 0 else log.path, hp, first_step)
+    # Batches arrive in one place: nothing is allocated for them in a step.
+    shape = hp.batch_seqs // world_size, hp.seq_len
+    inputs, targets = (
+        torch.empty(shape, dtype=d, device=device) for d in (torch.int32, torch.int64)
+    )
     gc.freeze()  # what is there by now stays: no collection need walk through it
     start = metrics.since = clock(device)
     for step in range(first_step, hp.num_iterations + 1):
@@ -2147,7 +2195,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     check_loss(math.nan, step)
-                settings = {k: v for k, v in vars(hp).items() if k not in MACHINE_FIELDS}
+                settings = {name: getattr(hp, name) for name in SAVED_FIELDS}
                 state = {"record": args.record, "hyperparameters": settings, "code": code}
                 state |= {"run_id": log.run_id, "step": step, "seconds": seconds}
                 state |= {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
@@ -2164,8 +2212,8 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
         if last:
             break
         signals.expect(6)
-        inputs = targets = None  # freed first, so that the next batch takes their place
-        inputs, targets = (t.to(device, non_blocking=True) for t in next(batches))
+        for place, arrived in zip((inputs, targets), next(batches), strict=True):
+            place.copy_(arrived, non_blocking=True)
         now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
         loss, stop = metrics.fetch()  # of the step before: no waiting
         check_loss(loss, step)

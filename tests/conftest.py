@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: see train_gpt.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import numpy as np
 import pytest
 import torch

@@ -258,8 +258,8 @@ def test_a_log_named_twice_is_one_run(board, tmp_path):
     [
         ("", "is empty"),
         (" \n\n", "is empty"),
-        ("hello\n", "it is no log, or was cut short"),
-        (f"hello\n{RULE}\nworld\n", "has no steps after its source"),
+        ("hello\n", "it is no log, or a summary, or was cut short"),
+        (f"hello\n{RULE}\nworld\n", "has no line of a step"),
         (f"hello\n{RULE}\nworld\n{RULE}\nrecord demo\n", "has no line of a step"),
         (
             ours().replace("step:2/4 val_loss:5.2800", "step:2/4 val_loss"),
@@ -267,6 +267,7 @@ def test_a_log_named_twice_is_one_run(board, tmp_path):
         ),
         (ours().replace("val_loss:3.2800", "val_loss:nan"), "has a loss of nan at step 4"),
         (ours().split("step:4/4")[0], "is truncated: it ends at step 3 of 4"),
+        (ours().split("step:4/4 val_loss")[0], "lacks its last validation: it ends at step 4 of 4"),
         (ours().encode()[:-90] + b"\xff\xfe", "can't decode byte"),
         (None, "No such file"),
     ],
@@ -332,3 +333,15 @@ def test_diff_prints_settings_and_source_lines_that_differ(board, tmp_path):
     assert "the settings are equal" in out and "the sources are equal" in out
     a.write_text("")
     assert board({}, "--diff", a, b)[0] == 1
+
+
+def test_public_logs_in_seconds_or_without_a_source_are_read(tmp_path):
+    """As on the optimization track, with losses of five digits, and in some early logs."""
+    steps = ["step:0/2 val_loss:10.82580 train_time:0.030s step_avg:nanms"]
+    steps += ["step:2/2 val_loss:3.27888 train_time:618.893s step_avg:196.60ms", ""]
+    with_source, without = tmp_path / "a.txt", tmp_path / "b.txt"
+    with_source.write_text(f"import torch\n{RULE}\nRunning PyTorch 2.9.0\n" + "\n".join(steps))
+    without.write_text("\n".join(steps).replace("618.893s", "618893ms").replace("0.030s", "30ms"))
+    for path, source in ((with_source, "import torch"), (without, "")):
+        run = leaderboard.read_log(path)
+        assert run.source == source and run.curve == {0: (10.8258, 0.03), 2: (3.27888, 618.893)}

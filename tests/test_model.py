@@ -9,7 +9,19 @@ import pytest
 import reference
 import torch
 
-from train_gpt import GPT, HERE, RECORDS, CastedLinear, Layer, get_window_size, layer_table
+from train_gpt import (
+    GPT,
+    HERE,
+    RECORDS,
+    CastedLinear,
+    Layer,
+    dense_mask,
+    first_visible,
+    get_window_size,
+    layer_table,
+    norm,
+    rotary_table,
+)
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
 RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], model_dim=64, num_heads=2, head_dim=32)
@@ -151,6 +163,25 @@ def test_the_first_layers_values_are_the_first_layers(tiny, randomize):
         before = model.logits(tokens, 128)
         model.blocks[1].attn.lambdas.fill_(0.0)
         assert not torch.allclose(model.logits(tokens, 128), before, atol=1e-2)
+
+
+def test_an_output_may_be_added_to_several_layers(tiny, randomize):
+    """Against the same blocks in a loop that keeps all outputs."""
+    layers = "long,long,long+x0,long+x0,long+x1"
+    hp = replace(tiny, num_layers=6, layers=f"long,{layers}")
+    model = randomize(GPT(hp)).eval()
+    tokens = torch.randint(0, 512, (128,), dtype=torch.int32)
+    mask = dense_mask(first_visible(tokens, torch.tensor(128), "blocks"))
+    rotary = rotary_table(128, hp, "cpu")
+    with torch.no_grad():
+        x = x0 = norm(model.embed(tokens), hp.norm_eps)[None]
+        outputs = []
+        for i, block in enumerate(model.blocks):
+            source = {3: 0, 4: 0, 5: 1}.get(i)
+            skip = None if source is None else (model.skip_weights[i - 3], outputs[source])
+            x, _ = block(x, x0, None, skip, rotary, mask, False)
+            outputs.append(x)
+        assert torch.equal(model.hidden(tokens, 128), norm(x, hp.norm_eps)[0])
 
 
 def test_a_later_token_changes_no_earlier_output(tiny, randomize):

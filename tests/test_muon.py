@@ -49,22 +49,25 @@ def test_zero_gradient_gives_a_zero_update():
     assert torch.equal(weight.detach(), torch.ones(8, 16))
 
 
-def test_steps_follow_momentum_nesterov_and_the_shape_factor():
-    """Three steps of a tall, a square, a wide and a merged weight, matrix by matrix in float64."""
+@pytest.mark.parametrize("damped", [True, False])
+def test_steps_follow_momentum_nesterov_and_the_shape_factor(damped):
+    """Three steps of a tall, a square, a wide and a merged weight, matrix by matrix in float64.
+    Damped as in 2025, or as torch's SGD has it and the records of 2024."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 16), (16, 16), (16, 64), (3, 16, 16), (64, 16)]
     weights = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
     expected = [w.detach().double() for w in weights]
     buffers = [torch.zeros_like(w) for w in expected]
-    muon = Muon(weights, lr=0.05)
+    muon = Muon(weights, lr=0.05, damped=damped)
     for mu in (0.85, 0.9, 0.95):
         for group in muon.param_groups:
             group["momentum"] = mu
         for i, w in enumerate(weights):
             w.grad = torch.randn(w.shape, generator=generator)
             g = w.grad.double()
-            buffers[i] = mu * buffers[i] + (1 - mu) * g
-            direction = (1 - mu) * g + mu * buffers[i]
+            taken = (1 - mu) * g if damped else g
+            buffers[i] = mu * buffers[i] + taken
+            direction = taken + mu * buffers[i]
             rows, cols = w.shape[-2:]
             factor = max(1, rows / cols) ** 0.5
             expected[i] = expected[i] - 0.05 * factor * through_svd(direction)

@@ -251,15 +251,37 @@ def test_a_published_checkpoint_is_not_resumed(flags, tmp_path, capsys):
     assert stop.value.code == 2 and "it holds weights only" in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_norm_eps_was_trained_with_that_of_float32(trained, tmp_path):
-    """It became a setting later, with another value in the published records."""
+def test_a_published_checkpoint_of_2024_is_called_what_it_is(flags, tmp_path, capsys):
+    names = "transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "lm_head.weight"
+    state = {"step": 9, "code": "", "model": {f"_orig_mod.{n}": torch.zeros(2, 2) for n in names}}
+    torch.save(state, "published.pt")
+    with pytest.raises(SystemExit):
+        main([*flags, "--eval", "published.pt"])
+    assert "is a published one of 2024" in capsys.readouterr().err
+
+
+def test_what_became_a_setting_later_is_as_it_was_for_an_older_checkpoint(trained, tmp_path):
+    """Also of a record that now has another value: the run goes on as it began."""
     state = torch.load(trained.path, weights_only=True)
-    del state["hyperparameters"]["norm_eps"]
+    del state["hyperparameters"]["norm_eps"], state["hyperparameters"]["momentum_damped"]
     state["record"] = "2024-11-24_WindowWarmup"
     path = tmp_path / "old" / "state_step000020.pt"
     train_gpt.save_checkpoint(path, state, keep=1)
-    assert load_checkpoint(path)["hyperparameters"].norm_eps == torch.finfo(torch.float32).eps
-    assert train_gpt.RECORDS[state["record"]].norm_eps == torch.finfo(torch.bfloat16).eps
+    hp, now = load_checkpoint(path)["hyperparameters"], train_gpt.RECORDS[state["record"]]
+    assert (hp.norm_eps, hp.momentum_damped) == (torch.finfo(torch.float32).eps, True)
+    assert (now.norm_eps, now.momentum_damped) == (torch.finfo(torch.bfloat16).eps, False)
+    with pytest.raises(UserError, match="momentum_damped on -> off"):
+        train_gpt.parse_args(["--resume", str(path), "--record", state["record"]])
+
+
+def test_every_setting_but_the_machines_survives_a_checkpoint(trained):
+    """A new one does, wherever it is added, unless it says otherwise."""
+    saved = torch.load(trained.path, weights_only=True)["hyperparameters"]
+    names = {f.name for f in train_gpt.FIELDS}
+    assert saved.keys() == names - {"device", "compile", "kernels"}
+    assert train_gpt.setting(1.0, "a new one").metadata["about"] == "learning"
+    of_run = names - set(train_gpt.LEARNING_FIELDS)
+    assert {"train_files", "run_id", "save_every", "device"} < of_run and "seed" not in of_run
 
 
 def test_a_rank_that_hangs_ends_the_run_by_the_timeout(flags, tmp_path):

@@ -1,5 +1,6 @@
 """Whole runs of the command line on tiny models: log, checkpoints, errors, ranks."""
 
+import os
 import re
 import resource
 import shutil
@@ -204,10 +205,11 @@ def test_diff_prints_what_two_records_differ_in_and_nothing_else(capsys):
 
 
 def test_the_row_before_2025_01_26_is_a_few_flags_away():
-    words = "--record 2025-01-26_BatchSize --seq_len 65536 --val_seq_len 65536 --w_s 32"
-    hp, _ = train_gpt.parse_args(f"{words} --grad_s {2**29} --grad_clip 1.0".split())
+    """The flags are those that README names."""
+    words = re.search(r"`(--num_iterations 1393 [^`]*)`", (HERE / "README.md").read_text())[1]
+    hp, _ = train_gpt.parse_args(["--record", "2025-01-26_BatchSize", *words.split()])
     changed = {"seq_len": 65536, "val_seq_len": 65536, "w_s": 2.0**5, "grad_s": 2.0**29}
-    assert hp == train_gpt.replace(RECORDS["2025-01-26_BatchSize"], **changed, grad_clip=1.0)
+    assert hp == train_gpt.replace(RECORDS["2025-01-26_BatchSize"], **changed, num_iterations=1393)
 
 
 def test_a_log_is_never_overwritten(flags, tmp_path, capsys):
@@ -227,11 +229,12 @@ COMMON = {
     **{"embed_lr": 0.6, "head_lr": 0.008, "scalar_lr": 0.04, "window_min": 64, "window_step": 64},
     **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
     **{"muon_lr": 0.05, "adam_betas": (0.8, 0.95), "window_span": 1728, "norm_eps": 2**-7},
+    **{"momentum_damped": True},
 }
 OF_2024 = {
     **{"seq_len": 65536, "val_seq_len": 65536, "lr_final": 0, "adam_eps": 1e-8, "fp8": False},
     **{"window_rule": "tokens", "logit_softcap": 30, "rope": "full", "rope_base": 10000},
-    **{"attn_scale": 0, "init_bound": 1, "vocab_size": 50304},
+    **{"attn_scale": 0, "init_bound": 1, "vocab_size": 50304, "momentum_damped": False},
 }
 SYSTEMS = {
     "2024-11-19_FlexAttention": COMMON
@@ -267,6 +270,27 @@ def test_flags_reach_the_settings():
     assert args.record == "2025-01-26_BatchSize"
     assert (hp.fp8, hp.adam_betas, hp.w_s, hp.num_layers) == (False, (0.9, 0.99), 32.0, 6)
     assert hp.seq_len == 49152
+
+
+# ---- the machine
+
+
+def test_threads_spin_for_a_short_time_in_a_program_and_an_import_changes_nothing():
+    """Unless the user has said otherwise."""
+    program = "import os, runpy, sys; sys.argv = ['', '--list_records']; "
+    program += (
+        f"runpy.run_path({SCRIPT!r}, run_name={{!r}}); print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    cases = [("__main__", {}, "1000"), ("train_gpt", {}, "None")]
+    cases += [
+        ("__main__", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("__main__", {"OMP_WAIT_POLICY": "x"}, "None"),
+    ]
+    rest = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    for name, own, expected in cases:
+        command = [sys.executable, "-c", program.format(name)]
+        done = subprocess.run(command, env=rest | own, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == expected, done.stderr
 
 
 # ---- checkpoints

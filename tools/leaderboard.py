@@ -26,7 +26,8 @@ from train_gpt import PUBLISHED, on_fineweb  # noqa: E402
 
 RULE = "=" * 100  # between the parts of a log: source, machine, settings, steps
 STEP = re.compile(
-    r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? train_time:(\d+)ms step_avg:(nan|[\d.]+)ms"
+    r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? "
+    r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms"  # seconds: optimization track
 )
 OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "device"}  # equals may differ in it
 SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
@@ -80,9 +81,13 @@ def read_log(path: Path, whole: bool = True) -> Run:
     if not text.strip():
         raise ValueError("is empty")
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
-    source, *parts = [part for part in parts if part]  # logs of 2024 begin with a rule
-    if len(parts) < 2:
-        raise ValueError("has no steps after its source: it is no log, or was cut short")
+    parts = [part for part in parts if part]  # logs of 2024 begin with a rule
+    if parts and not parts[0].startswith("step:"):  # some public ones have no source
+        source, *parts = parts
+    else:
+        source = ""
+    if not parts:
+        raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
     results, machine = parts[-1], "\n".join(parts)
 
     curve, steps, step, step_ms, skips_ten = {}, None, 0, None, False
@@ -92,19 +97,21 @@ def read_log(path: Path, whole: bool = True) -> Run:
         match = STEP.fullmatch(line)
         if not match:
             raise ValueError(f"has a malformed line: {line[:80]!r}")
-        step, steps, average = int(match[1]), int(match[2]), float(match[6])
+        step, steps, average = int(match[1]), int(match[2]), float(match[7])
+        seconds = float(match[6]) if match[6] else int(match[5]) / 1000
         if match[3] == "val":
             loss = float(match[4])
             if not math.isfinite(loss):
                 raise ValueError(f"has a loss of {loss} at step {step}")
             curve = {k: v for k, v in curve.items() if k < step}  # a resumed run repeats steps
-            curve[step] = loss, int(match[5]) / 1000
+            curve[step] = loss, seconds
             step_ms = average if math.isfinite(average) else None
         skips_ten |= step > 0 and math.isnan(average)
     if steps is None:
-        raise ValueError("has no line of a step: it is no log, or was cut short")
+        raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
     if whole and steps not in curve:
-        raise ValueError(f"is truncated: it ends at step {step} of {steps}")
+        what = "lacks its last validation" if step == steps else "is truncated"
+        raise ValueError(f"{what}: it ends at step {step} of {steps}")
 
     run = Run(path, source, steps, curve, step_ms, skips_ten, record=None)
     run.record = next((part for part in path.resolve().parts if part in PUBLISHED), None)
