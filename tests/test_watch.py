@@ -97,7 +97,7 @@ def test_without_a_name_it_is_the_newest_log_and_errors_are_a_line(log, tmp_path
     log(3, "logs/old")
     (tmp_path / "logs/new.txt").write_text("nothing")
     os.utime(tmp_path / "logs/old.txt", (1, 1))
-    with pytest.raises(SystemExit, match="watch.py: logs/new.txt has no steps"):
+    with pytest.raises(SystemExit, match="watch.py: logs/new.txt has no line of a step"):
         watch.main([])
 
 
