@@ -342,6 +342,7 @@ def test_public_logs_in_seconds_or_without_a_source_are_read(tmp_path):
     with_source, without = tmp_path / "a.txt", tmp_path / "b.txt"
     with_source.write_text(f"import torch\n{RULE}\nRunning PyTorch 2.9.0\n" + "\n".join(steps))
     without.write_text("\n".join(steps).replace("618.893s", "618893ms").replace("0.030s", "30ms"))
+    without.write_text(without.read_text() + "record demo --seed 1\n")  # its settings are unknown
     for path, source in ((with_source, "import torch"), (without, "")):
         run = leaderboard.read_log(path)
         assert run.source == source and run.curve == {0: (10.8258, 0.03), 2: (3.27888, 618.893)}
