@@ -4,13 +4,16 @@
     python cached_fineweb.py 10       # 10 train shards: the records of 2024; there are 103
     python cached_fineweb.py --edu    # from FineWeb-Edu, 99 train shards, in data/finewebedu10B
     python cached_fineweb.py --100B   # from the larger sample, 1030, in data/fineweb100B
+    python cached_fineweb.py --verify 'data/fineweb10B/*.bin'  # is what is there still right?
 
 A shard appears under its name when its checksum and its header are right. Until then it grows in
-NAME.part, where the next call goes on. SHA256SUMS lists what is complete: `sha256sum -c` checks it.
+NAME.part, where the next call goes on. SHA256SUMS lists what is complete, in sha256sum's form;
+--verify compares any shards with the one beside them, without a network.
 """
 
 import argparse
 import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -216,8 +219,31 @@ def download(names: list[str], repository: str, folder: Path) -> str:
     return f"{folder} is now complete: {len(names)} shards, checksums in {MANIFEST}"
 
 
-def parse_arguments() -> tuple[list[str], str, Path]:
-    """The names wanted, the repository that has them, and the folder for them."""
+def verify(patterns: list[str]) -> str:
+    """Compare the shards that match with the SHA256SUMS beside them; a line says that all agree."""
+    pool, jobs, wrong = ThreadPoolExecutor(WORKERS), {}, []
+    for pattern in patterns:
+        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
+        jobs |= {path: pool.submit(sha256_of, path) for path in map(Path, names)}
+        if not names:
+            raise UserError(f"no shard matches {pattern}: name some, like 'data/fineweb10B/*.bin'")
+    for path, job in jobs.items():
+        try:
+            sha, expected = job.result(), read_manifest(path.parent).get(path.name)
+        except OSError as error:
+            where = error.filename or path
+            raise UserError(f"cannot read {where}: {error.strerror}; name shards only") from None
+        if expected is None:
+            where = f"no checksum of {path.name} in {path.with_name(MANIFEST)}"
+            raise UserError(f"there is {where}: cached_fineweb.py or sha256sum makes one")
+        wrong += [str(path)] * (sha != expected)
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: not as {MANIFEST} has it; remove and fetch again")
+    return f"{len(jobs)} shards are as {MANIFEST} has them"
+
+
+def parse_arguments() -> tuple:
+    """What is to be done, and with what: one of the functions above and its arguments."""
     parser = argparse.ArgumentParser(
         prog="cached_fineweb.py",
         description=__doc__,
@@ -230,22 +256,27 @@ def parse_arguments() -> tuple[list[str], str, Path]:
     kind.add_argument("--edu", **choice, const="edu", default="10B", help="from FineWeb-Edu")
     kind.add_argument("--100B", **choice, const="100B", help="from the larger sample of FineWeb")
     parser.add_argument("--dir", type=Path, help="where they go [data/ and the dataset's name]")
+    parser.add_argument("--verify", nargs="+", metavar="PATTERN", help="compare, fetch nothing")
     args = parser.parse_args()
+    if args.verify:
+        if vars(parser.parse_args([])) != vars(args) | {"verify": None}:
+            parser.error("--verify fetches nothing: give it by itself")
+        return verify, args.verify
     repository, prefix, count = DATASETS[args.kind]
     if not 1 <= args.shards <= count:
         parser.error(f"{args.shards} train shards: {repository} has 1 to {count}")
     names = [f"{prefix}_train_{i:06}.bin" for i in range(1, args.shards + 1)]
     folder = args.dir or DATA / repository.split("/")[1].removesuffix("-gpt2")
-    return [f"{prefix}_val_000000.bin", *names], repository, folder
+    return download, [f"{prefix}_val_000000.bin", *names], repository, folder
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    action, *arguments = parse_arguments()
     try:
-        print(download(*arguments))
+        print(action(*arguments))
         return
     except KeyboardInterrupt:
-        status, line = 130, "interrupted: start again to go on where it stopped"
+        status, line = 130, "interrupted: start again to go on"
     except UserError as error:
         status, line = 1, f"error: {error}"
     except OSError as error:  # the network's come as UserError: this is the disk

@@ -89,57 +89,6 @@ setup_more() { # setup_more FOLDER: also what FOLDER/requirements.txt names
     mark "$here/$requirements" "$1"
 }
 
-fetch_fineweb() { # fetch_fineweb SHARDS; a Python that is used as it is may lack huggingface-hub
-    if ! "$python" -c 'import huggingface_hub' 2>/dev/null; then
-        "$python" -m pip install --quiet --target "$venv/hub" huggingface-hub ||
-            die "pip could not install huggingface-hub, which fetches FineWeb: see its message above"
-        local -x PYTHONPATH="$venv/hub${PYTHONPATH:+:$PYTHONPATH}"
-    fi
-    "$python" "$here/cached_fineweb.py" "$1"
-}
-
-train() {
-    local gpus=0 batch=8 line=" ${*//=/ } " # --flag=value and --flag value alike
-    [[ $line =~ " --batch_seqs "+([1-9][0-9]*)" " ]] && batch="${BASH_REMATCH[1]}"
-    case "$line" in
-    *" --help "* | *" -h "* | *" --list_records "* | *" --diff "* | *" --device cpu "*) ;;
-    *) gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')" ;;
-    esac
-    case "$gpus$line" in
-    0* | *" --train_files "* | *" --record demo "* | *" --eval "*) ;;
-    *" --record 2024"*) fetch_fineweb 10 ;; # these records read more
-    *) fetch_fineweb 7 ;;
-    esac
-
-    local processes="${NPROC:-$gpus}"
-    [[ $processes =~ ^[0-9]+$ ]] || die "NPROC=$NPROC: must be a number of processes"
-    if [ -z "${NPROC:-}" ] && [ "$gpus" -gt 1 ]; then
-        while ((batch % processes)); do processes=$((processes - 1)); done
-        if [ "$processes" -ne "$gpus" ]; then
-            echo "run.sh: $gpus GPUs cannot share $batch sequences evenly: using $processes" >&2
-        fi
-    fi
-    if [ "$processes" -gt 1 ]; then
-        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # train_gpt.py sets the threads itself
-        exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
-            "$here/train_gpt.py" "$@"
-    fi
-    exec "$python" "$here/train_gpt.py" "$@"
-}
-
-runs() { # runs N [flags]: N runs, a seed each, then what they say together
-    local count="$1" line=" ${*//=/ } " seed=0 name i
-    [[ $count =~ ^[1-9][0-9]*$ ]] || die "--runs $count: must be a number of runs"
-    name="$(date +%Y-%m-%d_%H-%M-%S)"
-    [[ $line =~ " --seed "+([0-9]+)" " ]] && seed="${BASH_REMATCH[1]}" # the first of the seeds
-    [[ $line =~ " --run_id "+([^ ]+)" " ]] && name="${BASH_REMATCH[1]}"
-    echo "run.sh: $count runs, logs in logs/${name}_seed*.txt" >&2
-    for ((i = seed; i < seed + count; i++)); do
-        (train --save_every 0 "${@:2}" --seed "$i" --run_id "${name}_seed$i")
-    done
-    "$python" "$here/tools/leaderboard.py" "logs/${name}"_seed*.txt
-}
-
 case "${1:-}" in
 setup)
     setup
@@ -159,25 +108,7 @@ tools/*.py)
     exec "$python" "$here/$1" "${@:2}"
     ;;
 *)
-    count="" flags=()
-    while [ $# -gt 0 ]; do
-        case "$1" in
-        --runs)
-            count="${2:-(nothing)}"
-            [ $# -eq 1 ] || shift
-            ;;
-        --runs=*) count="${1#--runs=}" && count="${count:-(nothing)}" ;;
-        *) flags+=("$1") ;;
-        esac
-        shift
-    done
-    set -- ${flags[@]+"${flags[@]}"} # an empty array is unset to the bash of macOS
-    if [ -n "$count" ]; then
-        setup_more tools
-        runs "$count" "$@"
-    else
-        setup
-        train "$@"
-    fi
+    case " $* " in *" --runs"*) setup_more tools ;; *) setup ;; esac
+    exec "$python" "$here/launch.py" "$@"
     ;;
 esac

@@ -7,48 +7,40 @@
 The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
 published at a mean validation loss of 3.2787 (81 runs) in 2.997 minutes of training on 8 H100s.
 Its numbers and ideas come from github.com/KellerJordan/modded-nanogpt and the people named there.
-What this implementation has reached, on what and with which torch, stands in BENCHMARKS.md.
+BENCHMARKS.md says what this implementation has reached, on what and with which torch.
 
 The file reads like the life of a batch, and importing it does nothing:
 
-    Configuration    what a run is, as data: layer table, settings, records, command line
-    Numerics         FP8 matmuls, and the linear layer that uses them
-    Kernels          three functions in Triton, each with the plain twin that it must beat
-    Optimizers       Muon for the hidden matrices, Adam for the rest, a share of both for each rank
-    Model            masks, attention, layers, and a loss that never stores its logits
+    Configuration    what a run is, as data: settings, records, layer table
+    Numerics         FP8 matmuls, the linear layer that uses them, functions with a Triton twin
+    Optimizers       Muon and Adam as update rules, and the table of which parameter has which
+    Model            masks, attention, layers, and a head whose loss never stores the logits
     Data             shards, and batches that depend on the step alone
     Schedules        learning rate, momentum and window as functions of the step
-    Training         devices and ranks, log, metrics, checkpoints, signals, the timed loop, main()
+    Run              checkpoints, command line, the timed loop, main()
+
+kernels.py beside it has Triton twins of three functions; where it or Triton is missing, the plain
+functions do the same. program.py has what is not about training: flags, errors, ranks, logs.
 """
 
 import argparse
 import contextlib
-import ctypes
-import dataclasses
 import gc
 import glob
-import hashlib
 import itertools
-import json
 import math
 import os
-import re
-import resource
 import shlex
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
-import uuid
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Before torch loads OpenMP, whose threads spin while they wait for each other: where other work
@@ -61,58 +53,48 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.optim.adam import adam as torch_adam
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
-try:  # PyTorch brings it along where there is CUDA
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton, tl = None, SimpleNamespace(constexpr=None)
+import program
+from program import HERE, UserError, all_reduce_, clock, of_machine, of_run, setting, show
 
-HERE = Path(__file__).resolve().parent
+try:  # Triton comes with PyTorch's CUDA build
+    from kernels import TWINS, fault, obstacle, shared_memory_is_small
+except ImportError:  # then the plain functions of this file do it all
+    TWINS, fault, shared_memory_is_small = {}, None, lambda device: False
+    obstacle = "kernels.py or Triton is missing".format
+
 FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
 END_OF_TEXT = 50256  # the GPT-2 token that begins every document
-
-
-class UserError(ValueError):
-    """What is wrong, where, and what to do about it: one line for people, without a traceback."""
-
-
-def fail(message: str):
-    raise UserError(message)
 
 
 # -----------------------------------------------------------------------------
 # Configuration: a layer is a row, a setting is a row, a record is a row
 
 
-# A layer is what it attends with: the long window, the short one that is half of it, or none. Then
-# +v0, +v1, ...: values from that embedding table are mixed into its own, or +vfirst: the first
-# layer's values (arXiv 2410.17897); and +x5: the output of layer 5 is added to its input.
+@dataclass(frozen=True)
+class Layer:
+    """One row of the model: what this layer attends with and what is added to it."""
+
+    window: str  # "long", "short" (half of long), or "none": no attention
+    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
+    skip_from: int | None = None  # which earlier layer's output is added to the input
+
+
+# A layer is written as its window and words, joined by "+": long+v0+x5. A word sets a field. Values
+# of embedding tables (v0) and of the first layer (vfirst): arXiv 2410.17897.
+LAYER_WORDS = {"vfirst": ("values", "first")}
+LAYER_WORDS |= {f"v{i}": ("values", str(i)) for i in range(10)}
+LAYER_WORDS |= {f"x{i}": ("skip_from", i) for i in range(100)}
+
 LAYERS_2024 = ",".join(["long+vfirst"] * 6 + [f"long+vfirst+x{i}" for i in range(5, -1, -1)])
 LAYERS_2025 = (
     "long+v0,short+v1,short+v2,short,long,short,"
     "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
 )
-
-
 SWITCH = ("auto", "on", "off")  # auto: by what the machine has
-
-
-def setting(default, meaning: str, least=None, most=math.inf, step=None, **metadata):
-    """A row of Hyperparameters with its legal range; `group` begins a group of --help.
-
-    With about="run" it changes nothing that is learned, and may differ when a run is resumed; with
-    about="machine" checkpoints forget it, too.
-    """
-    legal = int(type(default) is int) if least is None else least, most, step
-    metadata = {"help": meaning, "legal": legal, "about": "learning", **metadata}
-    return field(default=default, metadata=metadata)
-
-
-of_run, of_machine = partial(setting, about="run"), partial(setting, about="machine")
 
 
 @dataclass(frozen=True)
@@ -125,8 +107,8 @@ class Hyperparameters:
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
     window_rule: str = setting("blocks", "unit of the window", choices=("blocks", "tokens"))
     window_min: int = setting(128, "long attention window at step 0, in tokens")
-    window_span: int = setting(1728, "blocks: it at the last step; tokens: its growth till then", 0)
-    window_step: int = setting(128, "it is a multiple of this many tokens")
+    window_span: int = setting(1728, "blocks: final window; tokens: growth from window_min", 0)
+    window_step: int = setting(128, "the window is a multiple of this many tokens")
 
     seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, step=BLOCK, group="batch")
     batch_seqs: int = setting(8, "sequences in a global batch, shared by all ranks")
@@ -151,6 +133,7 @@ class Hyperparameters:
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
+    # So small that, while output projections are zero, scalars take full steps by rounding noise.
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
     adam_betas: tuple[float, float] = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
@@ -160,9 +143,8 @@ class Hyperparameters:
     momentum_start: float = setting(0.85, "Muon's momentum at step 0")
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
     momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
-    momentum_damped: bool = setting(True, "it averages gradients; off: it sums them")
+    momentum_damped: bool = setting(True, "momentum averages gradients; off: it sums them")
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
-    comm_dtype: str = setting("auto", "of what ranks send", choices=("auto", "float32"))
 
     fp8: bool = setting(True, "train the head in FP8 on GPUs that can", group="FP8")
     x_s: float = setting(2.0, "scale of the head's input", 1e-6)
@@ -171,22 +153,18 @@ class Hyperparameters:
 
     train_files: str = of_run(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
     val_files: str = of_run(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
-    verify_data: bool = of_run(False, "compare all shards with the SHA256SUMS beside them first")
     val_loss_every: int = of_run(125, "steps between validations, 0 for the last step only", 0)
     run_id: str = of_run("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
     save_every: int = of_run(0, "steps between checkpoints, one at the end too; 0 for none", 0)
     keep: int = of_run(2, "how many checkpoints of a run are kept, the newest ones")
     comm_timeout: int = of_run(600, "seconds after which ranks give up on each other")
     device: str = of_machine("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
-    compile: str = of_machine(
-        "auto", "torch.compile by layers, or whole", choices=(*SWITCH, "whole")
-    )
-    kernels: str = of_machine("auto", "use Triton's; auto: where better", choices=SWITCH)
+    compile: str = of_machine("auto", "torch.compile; auto: on a GPU", choices=SWITCH)
+    kernels: str = of_machine("auto", "use Triton's; auto: where they are right", choices=SWITCH)
 
 
-FIELDS = dataclasses.fields(Hyperparameters)
-LEARNING_FIELDS = [f.name for f in FIELDS if f.metadata["about"] == "learning"]
-SAVED_FIELDS = [f.name for f in FIELDS if f.metadata["about"] != "machine"]
+LEARNING_FIELDS = program.names_of(Hyperparameters, "learning")
+SAVED_FIELDS = program.names_of(Hyperparameters, "learning", "run")
 
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
@@ -241,69 +219,6 @@ RECORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a record reached on 8 H100s; its run logs are in the public project's records/."""
-
-    minutes: float  # train_time by the clock of its day
-    step_ms: tuple[float, float]  # at the first steps and at the last
-    mean: float  # of the last validation loss over several runs (2024-11-19: one), and its
-    deviation: float  # standard deviation
-    steps: int
-    losses: tuple[float, ...]  # of one run: at steps 0, 125, 250, ... and at the last
-
-    @property
-    def curve(self) -> dict[int, float]:
-        """The published validation losses by step."""
-        return dict(zip([*range(0, self.steps, 125), self.steps], self.losses, strict=True))
-
-
-# fmt: off
-PUBLISHED = {
-    "2024-11-19_FlexAttention": Published(5.03, (160, 160), 3.2783, 0.005, 1875, (
-        10.8258, 4.4503, 4.0085, 3.8399, 3.7415, 3.6656, 3.6068, 3.5596, 3.5195, 3.4905, 3.4625,
-        3.4321, 3.3823, 3.3383, 3.2997, 3.2783)),
-    "2024-11-24_WindowWarmup": Published(4.66, (148, 171), 3.2770, 0.0039, 1750, (
-        10.8258, 4.4538, 4.0346, 3.8523, 3.7289, 3.6466, 3.5915, 3.5470, 3.5074, 3.4790, 3.4248,
-        3.3778, 3.3332, 3.2972, 3.2759)),
-    "2025-01-26_BatchSize": Published(2.933, (95, 105), 3.2787, 0.0019, 1770, (
-        10.8258, 4.6549, 4.1014, 3.9027, 3.7540, 3.6688, 3.6031, 3.5542, 3.5147, 3.4749, 3.4266,
-        3.3835, 3.3452, 3.3110, 3.2838, 3.2808)),
-}
-# fmt: on
-
-
-def on_fineweb(*patterns: str) -> bool:
-    """Whether patterns of shards name FineWeb's, on which losses are published."""
-    return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
-
-
-def against_published(record: str, hp: Hyperparameters, step: int, loss: float) -> str:
-    """How a validation loss on FineWeb compares with the published ones; empty on other data."""
-    published, lines = PUBLISHED.get(record), []
-    if published is None or not on_fineweb(hp.train_files, hp.val_files):
-        return ""
-    if expected := published.curve.get(step):
-        lines.append(f"    published: {expected:.4f}, difference {loss - expected:+.4f}")
-    if step == hp.num_iterations:
-        place = "in" if abs(loss - published.mean) <= 2 * published.deviation else "out"
-        spread = f"{published.mean:.4f} +- 2 x {published.deviation:.4f}"
-        lines.append(f"    {place}side the published spread, {spread}")
-        own, names = RECORDS[record], set(LEARNING_FIELDS) - {"seed"}
-        if changed := sorted(n for n in names if getattr(hp, n) != getattr(own, n)):
-            lines[-1] += f"; other than the record's: {', '.join(changed)}"
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One row of the model: what this layer attends with and what is added to it."""
-
-    window: str  # "long", "short" (half of long), or "none": no attention
-    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
-    skip_from: int | None = None  # which earlier layer's output is added to the input
-
-
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     """The rows in use: num_layers of them from both ends, layer i linked to layer n-1-i."""
     rows, table = hp.layers.split(","), []
@@ -311,126 +226,40 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     if n > len(rows):
         raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
     for i, text in enumerate(rows[:half] + rows[-half:]):
-        row = re.fullmatch(r"(long|short|none)(?:(?<!none)\+v(first|\d))?(?:\+x(\d+))?", text)
-        skip_from = row and row[3] and (int(row[3]) if n == len(rows) else n - 1 - i)
-        if row is None or (row[3] and not skip_from < i >= half):
+        window, *words = text.split("+")
+        fields = dict(LAYER_WORDS.get(word, ("unknown", word)) for word in words)
+        wrong = window not in ("long", "short", "none") or len(fields) < len(words)
+        wrong |= "unknown" in fields or (window == "none" and "values" in fields)
+        if "skip_from" in fields:
+            if n < len(rows):
+                fields["skip_from"] = n - 1 - i
+            wrong |= i < half or fields["skip_from"] >= i
+        if wrong:
             raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2025 shows the form")
-        table.append(Layer(row[1], row[2], skip_from))
+        table.append(Layer(window, **fields))
     return tuple(table)
 
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for values that no run can have."""
-    for f in FIELDS:
-        value, (least, most, step) = getattr(hp, f.name), f.metadata["legal"]
-        in_range = f.type is str or least <= np.min(value) <= np.max(value) <= most
-        if not in_range or (step and value % step):
-            rule = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            rule += f", a multiple of {step}" * bool(step)
-            raise UserError(f"--{f.name} {show(value)}: must be {rule}")
+    program.check_ranges(hp)
     if hp.val_tokens % hp.val_seq_len:
         raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
     layer_table(hp)
 
 
-def show(value) -> str:
-    """A setting as it is typed on the command line; a path relative to this file."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(map(show, value))
-    return f"{value:.10g}" if isinstance(value, float) else str(value).removeprefix(f"{HERE}/")
-
-
-def print_records(names: list[str], differing: bool = False) -> None:
-    """Print records with their numbers, a column each; or only the numbers that differ."""
-    rows = {f.name: [show(getattr(RECORDS[name], f.name)) for name in names] for f in FIELDS}
-    tables = itertools.zip_longest(*(cell.split(",") for cell in rows.pop("layers")), fillvalue="-")
-    rows |= {f"layer {i}": cells for i, cells in enumerate(tables)}
-    minutes = {name: published.minutes for name, published in PUBLISHED.items()}
-    rows["published minutes"] = [str(minutes.get(name, "-")) for name in names]
-    rows = {k: cells for k, cells in rows.items() if not differing or len(set(cells)) > 1}
-    for name, cells in [("", names), *rows.items()]:
-        print(f"{name:<24}" + "".join(f"{cell:<40}" for cell in cells).rstrip())
-
-
-def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The settings (flags over the record's, or over a checkpoint's own) and the flags given.
-
-    Raises UserError for an unknown flag or a bad value; --help prints and exits.
-    """
-    default = "2025-01-26_BatchSize"
-    parser = argparse.ArgumentParser(
-        prog="train_gpt.py",
-        usage="train_gpt.py [--record NAME] [--SETTING VALUE ...]",
-        description=f"{__doc__.splitlines()[0]} In brackets: the values of {default}.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.error = fail
-    parser.add_argument("--record", choices=RECORDS, help="row to start from; on a CPU [demo]")
-    parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
-    diff = {"nargs": 2, "choices": RECORDS, "metavar": "NAME"}
-    parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
-    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
-    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
-    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
-    for f in FIELDS:
-        words = ("on", "off") if f.type is bool else f.metadata.get("choices")
-        options = {"choices": words} if words else {"type": f.type, "metavar": f.type.__name__}
-        if isinstance(f.default, tuple):
-            options = {"type": float, "nargs": len(f.default), "metavar": "float"}
-        if "group" in f.metadata:
-            group = parser.add_argument_group(f.metadata["group"])
-        text = f"{f.metadata['help']} [{show(f.default)}]"
-        group.add_argument(f"--{f.name}", help=text, **options)
-    args = parser.parse_args(argv)
-    on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-    args.checkpoint, args.saved = getattr(args, "eval", getattr(args, "resume", None)), {}
-    if args.checkpoint == "auto":
-        args.checkpoint, args.saved = newest_checkpoint(getattr(args, "run_id", "*"))
-        if not args.saved and "eval" in args:
-            raise UserError("no checkpoint under logs/: train with --save_every, or name one")
-        if not args.saved:
-            print("--resume auto: no checkpoint under logs/, a new run begins")
-    elif args.checkpoint is not None:
-        args.saved = load_checkpoint(args.checkpoint)
-    remembered = "record" not in args and args.saved.get("hyperparameters")
-    args.record = getattr(args, "record", "demo" if on_cpu else default)
-    if remembered:
-        args.record = args.saved["record"]
-    hp = remembered or RECORDS[args.record]
-    hp = replace(hp, run_id=args.saved.get("run_id", ""))
-    if "layers" in args and "num_layers" not in args:
-        args.num_layers = args.layers.count(",") + 1
-    for name in vars(args).keys() & vars(hp).keys():
-        value = getattr(args, name)
-        value = tuple(value) if isinstance(value, list) else value
-        hp = replace(hp, **{name: value == "on" if type(vars(hp)[name]) is bool else value})
-    check(hp)
-    if "resume" in args and args.saved:
-        if not (saved := vars(args.saved.get("hyperparameters", argparse.Namespace()))):
-            raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
-        changed = [n for n in LEARNING_FIELDS if vars(hp)[n] != saved[n]]
-        if changed and "resume_force" not in args:
-            text = ", ".join(f"{n} {show(saved[n])} -> {show(vars(hp)[n])}" for n in changed)
-            raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
-    return hp, args
-
-
 # -----------------------------------------------------------------------------
-# Numerics: FP8 matmuls, and the linear layer that uses them
+# Numerics: FP8 matmuls, the linear layer that uses them, functions with a Triton twin
+
+
+def activation_dtype(device: torch.device) -> torch.dtype:
+    """Of embeddings and activations: bfloat16 on CUDA, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def fp8_supported(device: torch.device) -> bool:
     """torch's scaled matmul runs on GPUs from Ada and Hopper on, and, slowly, on a CPU."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def trains_in_fp8(hp: Hyperparameters, device: torch.device) -> bool:
-    """Whether a model's head does: on a CPU it does not."""
-    return hp.fp8 and device.type == "cuda" and fp8_supported(device)
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -498,379 +327,37 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
-@torch.compiler.assume_constant_result
-def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for the record's. Then
-    memory is worth more than a few milliseconds."""
-    if device.type == "cpu":
-        return False
-    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
+def as_is(function):
+    """What takes the place of torch.compile where nothing is compiled."""
+    return function
 
-
-def recomputed(function, x: Tensor, *more):
-    """function(x, *more) of x (1, T, ...); where memory is small, compiled code makes the result
-    again in the backward pass instead of keeping it.
-
-    For what costs little time and much memory: BENCHMARKS.md counts both.
-    """
-    training = torch.is_grad_enabled() and torch.compiler.is_compiling()
-    if training and memory_is_small(x.device, x.size(1)):
-        return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
-    return function(x, *more)
-
-
-# -----------------------------------------------------------------------------
-# Kernels: what Triton may do faster, beside the plain PyTorch that says what it is
 
 KERNELS: dict[str, "Kernel"] = {}
 
 
+def kernels_in_use() -> list[str]:
+    return [name for name, kernel in KERNELS.items() if kernel.use]
+
+
 class Kernel:
-    """A plain function whose `fused` twin in Triton is called while `use` is set: choose_kernels.
+    """A plain function whose twin in kernels.py is called while choose_kernels has set `use`."""
 
-    example(hp, device) makes arguments of a run's shapes, to compare the two and to time them.
-    """
-
-    def __init__(self, plain, fused, example):
-        self.plain, self.fused, self.example, self.use = plain, fused, example, False
+    def __init__(self, plain):
+        self.plain, self.fused, self.use = plain, TWINS.get(plain.__name__), False
         KERNELS[plain.__name__] = self
 
     def __call__(self, *arguments):
         return (self.fused if self.use else self.plain)(*arguments)
 
 
-def jit(function):
-    """Triton's compiler; without Triton, a function that nothing calls."""
-    return triton.jit(function) if triton else function
+# -----------------------------------------------------------------------------
+# Optimizers: Muon and Adam as update rules, and the table that says which parameter has which
 
 
-@torch.compiler.assume_constant_result
-def shared_memory_is_small(device: torch.device) -> bool:
-    """Whether a program has 99 KB of it (RTX 3090, 4090, 5090, A6000), not 163 or 227."""
-    if device.type == "cpu":
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
-
-
-def activation_dtype(device: torch.device) -> torch.dtype:
-    """Of embeddings and activations: bfloat16 on CUDA, float32 on a CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-@jit
-def softcap_kernel(
-    logits, targets, losses, grads, vocab, CAP: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A program takes a row, twice: from memory for the sum, then from the cache.
-
-    The cap bounds the logits, so softmax subtracts the cap instead of the row's maximum. Floats are
-    constants of the kernel, because torch.compile would pass them as float64.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab
-    target = tl.load(targets + row)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, vocab, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
-        term = tl.exp(2 * CAP * (tl.sigmoid(2 / CAP * logit) - 1))
-        total += tl.where(column < vocab, term, 0.0)
-    total = tl.sum(total)
-    of_target = tl.sigmoid(2 / CAP * tl.load(logits + target).to(tl.float32))
-    tl.store(losses + row, tl.log(total) - 2 * CAP * (of_target - 1))
-    if WITH_GRAD:
-        for start in range(0, vocab, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
-            s = tl.sigmoid(2 / CAP * logit)
-            p = tl.exp(2 * CAP * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
-            grad = tl.clamp(4 * SCALE * p * s * (1 - s), -LARGEST, LARGEST)
-            tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
-
-
-# Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
-# sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
-# while a chunk's logits are at hand. On a CPU the softmax then takes a few rows of a chunk at a
-# time, which stay in the cache (BENCHMARKS.md).
-LOSS_ROWS = 16
-
-
-def loss_chunk_len(device: torch.device) -> int:
-    """Tokens in a chunk: enough for fast matmuls. The fewer chunks there are, the fewer times the
-    whole gradient of the head is read and written."""
-    if device.type == "cpu":
-        return 256
-    return 8192 if memory_is_small(device) else 16384
-
-
-def padded_vocab(hp: Hyperparameters) -> int:
-    """Rows of the head: whole blocks of 128."""
-    return -(-hp.vocab_size // 128) * 128
-
-
-def fused_loss(logits, targets, cap, grad_scale=None, grads=None):
-    """softcapped_cross_entropy in one kernel."""
-    losses, with_grad = torch.empty(len(logits), device=logits.device), grads is not None
-    out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
-    sizes = logits.size(1), cap, scale, torch.finfo(out.dtype).max
-    softcap_kernel[(len(logits),)](
-        logits, targets, losses, out, *sizes, WITH_GRAD=with_grad, COLUMNS=8192, num_warps=16
-    )
-    return losses.sum()
-
-
-def loss_example(hp, device):
-    """A chunk of logits and where their gradient goes."""
-    fp8 = trains_in_fp8(hp, device)
-    shape = min(loss_chunk_len(device), hp.seq_len), padded_vocab(hp)
-    logits = 4 * torch.randn(shape, device=device, dtype=activation_dtype(device))
-    grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
-    targets = torch.randint(hp.vocab_size, shape[:1], device=device)
-    return logits, targets, hp.logit_softcap, (hp.grad_s if fp8 else 1.0) / hp.seq_len, grads
-
-
-@partial(Kernel, fused=fused_loss, example=loss_example)
-def softcapped_cross_entropy(logits, targets, cap, grad_scale=None, grads=None):
-    """Summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
-
-    Their gradient * grad_scale goes to grads (T, V): the logits themselves, or float8_e5m2. With
-    z = 2 cap sigmoid(2 logit / cap), cap * tanh(logit / cap) is z less a constant, which softmax
-    does not see; its derivative is 2 / cap (z - z^2 / 2 cap). The cap keeps softmax above 0.
-    """
-    target = targets[:, None]
-    if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
-        z = 2 * cap * torch.sigmoid(2 / cap * logits.float())
-        z_of_target = 2 * cap * torch.sigmoid(2 / cap * logits.gather(1, target).float())
-        p = torch.exp(z - 2 * cap)
-        total = p.sum(dim=1, keepdim=True)
-        loss = (total.log() + 2 * cap - z_of_target).sum()
-        p = p / total - (torch.arange(p.size(1), device=p.device) == target).float()
-    else:  # z and p are stored, and overwritten where that is possible
-        z = logits.float().mul_(2 / cap).sigmoid_().mul_(2 * cap)
-        p = torch.softmax(z, dim=-1)
-        loss = -p.gather(1, target).log().sum()
-        p.scatter_add_(1, target, p.new_full((len(p), 1), -1.0))
-    if grads is not None:
-        grad = z.addcmul_(z, z, value=-0.5 / cap).mul_(p).mul_(2 / cap * grad_scale)
-        grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
-    return loss
-
-
-@jit
-def relu2_kernel(
-    a, b, post, out, M, N, K, stride_k, stride_n, BACKWARD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A program computes a tile; eight rows of tiles run together and share the cache."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = tl.program_id(0) // (8 * tiles_n) * 8
-    height = min(tiles_m - first, 8)
-    place = tl.program_id(0) % (8 * tiles_n)
-    m = ((first + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    a += (m % M)[:, None] * K + k[None]
-    b += k[:, None] * stride_k + (n % N)[None] * stride_n
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        a_tile = tl.load(a, k[None] < K - start, 0.0)
-        b_tile = tl.load(b, k[:, None] < K - start, 0.0)
-        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
-        a += BLOCK_K
-        b += BLOCK_K * stride_k
-    place = m[:, None] * N + n[None]
-    inside = (m[:, None] < M) & (n[None] < N)
-    if BACKWARD:
-        total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
-    else:
-        total = tl.maximum(total, 0.0)
-        total *= total
-    tl.store(out + place, total.to(out.dtype.element_ty), inside)
-
-
-def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
-    """relu(a @ b)^2 of (M, K) and (K, N); or of such a post, (a @ b) times its derivative."""
-    (M, K), N, backward = a.shape, b.size(1), post is not None
-    block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
-    tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
-    inputs = a, b, post if backward else out, out, M, N, K, *b.stride(), backward
-    relu2_kernel[(tiles,)](*inputs, block_m, block_n, BLOCK_K=64, num_warps=8, num_stages=3)
-    return out
-
-
-class FusedMLP(torch.autograd.Function):
-    """relu2_mlp with ReLU squared inside the matmuls, forward and backward. Between them it keeps
-    the squares alone: their roots are what the derivative needs."""
-
-    @staticmethod
-    def forward(ctx, x, w_in, w_out):
-        rows = x.flatten(0, -2).contiguous()
-        post = matmul_relu2(rows, w_in.T)
-        ctx.save_for_backward(rows, w_in, w_out, post)
-        return (post @ w_out.T).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows, w_in, w_out, post = ctx.saved_tensors
-        grad_rows = grad.flatten(0, -2).contiguous()
-        grad_pre = matmul_relu2(grad_rows, w_out, post)
-        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
-
-
-def mlp_example(hp, device):
-    """A sequence and a layer's weights."""
-    C, H, options = hp.model_dim, 4 * hp.model_dim, {"dtype": activation_dtype(device)}
-    shapes = (hp.seq_len, C), (H, C), (C, H)
-    tensors = [torch.randn(shape, device=device, **options) for shape in shapes]
-    return [t.mul_(C**-0.5).requires_grad_() for t in tensors]
-
-
-class ReLUSquared(torch.autograd.Function):
-    """relu(x)^2, which keeps its result alone, as the matmul behind it does. The derivative needs
-    the result's root, which is relu(x) but for the rounding of the square."""
-
-    @staticmethod
-    def forward(ctx, x):
-        post = F.relu(x).square()
-        ctx.save_for_backward(post)
-        return post
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (2 * ctx.saved_tensors[0].sqrt())
-
-
-@partial(Kernel, fused=lambda *arguments: FusedMLP.apply(*arguments), example=mlp_example)
-def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype."""
-    h = F.linear(x, w_in)
-    post = ReLUSquared.apply(h) if torch.compiler.is_compiling() else F.relu(h).square()
-    return F.linear(post, w_out)
-
-
-@jit
-def symmetric_kernel(
-    a, c, out, n, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    WITH_C: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """A program computes a tile on or below the diagonal, and stores it and its mirror image."""
-    if tl.program_id(0) < tl.program_id(1):
-        return
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    matrix = tl.program_id(2).to(tl.int64)
-    k = tl.arange(0, TILE_K)
-    left = a + matrix * n * K + (row % n)[:, None] * K + k[None]
-    right = a + matrix * n * K + (column % n)[None] * K + k[:, None]
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(0, K, TILE_K):
-        left_tile = tl.load(left, k[None] < K - start, 0.0)
-        right_tile = tl.load(right, k[:, None] < K - start, 0.0)
-        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-        left += TILE_K
-        right += TILE_K
-    inside = (row[:, None] < n) & (column[None] < n)
-    place = matrix * n * n + row[:, None] * n + column[None]
-    if WITH_C:
-        total = ALPHA * total + BETA * tl.load(c + place, inside, 0.0).to(tl.float32)
-    total = total.to(out.dtype.element_ty)
-    tl.store(out + place, total, inside)
-    mirrored = matrix * n * n + column[None] * n + row[:, None]
-    tl.store(out + mirrored, total, inside & (row[:, None] > column[None]))
-
-
-def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
-    """symmetric_matmul that computes half of the tiles; c is contiguous."""
-    a = a.contiguous()
-    count, n, K = a.shape
-    out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"TILE": 128, "TILE_K": 64}
-    inputs = a, out if c is None else c, out, n, K, alpha, beta, c is not None
-    symmetric_kernel[(tiles, tiles, count)](*inputs, **block, num_warps=8, num_stages=3)
-    return out
-
-
-def symmetric_example(hp, device):
-    """A rank's square matrices, and their products."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shape = -(-4 * hp.num_layers // ranks), hp.model_dim, hp.model_dim
-    a = torch.randn(shape, device=device).to(activation_dtype(device)) * hp.model_dim**-0.5
-    return a, a @ a.mT, 2.0315, -4.7750
-
-
-@partial(Kernel, fused=fused_symmetric, example=symmetric_example)
+@Kernel
 def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
     """a a^T (B, n, n) of a (B, n, k), or with a symmetric c (B, n, n), alpha a a^T + beta c."""
     return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
-
-
-# -----------------------------------------------------------------------------
-# Optimizers: Muon for the hidden matrices; Adam for embeddings, head and scalars; both sharded
-
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Bucket:
-    """Parameters whose gradients travel together, as rows of one shape; each rank owns a share.
-
-    That is one of world_size equal parts of the rows, to the last of which zeros are added. The
-    gradients travel in the parameters' dtype, or in `wire`. One rank sends nothing.
-    """
-
-    def __init__(self, params: list[Tensor], row_ndim: int, rank=0, world_size=1, wire=None):
-        self.params, self.rank, self.world_size, self.wire = params, rank, world_size, wire
-        self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
-        self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
-        self.share_len = -(-sum(self.counts) // world_size)
-        self.grads = self.sent = self.work = None
-
-    def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
-        """This rank's rows, (share_len, ...), of tensors shaped like the parameters, or of state
-        that has other sizes in the place of row_shape."""
-        ndim = len(self.row_shape)
-        counted = zip(tensors, self.counts, strict=True)
-        rows = [t.reshape(count, *t.shape[t.ndim - ndim :]) for t, count in counted]
-        rows = torch.cat(rows) if len(rows) > 1 else rows[0]
-        padding = self.share_len * self.world_size - len(rows)
-        if padding:
-            rows = F.pad(rows, (0, 0) * ndim + (0, padding))
-        return rows if whole else rows[self.rank * self.share_len :][: self.share_len]
-
-    def launch(self) -> None:
-        """Begin to sum the gradients over all ranks; of a bfloat16 table, see gradient_buffer."""
-        grads = [getattr(p, "grad32", p.grad).to(self.wire or p.dtype) for p in self.params]
-        self.grads = self.sent = self.share(grads, whole=True)
-        if self.world_size > 1:
-            self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
-            self.work = reduce_scatter(self.grads, self.sent, async_op=True)
-
-    def wait(self) -> Tensor:
-        """This rank's share of the summed gradients; the bucket is empty then."""
-        if self.grads is None:
-            self.launch()
-        if self.work is not None:
-            self.work.wait()
-        grads, self.grads, self.sent, self.work = self.grads, None, None, None
-        return grads
-
-    def gather(self, share: Tensor):
-        """Begin to collect all shares; the answer waits for them: a tensor for each parameter, in
-        its shape or, of state with rows of another shape, as rows."""
-        rows, work = share, None
-        if self.world_size > 1:
-            rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
-            work = all_gather(rows, share.contiguous(), async_op=True)
-
-        def collected() -> list[Tensor]:
-            if work is not None:
-                work.wait()
-            parts = rows[: sum(self.counts)].split(self.counts)
-            like_params = rows.shape[1:] == self.row_shape
-            pairs = zip(parts, self.params, strict=True)
-            return [t.view(p.shape) if like_params else t for t, p in pairs]
-
-        return collected
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
@@ -892,7 +379,7 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     return (X.mT if tall else X).reshape(G.shape)
 
 
-def muon_updates(grads, momenta, momentum: Tensor, grad_scale: float | Tensor, damped=True):
+def muon_updates(grads, momenta, momentum: Tensor, damped=True) -> Tensor:
     """The updates (n, rows, cols) of n matrices; grads and momenta are lists of a part of n each.
 
     Momenta change in place. Damped, they take up a share of 1 - momentum of each gradient, else all
@@ -901,7 +388,6 @@ def muon_updates(grads, momenta, momentum: Tensor, grad_scale: float | Tensor, d
     """
     directions = []
     for grad, buffer in zip(grads, momenta, strict=True):
-        grad = grad.float() * grad_scale
         if damped:
             buffer.lerp_(grad, 1 - momentum)
             directions.append(grad.lerp(buffer, momentum))
@@ -911,131 +397,210 @@ def muon_updates(grads, momenta, momentum: Tensor, grad_scale: float | Tensor, d
     return zeropower_via_newtonschulz5(torch.cat(directions))
 
 
-class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update is orthogonalised, for matrices; (n, rows, cols) is n of them.
+# An update rule is rule(buckets, lr, now, ...): of buckets (see Bucket) whose rows have one shape,
+# with the group's learning rate `lr` at this moment, and the Moment `now`. It reads bucket.grads,
+# the mean gradient (n, ...) of this rank's n rows, and keeps what it likes in bucket.state: tensors
+# (n, ...) of any further shape, or (), are saved and resumed. The rule answers with what each
+# bucket sends, (n, ...), and a factor: all ranks add factor * sent to the weights. Or the factor is
+# None, and what is sent are the new weights.
 
-    Matrices of one shape form one batch, of which each rank keeps the momentum of its share and
-    orthogonalises that: equal gradients on all ranks give equal weights. With several ranks, a
-    bucket has at least 8 matrices, and one for each rank, from the last parameter to the first, as
-    backward meets them.
+
+def muon(buckets, lr: float, now, updates_of=muon_updates, damped=True):
+    """Nesterov momentum whose update is orthogonalised, for matrices (n, rows, cols)."""
+    for bucket in buckets:
+        if not bucket.state:
+            bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
+    grads = [bucket.grads for bucket in buckets]
+    momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
+    momentum = torch.full((), now.momentum, device=grads[0].device)
+    updates = updates_of(grads, momenta, momentum, damped)
+    rows, cols = grads[0].shape[1:]
+    return updates.split([len(grad) for grad in grads]), -lr * max(1, rows / cols) ** 0.5
+
+
+def adam(buckets, lr: float, now, betas: tuple[float, float], eps: float):
+    """torch's fused Adam, without decay."""
+    weights = [bucket.weights() for bucket in buckets]
+    for bucket, weight in zip(buckets, weights, strict=True):
+        if not bucket.state:
+            bucket.state["step"] = torch.zeros((), device=weight.device)
+            bucket.state["exp_avg"] = torch.zeros_like(weight)
+            bucket.state["exp_avg_sq"] = torch.zeros_like(weight)
+    keys = "exp_avg", "exp_avg_sq", "step"
+    moments, squares, steps = ([bucket.state[key] for bucket in buckets] for key in keys)
+    grads, (beta1, beta2) = [bucket.grads for bucket in buckets], betas
+    options = {"amsgrad": False, "maximize": False, "fused": True, "weight_decay": 0.0}
+    options |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+    torch_adam(weights, grads, moments, squares, [], steps, **options)
+    return weights, None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row of the table of parameters: which parameters these are, and how they learn."""
+
+    name: str  # its gradient's norm is in the metrics as grad_norm_NAME
+    patterns: tuple[str, ...]  # of names of parameters, as fnmatch reads them
+    rule: Callable
+    lr: float
+    row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
+    least_rows: float  # a bucket has at least so many rows, and one for each rank
+    complete: str = "backward"  # its gradients: after the last "forward" pass, as they come in the
+    # last "backward" pass, or at the "end" of that
+
+
+def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
+    """The groups, in the order in which their gradients leave and their weights are updated."""
+    adam_ = partial(adam, betas=hp.adam_betas, eps=hp.adam_eps)
+    muon_ = partial(muon, updates_of=compile_(muon_updates), damped=hp.momentum_damped)
+    matrices, tables = ("blocks.*.weight", "blocks.*.qkv_w"), ("embed.weight", "value_embeds.*")
+    scalars = "skip_weights", "blocks.*lambdas"
+    return (
+        Group("head", ("lm_head.weight",), adam_, hp.head_lr, 1, 1, "forward"),
+        Group("muon", matrices, muon_, hp.muon_lr, 2, 8),
+        Group("embed", tables, adam_, hp.embed_lr, 1, 1, "end"),
+        Group("scalar", scalars, adam_, hp.scalar_lr, 0, math.inf),
+    )
+
+
+def members(model: nn.Module, table: tuple[Group, ...] = ()) -> dict[str, dict[str, nn.Parameter]]:
+    """Of each group's name, its parameters by their names. ValueError for a parameter that does not
+    match exactly one row of the table."""
+    table = table or parameter_table(model.hp)
+    found = {group.name: {} for group in table}
+    for name, p in model.named_parameters():
+        rows = [g for g in table if any(fnmatchcase(name, text) for text in g.patterns)]
+        if len(rows) != 1 or p.ndim < rows[0].row_ndim:
+            names = " and ".join(g.name for g in rows) or "no row"
+            wanted = f"it wants exactly one, for its shape {tuple(p.shape)}"
+            raise ValueError(f"{name} matches {names} of parameter_table: {wanted}")
+        found[rows[0].name][name] = p
+    return found
+
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gradient_buffer(weight: Tensor) -> Tensor:
+    """Where the gradient of a vocabulary table is summed in place: weight.grad, made once.
+
+    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms.
+    """
+    name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
+    if getattr(weight, name, None) is None:
+        setattr(weight, name, torch.zeros_like(weight, dtype=torch.float32))
+    return getattr(weight, name)
+
+
+class Bucket:
+    """Parameters whose gradients travel together, in their dtype, as rows of one shape. Each rank
+    owns a share: one of world_size equal parts of the rows, to the last of which zeros are added.
     """
 
-    def __init__(
-        self, params, lr: float, momentum=0.95, rank=0, world_size=1, wire=None, damped=True
-    ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "damped": damped})
-        self.updates, filled, unfilled = muon_updates, [], {}
-        enough = max(8, world_size) if world_size > 1 else math.inf
-        for p in reversed(self.param_groups[0]["params"]):
-            bucket = unfilled.setdefault(p.shape[-2:], [])
-            bucket.append(p)
-            if sum(p.numel() for p in bucket) >= enough * p.shape[-2:].numel():
-                filled.append(unfilled.pop(p.shape[-2:]))
-        filled += unfilled.values()
-        self.buckets = [Bucket(bucket, 2, rank, world_size, wire) for bucket in filled]
+    def __init__(self, params: list[Tensor], row_ndim: int, rank=0, world_size=1):
+        self.params, self.rank, self.world_size = params, rank, world_size
+        self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
+        self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
+        self.share_len = -(-sum(self.counts) // world_size)
+        self.state: dict[str, Tensor] = {}  # what the update rule keeps of this rank's share
+        self.grads = self.sent = self.work = None
 
-    @torch.no_grad()
-    def begin(self, grad_scale: float | Tensor) -> list[tuple]:
-        """Begin to send what the summed gradients * grad_scale change; see finish."""
-        pending, group = [], self.param_groups[0]
-        for rows, cols in dict.fromkeys(bucket.row_shape for bucket in self.buckets):
-            buckets = [b for b in self.buckets if b.row_shape == (rows, cols)]
-            grads, states = [b.wait() for b in buckets], [self.state[b.params[0]] for b in buckets]
-            for grad, state in zip(grads, states, strict=True):
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(grad, dtype=torch.float32)
-            momenta = [state["momentum_buffer"] for state in states]
-            momentum = torch.full((), group["momentum"], device=grads[0].device)
-            updates = self.updates(grads, momenta, momentum, grad_scale, group["damped"])
-            rate = -group["lr"] * max(1, rows / cols) ** 0.5
-            shares = updates.split([bucket.share_len for bucket in buckets])
-            for bucket, share in zip(buckets, shares, strict=True):
-                sent = bucket.gather(share.to(bucket.wire or share.dtype))
-                pending.append((bucket.params, sent, rate))
-        return pending
+    def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
+        """This rank's rows, (share_len, ...), of tensors shaped like the parameters, or of state
+        whose rows have another shape; or the rows of all ranks."""
+        pairs = zip(tensors, self.params, strict=True)
+        rows = [t.reshape(-1, *self.row_shape) if t.shape == p.shape else t for t, p in pairs]
+        rows = torch.cat(rows) if len(rows) > 1 else rows[0]
+        if not whole:
+            rows = rows[self.rank * self.share_len :][: self.share_len]
+        missing = self.share_len * (self.world_size if whole else 1) - len(rows)
+        return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
-    def step(self) -> None:
-        """Update all ranks' weights from the sums of their gradients."""
-        finish(self.begin(1.0))
+    def weights(self) -> Tensor:
+        """This rank's rows of the parameters: of one parameter, its own memory."""
+        return self.share([p.detach() for p in self.params])
 
+    def launch(self) -> None:
+        """Begin to sum the gradients over all ranks; of a bfloat16 table, see gradient_buffer."""
+        grads = [getattr(p, "grad32", p.grad).to(p.dtype) for p in self.params]
+        self.grads = self.sent = self.share(grads, whole=True)
+        if self.world_size > 1:
+            self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
+            self.work = reduce_scatter(self.grads, self.sent, async_op=True)
 
-class ShardedAdam(torch.optim.Adam):
-    """torch's Adam on this rank's share of each bucket; a group has `buckets` for `params`."""
+    def wait(self) -> Tensor:
+        """This rank's share of the summed gradients, which are in self.grads from now on."""
+        if self.grads is None:
+            self.launch()
+        if self.work is not None:
+            self.work.wait()
+        self.sent = self.work = None
+        return self.grads
 
-    def __init__(self, groups: list[dict], **options):
-        self.buckets = [bucket for group in groups for bucket in group["buckets"]]
-        self.owned = [nn.Parameter(b.share([p.detach() for p in b.params])) for b in self.buckets]
-        owned = iter(self.owned)
-        groups = [{"lr": g["lr"], "params": [next(owned) for _ in g["buckets"]]} for g in groups]
-        super().__init__(groups, fused=True, **options)
+    def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to collect all shares; the answer waits for them: a tensor for each parameter, in
+        its shape or, of state with rows of another shape, as rows."""
+        rows, work = share, None
+        if self.world_size > 1:
+            rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
+            work = all_gather(rows, share.contiguous(), async_op=True)
 
-    def begin(self, grad_scale: float | Tensor) -> list[tuple]:
-        """Begin to send what the summed gradients * grad_scale change; see finish."""
-        pairs = list(zip(self.buckets, self.owned, strict=True))
-        for bucket, owned in pairs:
-            owned.grad = bucket.wait().mul_(grad_scale).to(owned.dtype)
-        self.step()
-        self.zero_grad()
-        return [(bucket.params, bucket.gather(owned.data), None) for bucket, owned in pairs]
+        def collected() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            parts = rows[: sum(self.counts)].split(self.counts)
+            like_params = rows.shape[1:] == self.row_shape
+            pairs = zip(parts, self.params, strict=True)
+            return [t.view(p.shape) if like_params else t for t, p in pairs]
 
-
-@torch.no_grad()
-def finish(pending: list[tuple]) -> None:
-    """Wait for what was sent: new values of parameters, or with a rate, what is added to them."""
-    for params, sent, rate in pending:
-        for p, value in zip(params, sent(), strict=True):
-            if rate is not None:
-                p.add_(value, alpha=rate)
-            elif p.data_ptr() != value.data_ptr():  # one rank's share of a table is the table
-                p.copy_(value)
-
-
-GRAD_NORMS = [f"grad_norm_{name}" for name in ("head", "embed", "scalar", "muon")]
+        return collected
 
 
 class Optimizers:
-    """Adam and Muon over all parameters of a GPT. The order of a step is that of all ranks:
+    """The update rules at work on all parameters. The order of a step is that of all ranks:
 
-    1. Gradients leave in the order of `order`, each bucket as soon as it is complete and those
-       before it have left: the head's before the last backward pass begins, the layers' while it
-       runs, from the last to the first, those of tables and scalars at its end.
-    2. While the last of them travel, each rank orthogonalises its share of the matrices, and sends
-       the updates, shape by shape (Muon).
-    3. Meanwhile it updates its rows of head, tables and scalars, and sends their values (Adam).
+    1. Gradients leave in the order of the table, each bucket as soon as it is complete and those
+       before it have left: the head's before the last backward pass begins, the matrices' while it
+       runs, from the last layer to the first, those of tables and scalars at its end.
+    2. In the same order each rank updates its share, and sends what has changed: while gradients of
+       the tables travel, it orthogonalises its matrices.
+    3. At last all ranks take over what was sent.
     """
 
     def __init__(self, model: nn.Module, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        named = list(model.named_parameters())
-        self.names, self.hp = {p: name for name, p in named}, hp
-        ranks = rank, world_size, torch.float32 if hp.comm_dtype == "float32" else None
-        tables = [Bucket([p], 1, *ranks) for n, p in named if "embed" in n]
-        head = Bucket([model.lm_head.weight], 1, *ranks)
-        scalars = Bucket([p for _, p in named if p.ndim < 2], 0, *ranks)
-        rates = (hp.head_lr, [head]), (hp.embed_lr, tables), (hp.scalar_lr, [scalars])
-        groups = [{"lr": lr, "buckets": buckets} for lr, buckets in rates]
-        self.adam = ShardedAdam(groups, betas=hp.adam_betas, eps=hp.adam_eps)
-        matrices = [p for n, p in named if n.startswith("blocks.") and p.ndim >= 2]
-        self.muon = Muon(matrices, hp.muon_lr, 0.95, *ranks, hp.momentum_damped)
-        if model.compiled:
-            self.muon.updates = torch.compile(muon_updates, dynamic=False)
-        self.order = [head, *self.muon.buckets, *tables, scalars]
-        buckets_of = Counter(p for bucket in self.order for p in bucket.params)
-        for p, name in self.names.items():
-            if buckets_of[p] != 1:
-                raise ValueError(f"{name} is in {buckets_of[p]} groups of Optimizers: it wants one")
-        self.groups = [head], tables, [scalars], self.muon.buckets  # as in GRAD_NORMS
-        self.base_lr = [(g, g["lr"]) for g in self.adam.param_groups + self.muon.param_groups]
+        self.hp, self.names = hp, {p: name for name, p in model.named_parameters()}
+        self.groups: list[tuple[Group, list[Bucket]]] = []
+        table = parameter_table(hp, model.compile_)
+        for group, params in zip(table, members(model, table).values(), strict=True):
+            buckets, unfilled = [], {}
+            for p in reversed(params.values()):  # as backward meets them
+                shape = p.shape[p.ndim - group.row_ndim :]
+                bucket = unfilled.setdefault(shape, [])
+                bucket.insert(0, p)
+                enough = max(group.least_rows, world_size)
+                if world_size == 1 and enough > 1:  # nothing is sent: all of a shape together
+                    enough = math.inf
+                if sum(p.numel() for p in bucket) >= enough * shape.numel():
+                    buckets.append(unfilled.pop(shape))
+            buckets = [*buckets, *unfilled.values()]
+            ranks = group.row_ndim, rank, world_size
+            self.groups.append((group, [Bucket(bucket, *ranks) for bucket in buckets]))
+        self.order = [bucket for _, buckets in self.groups for bucket in buckets]
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
         for p in self.names:
             gradient_buffer(p)  # also of what this model does not use
-        for bucket in self.muon.buckets if world_size > 1 else ():
-            for p in bucket.params:
-                p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
+        for group, buckets in self.groups if world_size > 1 else ():
+            for bucket in buckets if group.complete == "backward" else ():
+                for p in bucket.params:
+                    p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
 
     def begin_last_backward(self) -> None:
-        """From now on, gradients are complete when they arrive; that of the head is."""
+        """From now on, gradients are complete when they arrive; some are complete already."""
         self.missing = {bucket: len(bucket.params) for bucket in self.order}
-        self.arrived(self.order[0])
+        for group, buckets in self.groups:
+            for bucket in buckets if group.complete == "forward" else ():
+                self.arrived(bucket)
 
     def arrived(self, bucket: Bucket) -> None:
         """One of the bucket's gradients is complete: launch what is next in order and complete."""
@@ -1049,67 +614,70 @@ class Optimizers:
             first.launch()
 
     def grad_norms(self) -> Tensor:
-        """L2 norms (4,) of the summed gradients of each of GRAD_NORMS; all must have arrived."""
-        for bucket in self.order:
-            bucket.grads = bucket.wait()
+        """L2 norms (groups,) of the summed gradients of each group; all must have arrived."""
         norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-        squares = [sum(norm(b.grads).square() for b in buckets) for buckets in self.groups]
-        squares = torch.stack(squares)
+        squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
+        for square, (_, buckets) in zip(squares, self.groups, strict=True):
+            for bucket in buckets:
+                square += norm(bucket.wait()).square()
         all_reduce_([squares])
         return squares.sqrt()
 
     @torch.no_grad()
-    def step(self, step: int) -> list[Tensor]:
-        """Update all weights with the rates of a step, then empty the gradients.
+    def step(self, now: "Moment") -> list[Tensor]:
+        """Update all weights at a moment, then empty the gradients.
 
-        Every 25 steps, and to clip, the answer holds GRAD_NORMS (4,) of the mean loss.
+        Every 25 steps, and to clip, the answer holds the norms (groups,) of the mean gradient.
         """
         for bucket in self.missing:
             bucket.launch()
         self.missing = {}
         grad_scale, norms = 1 / self.hp.batch_seqs, []
-        if (step + 1) % 25 == 0 or self.hp.grad_clip:
+        if (now.step + 1) % 25 == 0 or self.hp.grad_clip:
             norms = [self.grad_norms() * grad_scale]
         if self.hp.grad_clip:
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
-        for group, base in self.base_lr:
-            group["lr"] = base * get_lr(step, self.hp)
-            if "momentum" in group:
-                group["momentum"] = get_muon_momentum(step, self.hp)
-        finish(self.muon.begin(grad_scale) + self.adam.begin(grad_scale))
+        pending = []
+        for group, buckets in self.groups:
+            for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
+                same = [bucket for bucket in buckets if bucket.row_shape == shape]
+                for bucket in same:
+                    bucket.wait().mul_(grad_scale)
+                shares, factor = group.rule(same, group.lr * now.lr, now)
+                for bucket, share in zip(same, shares, strict=True):
+                    pending.append((bucket, bucket.gather(share), factor))
+                    bucket.grads = None
+        for bucket, sent, factor in pending:
+            for p, value in zip(bucket.params, sent(), strict=True):
+                if factor is not None:
+                    p.add_(value, alpha=factor)
+                elif p.data_ptr() != value.data_ptr():  # one rank's share of a table is the table
+                    p.copy_(value)
         torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in self.names])
         return norms
-
-    def states(self) -> list[tuple[Bucket, dict[str, Tensor]]]:
-        """Each bucket with what its optimizer keeps of this rank's share."""
-        states = [self.adam.state[owned] for owned in self.adam.owned]
-        states += [self.muon.state[bucket.params[0]] for bucket in self.muon.buckets]
-        return list(zip(self.adam.buckets + self.muon.buckets, states, strict=True))
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """All ranks' state by parameter name, on rank 0's CPU; others only help."""
         saved = {name: {} for name in self.names.values()}
-        for bucket, state in self.states():
-            for key, value in state.items():
+        for bucket in self.order:
+            for key, value in bucket.state.items():
                 values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
                 for p, v in zip(bucket.params, values, strict=True) if bucket.rank == 0 else ():
                     saved[self.names[p]][key] = v.to("cpu", copy=True)
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Take over such a state of any number of ranks, and the parameters as they are."""
-        for bucket, owned in zip(self.adam.buckets, self.adam.owned, strict=True):
-            owned.data.copy_(bucket.share([p.data for p in bucket.params]))
-        for bucket, state in self.states():
+        """Take over such a state of any number of ranks; of {}, begin anew."""
+        for bucket in self.order:
             rows = [saved.get(self.names[p], {}) for p in bucket.params]
-            state.clear()
+            bucket.state.clear()
             for key, value in rows[0].items():
                 share = bucket.share([row[key] for row in rows]) if value.ndim else value
-                state[key] = share.to(bucket.params[0].device, copy=True)
+                bucket.state[key] = share.to(bucket.params[0].device, copy=True)
 
 
 # -----------------------------------------------------------------------------
-# Model: masks, attention, layers, and a loss that never stores its logits
+# Model: masks, attention, layers, and a head whose loss never stores the logits
 
 
 def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
@@ -1166,8 +734,7 @@ def flex_mask(first: Tensor) -> BlockMask:
 
 
 def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
-    """The same (T, T), or its last rows, 0 or -inf, for scaled_dot_product_attention and a CPU's
-    short sequences."""
+    """The same (T, T), or its last rows, 0 or -inf, for scaled_dot_product_attention."""
     position = torch.arange(len(first), device=first.device)
     hidden = (position > position[-rows:, None]) | (position < first[-rows:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
@@ -1179,12 +746,31 @@ FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
-    """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask; they agree."""
+    """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask (a CPU, where
+    FlexAttention has no backward pass); they agree."""
     if isinstance(mask, BlockMask):
         outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
         flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
         return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=FLEX_OPTIONS)
     return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
+
+
+@torch.compiler.assume_constant_result
+def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
+    """Whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for the record's. Then
+    memory is worth more than a few milliseconds."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
+
+
+def recomputed(function, x: Tensor, *more):
+    """function(x, *more) of x (1, T, ...), for what costs little time and much memory: where memory
+    is small, compiled code makes the result again in the backward pass instead of keeping it."""
+    training = torch.is_grad_enabled() and torch.compiler.is_compiling()
+    if training and memory_is_small(x.device, x.size(1)):
+        return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
+    return function(x, *more)
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -1193,9 +779,8 @@ def norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, head_dim), float32, of the positions from start on, for rotate_normed.
-
-    Each angle stands there twice: as (cos, cos) and as (sin, -sin).
+    """cos and sin (T, 1, head_dim), float32, of the positions from start on, for rotate_normed: of
+    each angle (cos, cos) and (sin, -sin).
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
@@ -1226,28 +811,54 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         self.heads, width = (hp.num_heads, hp.head_dim), hp.num_heads * hp.head_dim
-        self.scale, self.attend = hp.attn_scale or hp.head_dim**-0.5, attend
-        self.eps = hp.norm_eps
+        self.scale, self.eps = hp.attn_scale or hp.head_dim**-0.5, hp.norm_eps
         qkv = CastedLinear(hp.model_dim, 3 * width)
         self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * hp.init_bound)
-        self.lambdas = nn.Parameter(torch.tensor([0.5] if layer.values == "first" else [0.5, 0.5]))
+        self.mixes_first = layer.values == "first"  # values of the first layer; there, its own
+        self.lambdas = nn.Parameter(torch.tensor([0.5] if self.mixes_first else [0.5, 0.5]))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend):
         """x (1, T, C), and what is mixed into v, of its size, to the result and v as it was."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
         q, k = (recomputed(rotate_normed, t, *rotary, self.eps) for t in (q, k))  # (1, H, T, D)
         own = v
-        if self.lambdas.numel() == 1:  # of the first layer's v; there, of its own
+        if self.mixes_first:
             v = (1 - self.lambdas[0]) * v + self.lambdas[0] * (v if value is None else value)
         else:
             v = self.lambdas[0] * v
             if value is not None:
                 v = v + self.lambdas[1] * value.view_as(v)
-        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
+        out = attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
         return self.c_proj(out), own
+
+
+class ReLUSquared(torch.autograd.Function):
+    """relu(x)^2, which keeps its result alone, as the matmul behind it does. The derivative needs
+    the result's root, which is relu(x) but for the rounding of the square."""
+
+    @staticmethod
+    def forward(ctx, x):
+        post = F.relu(x).square()
+        ctx.save_for_backward(post)
+        return post
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (2 * ctx.saved_tensors[0].sqrt())
+
+
+@Kernel
+def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, narrow=False) -> Tensor:
+    """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype.
+
+    The twin in Triton takes narrow tiles on GPUs with little shared memory.
+    """
+    h = F.linear(x, w_in)
+    post = ReLUSquared.apply(h) if torch.compiler.is_compiling() else F.relu(h).square()
+    return F.linear(post, w_out)
 
 
 class MLP(nn.Module):
@@ -1261,7 +872,8 @@ class MLP(nn.Module):
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return relu2_mlp(x, self.c_fc.weight.type_as(x), self.c_proj.weight.type_as(x))
+        weights = self.c_fc.weight.type_as(x), self.c_proj.weight.type_as(x)
+        return relu2_mlp(x, *weights, shared_memory_is_small(x.device))
 
 
 class Block(nn.Module):
@@ -1276,27 +888,18 @@ class Block(nn.Module):
         self.mlp, self.eps = MLP(hp), hp.norm_eps
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask, give_v):
+    def forward(
+        self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask, give_v, attend=attend
+    ):
         """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
         of zeros where nothing uses it. skip is (weight, output)."""
         if skip is not None:
             x = x + skip[0] * skip[1]
         x, v = self.lambdas[0] * x + self.lambdas[1] * x0, None
         if self.attn is not None:
-            out, v = self.attn(recomputed(norm, x, self.eps), value, rotary, mask)
+            out, v = self.attn(recomputed(norm, x, self.eps), value, rotary, mask, attend)
             x = x + out
         return x + self.mlp(recomputed(norm, x, self.eps)), v if give_v else None
-
-
-def gradient_buffer(weight: Tensor) -> Tensor:
-    """Where the gradient of a vocabulary table is summed in place: weight.grad, made once.
-
-    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms.
-    """
-    name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
-    if getattr(weight, name, None) is None:
-        setattr(weight, name, torch.zeros_like(weight, dtype=torch.float32))
-    return getattr(weight, name)
 
 
 def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -1311,13 +914,72 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
     return rows
 
 
+# Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
+# sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
+# while a chunk's logits are at hand. On a CPU the softmax then takes a few rows of a chunk at a
+# time, which stay in the cache (BENCHMARKS.md).
+LOSS_ROWS = 16
+
+
+def loss_chunk_len(device: torch.device) -> int:
+    """Tokens in a chunk: enough for fast matmuls. The fewer chunks there are, the fewer times the
+    whole gradient of the head is read and written."""
+    if device.type == "cpu":
+        return 256
+    return 8192 if memory_is_small(device) else 16384
+
+
+def padded_vocab(hp: Hyperparameters) -> int:
+    """Rows of the head: whole blocks of 128."""
+    return -(-hp.vocab_size // 128) * 128
+
+
+def sigmoid_form(softcap: float | tuple[float, float, float]) -> tuple[float, float, float]:
+    """(a, b, c) of logits that become a * sigmoid((logit + b) / c). A number stands for the form
+    softcap * tanh(logit / softcap), which is that less a constant: softmax does not see it."""
+    return softcap if isinstance(softcap, tuple) else (2 * softcap, 0.0, softcap / 2)
+
+
+def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
+    """Whether a head that shall train in FP8 does: on a CPU it does not."""
+    return wanted and device.type == "cuda" and fp8_supported(device)
+
+
+@Kernel
+def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=None):
+    """Summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
+
+    The logits first become z of sigmoid_form. The gradient of the logits * grad_scale goes to grads
+    (T, V): the logits' own memory, or float8_e5m2. dz/dlogit is (z - z^2 / a) / c. z is at most a,
+    so softmax may subtract a instead of the row's maximum.
+    """
+    (a, b, c), target = softcap, targets[:, None]
+    if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
+        z = a * torch.sigmoid(1 / c * (logits.float() + b))
+        z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, target).float() + b))
+        p = torch.exp(z - a)
+        total = p.sum(dim=1, keepdim=True)
+        loss = (total.log() + a - z_of_target).sum()
+        p = p / total - (torch.arange(p.size(1), device=p.device) == target).float()
+    else:  # z and p are stored, and overwritten where that is possible
+        z = logits.float()
+        z = torch.add(z.new_tensor(b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
+        p = torch.softmax(z, dim=-1)
+        loss = -p.gather(1, target).log().sum()
+        p.scatter_add_(1, target, p.new_full((len(p), 1), -1.0))
+    if grads is not None:
+        grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(1 / c * grad_scale)
+        grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
+    return loss
+
+
 def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """A head's weight (V, K) * scale in float8_e4m3fn: stored by rows, and by columns."""
     w = to_fp8(weight, scale, torch.float8_e4m3fn)
     return w, w.T.contiguous().T
 
 
-def logits_loss(x, w, targets, cap, grad_scale, scales):
+def logits_loss(x, w, targets, softcap, grad_scale, scales):
     """Summed loss () of x (C, K) under the head w (V, K); x as it entered the matmul; and the
     logits' gradient * grad_scale (C, V), or None without grad_scale."""
     if scales:
@@ -1332,7 +994,7 @@ def logits_loss(x, w, targets, cap, grad_scale, scales):
     if not x.is_cuda:
         pieces = itertools.repeat(None) if grads is None else grads.split(LOSS_ROWS)
         parts = zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), pieces, strict=False)
-    loss = sum(softcapped_cross_entropy(a, b, cap, grad_scale, c) for a, b, c in parts)
+    loss = sum(softcapped_cross_entropy(*part[:2], softcap, grad_scale, part[2]) for part in parts)
     return loss, x, grads
 
 
@@ -1354,14 +1016,14 @@ def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
 HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 
 
-def loss_chunk(x, w, targets, cap, grad_scale, grad_w, scales, steps=HEAD_STEPS):
+def loss_chunk(x, w, targets, softcap, grad_scale, grad_w, scales, steps=HEAD_STEPS):
     """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
 
     That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
     scales (of x, w and the logits' gradient) w is what head_in_fp8 makes of it.
     """
     _, forward, backward = steps
-    loss, x, grads = forward(x, w, targets, cap, grad_scale, scales)
+    loss, x, grads = forward(x, w, targets, sigmoid_form(softcap), grad_scale, scales)
     return loss, None if grads is None else backward(x, w, grads, grad_w, scales)
 
 
@@ -1373,13 +1035,13 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, cap, scales=None, steps=HEAD_STEPS):
+    def forward(ctx, x, weight, targets, softcap, scales=None, steps=HEAD_STEPS):
         w = steps[0](weight, scales[1]) if scales else weight.type_as(x)
         with_grad = ctx.needs_input_grad[0]
         grads = (1 / len(x), gradient_buffer(weight)) if with_grad else (None, None)
         size = loss_chunk_len(x.device)
         chunks = zip(x.split(size), targets.split(size), strict=True)
-        results = [loss_chunk(part, w, t, cap, *grads, scales, steps) for part, t in chunks]
+        results = [loss_chunk(part, w, t, softcap, *grads, scales, steps) for part, t in chunks]
         if with_grad:
             ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
         return sum(loss for loss, _ in results) / len(x)
@@ -1388,6 +1050,33 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         torch._assert_async(grad == 1, "call backward() on the loss itself; scale gradients after")
         return *ctx.saved_tensors, *[None] * 5
+
+
+class Head(CastedLinear):
+    """What makes logits and their loss of the trunk's output; `steps` are the compiled HEAD_STEPS.
+
+    If the weight is an embedding's too, it has the embedding's name, and leaves with the embeddings
+    when both gradients are in its gradient_buffer.
+    """
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__(hp.model_dim, padded_vocab(hp), hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
+        nn.init.zeros_(self.weight)
+        self.softcap, self.steps = sigmoid_form(hp.logit_softcap), HEAD_STEPS
+
+    def compile_steps(self, compile_) -> None:
+        self.steps = tuple(map(compile_, HEAD_STEPS))
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss () of x (T, C) and targets (T,) int64; for its gradients see HeadLoss."""
+        fp8 = x.requires_grad and trains_in_fp8(self.use_fp8, x.device)
+        scales = self.scales if fp8 else None
+        return HeadLoss.apply(x, self.weight, targets, self.softcap, scales, self.steps)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (T, C) to soft-capped logits (T, padded vocabulary), in float32, never from FP8."""
+        a, b, c = self.softcap
+        return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
 
 class GPT(nn.Module):
@@ -1407,56 +1096,29 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
-        scales = hp.x_s, hp.w_s, hp.grad_s
-        self.lm_head = CastedLinear(hp.model_dim, padded_vocab(hp), hp.fp8, *scales)
-        nn.init.zeros_(self.lm_head.weight)
-        self.head_steps, self.use_flex, self.compiled = HEAD_STEPS, False, False
+        self.lm_head = Head(hp)
+        self.use_flex, self.compiled, self.compile_ = False, False, as_is
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
 
-        Layers are compiled one at a time, equal ones once; or, --compile whole, as one: that takes
-        longer, and their gradients then come at the end, while other ranks wait for them.
+        Layers are compiled one at a time, equal ones once. As one they would take longer, and all
+        gradients would come at the end, while other ranks wait for them.
         """
         self.to(device)
         self.use_flex = device.type == "cuda"
         for embeddings in (self.embed, self.value_embeds):
             embeddings.to(activation_dtype(device))
         if compiled:
-            self.compiled, compile_ = True, partial(torch.compile, dynamic=False)
+            self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
             with contextlib.suppress(AttributeError):  # of a torch that has no such setting
                 # Else layers are compiled anew at each start, because of their autograd.Functions.
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-            self.head_steps = tuple(map(compile_, HEAD_STEPS))
-            if self.hp.compile == "whole":
-                self.trunk = compile_(self.trunk)
-            else:
-                for block in self.blocks:
-                    block.forward = compile_(block.forward)
+            self.lm_head.compile_steps(self.compile_)
+            for block in self.blocks:
+                block.compile(dynamic=False)
         return self
-
-    def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks: dict) -> Tensor:
-        """The layers, from embeddings (T, C) to what the head reads (T, C)."""
-        x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
-        x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
-        weights = (None,) * half + self.skip_weights.unbind()
-        mixed = {row.values for row in self.layers}
-        last_use = {row.skip_from: i for i, row in enumerate(self.layers)}  # then memory is freed
-        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            skip = None
-            if row.skip_from is not None:
-                take = outputs.pop if last_use[row.skip_from] == i else outputs.get
-                skip = weights[i], take(row.skip_from)
-            value, mask = values.get(row.values), masks.get(row.window)
-            give_v = "first" in mixed and "first" not in values
-            x, v = block(x, x0, value, skip, rotary, mask, give_v)
-            if v is not None:
-                values["first"] = v
-            if i in last_use:
-                outputs[i] = x.view(x.shape)
-        return norm(x, self.hp.norm_eps)[0]
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens' (T,) embeddings (T, C), and those of each value table."""
@@ -1483,22 +1145,36 @@ class GPT(nn.Module):
         rotary = rotary_table(len(input_seq), self.hp, input_seq.device)
         return self.trunk(*self.embedded(input_seq), rotary, masks)
 
-    def readout(self, x: Tensor) -> Tensor:
-        """What `hidden` gives (T, C) to soft-capped logits (T, padded vocabulary), in float32 and
-        never from FP8."""
-        cap = self.hp.logit_softcap
-        return cap * torch.tanh(F.linear(x, self.lm_head.weight.type_as(x)).float() / cap)
+    def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks, attend=attend):
+        """From embeddings (T, C) to what the head reads (T, C). Value embeddings come by the names
+        of their tables, masks by those of windows."""
+        x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
+        x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
+        values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
+        weights = (None,) * half + self.skip_weights.unbind()
+        mixes_first = any(row.values == "first" for row in self.layers)
+        last_use = {row.skip_from: i for i, row in enumerate(self.layers)}  # then memory is freed
+        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            skip = None
+            if row.skip_from is not None:
+                take = outputs.pop if last_use[row.skip_from] == i else outputs.get
+                skip = weights[i], take(row.skip_from)
+            give_v = mixes_first and "first" not in values
+            mask, value = masks.get(row.window), values.get(row.values)
+            x, v = block(x, x0, value, skip, rotary, mask, give_v, attend)
+            if v is not None:
+                values["first"] = v
+            if i in last_use:
+                outputs[i] = x.view(x.shape)
+        return norm(x, self.hp.norm_eps)[0]
 
     def logits(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
-        """Of tokens (T,) as in `hidden`, what `readout` gives."""
-        return self.readout(self.hidden(input_seq, window))
+        """Of tokens (T,) as in `hidden`, the head's logits (T, padded vocabulary)."""
+        return self.lm_head.logits(self.hidden(input_seq, window))
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, window: int | Tensor) -> Tensor:
         """Mean loss () of tokens (T,) and targets (T,) int64; for its gradients see HeadLoss."""
-        x = self.hidden(input_seq, window)
-        head, cap = self.lm_head, self.hp.logit_softcap
-        scales = head.scales if x.requires_grad and trains_in_fp8(self.hp, x.device) else None
-        return HeadLoss.apply(x, head.weight, target_seq, cap, scales, self.head_steps)
+        return self.lm_head.loss(self.hidden(input_seq, window), target_seq)
 
 
 # -----------------------------------------------------------------------------
@@ -1519,28 +1195,13 @@ def load_data_shard(path: str | Path) -> Tensor:
     return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
 
 
-def verify_shards(pattern: str) -> None:
-    """Compare each shard with the file SHA256SUMS beside it, in sha256sum's form; UserError."""
-    for path in sorted(Path(p) for p in glob.glob(pattern)):
-        manifest = path.with_name("SHA256SUMS")
-        if not manifest.exists():
-            raise UserError(f"{manifest} is missing: cached_fineweb.py or sha256sum makes one")
-        words = [line.split() for line in manifest.read_text().splitlines()]
-        sums = {name.lstrip("*"): digest for digest, *rest in filter(None, words) for name in rest}
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != sums.get(path.name):
-            expected = sums.get(path.name, "no checksum of it")
-            raise UserError(f"{path} has SHA-256 {found}, {manifest} {expected}; fetch it again")
-
-
 def cut_sequences(tokens: np.ndarray, seq_len: int, longest: int) -> tuple[np.ndarray, ...]:
     """Where in a shard's tokens (n,) its sequences of seq_len + 1 are: (starts, stops, bounds).
 
     Sequence i is the pieces starts[j]:stops[j] for j from bounds[i] to bounds[i + 1]. Without
     `longest`, one piece, and the next sequence begins with its last token. Otherwise a piece is a
-    document's first tokens, at most `longest`; what the last one has left is dropped, so that each
-    sequence begins with a document, as on the leaderboard since July 2025.
+    document's first tokens, at most `longest`; each sequence begins with a document, and what its
+    last document has left is dropped, as on the leaderboard since July 2025.
     """
     if not longest:
         starts = np.arange(0, len(tokens) - seq_len, seq_len)
@@ -1576,10 +1237,10 @@ def distributed_data_generator(
     after num_batches, or else after `epochs` passes over the shards (0: never). For `longest` see
     cut_sequences.
 
-    Raises UserError at once: for shards that are missing, damaged, too short for num_batches (0:
-    for one) or hold a token outside the vocabulary, and for a world size that does not divide the
-    batch. That reads all the shards of the run, which brings them into the page cache too.
+    All shards of the run are read at once, and UserError raised if they are missing, damaged, too
+    short for num_batches (0: for one) or hold a token outside the vocabulary.
     """
+    vocab_size = min(vocab_size, END_OF_TEXT + 1)  # GPT-2's; a table may be padded
     if batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
     shards = [(path, load_data_shard(path).numpy()) for path in sorted(glob.glob(pattern))]
@@ -1651,197 +1312,50 @@ def get_window_size(step: int, hp: Hyperparameters) -> int:
     return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
 
 
-def last_window(saved: dict, hp: Hyperparameters) -> int:
-    """A checkpoint's window in tokens: that of its step, or of the last one if it names none."""
-    return get_window_size(min(saved.get("step", hp.num_iterations), hp.num_iterations), hp)
-
-
 def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
     """Muon's momentum at the step: a linear ramp, then flat."""
     ramp = min(step / hp.momentum_warmup_steps, 1.0)
     return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
 
 
+@dataclass(frozen=True)
+class Moment:
+    """All that is scheduled, at one step."""
+
+    step: int
+    lr: float  # multiplier on every learning rate
+    momentum: float  # Muon's
+    window: int  # the long one, in tokens
+
+
+def moment(step: int, hp: Hyperparameters) -> Moment:
+    """What holds at a step, from 0 to num_iterations; beyond, what holds at the last one."""
+    step = min(step, hp.num_iterations)
+    return Moment(step, get_lr(step, hp), get_muon_momentum(step, hp), get_window_size(step, hp))
+
+
 # -----------------------------------------------------------------------------
-# Training: devices and ranks, log, checkpoints, signals, the timed loop
+# Run: checkpoints, command line, the timed loop, main()
 
 
-def start_device(wanted: str, store: dist.Store | None, timeout: int = 600) -> torch.device:
-    """This process's device; with a store, joins its process group over it."""
-    device, gpus = torch.device("cpu"), torch.cuda.device_count()
-    if wanted == "cuda" or (wanted == "auto" and gpus):
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if local_rank >= gpus:
-            remedy = f"start {gpus} processes a node" if gpus else "use --device cpu"
-            raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        if store:  # torchrun gives each process one thread
-            processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            torch.set_num_threads(max(1, os.cpu_count() // processes))
-        with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
-            # Keep freed memory. Else each chunk of logits comes anew from the system, page by page:
-            # a tenth to a fifth of the demo's time.
-            mallopt, M_MMAP_MAX, M_TRIM_THRESHOLD = ctypes.CDLL(None).mallopt, -4, -1
-            mallopt(M_MMAP_MAX, 0)
-            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    if store:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        limits = {"timeout": timedelta(seconds=timeout), "store": store}
-        dist.init_process_group(backend, rank=rank, world_size=world_size, **limits)
-    return device
-
-
-def all_reduce_(tensors: list[Tensor]) -> None:
-    """Sum each tensor over all ranks, in place; one process has nothing to do."""
-    if dist.is_initialized():
-        for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
-            work.wait()
-
-
-def wait_for_all_ranks(device: torch.device) -> None:
-    """Return when all of them have come here."""
-    count = torch.ones(1, device=device)
-    all_reduce_([count])
-    count.item()  # on a GPU, only this waits
-
-
-class Logger:
-    """Rank 0's log file, and the console: plain lines, on a terminal a bar for the steps."""
-
-    def __init__(self, hp: Hyperparameters, device: torch.device, rank: int, go_on: bool):
-        """Begin logs/<run_id>.txt with what it takes to believe and to repeat the run, or go on."""
-        self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
-        self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
-        if rank == 0 and self.path.exists() and not go_on:
-            raise UserError(f"{self.path} is there already: choose another --run_id, or --resume")
-        self.path.parent.mkdir(exist_ok=True)
-        self.file = self.path.open("a", buffering=1, encoding="utf-8")
-        options = {"total": hp.num_iterations, "file": sys.stdout, "leave": False}
-        options["bar_format"] = "{n}/{total} {bar}{postfix}, {remaining} left"
-        self.bar = tqdm(disable=None, **options)  # None: no bar where there is no terminal
-        if rank or self.path.stat().st_size:
-            return
-        command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
-        machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
-        software = f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}"
-        settings = "\n".join(f"{name}: {show(value)}" for name, value in vars(hp).items())
-        for part in (Path(__file__).read_text("utf-8"), software, machine, settings):
-            print(part, "=" * 100, sep="\n", file=self.file)
-
-    def __call__(self, line: str, console: bool = True) -> None:
-        print(line, file=self.file)
-        if console:
-            self.bar.write(line)
-            sys.stdout.flush()
-
-    def step(self, line: str, progress: str) -> None:
-        """The line of one training step; on a terminal the bar moves instead."""
-        self(line, console=self.bar.disable)
-        self.bar.set_postfix_str(progress, refresh=False)
-        self.bar.update()
-
-
-class Metrics:
-    """A run as data: logs/<run_id>.jsonl has an object for each step, as pandas reads it.
-
-    A step's result is fetched when the next step is under way, or when the device has been waited
-    for anyway; its row is written then.
-    """
-
-    def __init__(self, path: Path, hp: Hyperparameters, first_step: int):
-        """Begin, or go on after a checkpoint's step: rows of later ones will come again."""
-        self.hp, self.row, self.result, self.since = hp, {}, None, 0.0
-        self.last, kept = (math.log(hp.vocab_size), 0.0), 0
-        self.file = path.open("ab", buffering=0)
-        if path.is_file():
-            with contextlib.suppress(ValueError):  # from a row that a full disk cut
-                for row in path.read_bytes().splitlines(keepends=True) if first_step else ():
-                    if not row.endswith(b"\n") or json.loads(row)["step"] > first_step:
-                        break
-                    kept += len(row)
-            self.file.truncate(kept)
-
-    def begin(self, step: int, result: Tensor) -> None:
-        """The step is under way; its result is train_step's."""
-        hp, memory = self.hp, peak_memory(result.device)[0] >> 20
-        self.row = {"step": step + 1, "window": get_window_size(step, hp), "memory_mib": memory}
-        self.row |= {"lr": get_lr(step, hp), "momentum": get_muon_momentum(step, hp)}
-        self.result = to_host(result)
-
-    def fetch(self) -> tuple[float, float]:
-        """Loss and `stop` of the last step begun; its row is complete but for a validation."""
-        if self.result:
-            (loss, stop, *norms), ended = self.result()
-            self.last = loss, stop
-            seconds, self.since, self.result = ended - self.since, ended, None
-            self.row |= {"train_loss": loss, "ms": round(1e3 * seconds, 3)}
-            self.row |= {"tokens_per_s": round(self.hp.batch_seqs * self.hp.seq_len / seconds)}
-            self.row |= zip(GRAD_NORMS, norms, strict=False)
-        return self.last
-
-    def write(self) -> None:
-        """Append the row, if there is one. A SIGKILL can cut a write where a page of memory begins:
-        blanks keep rows clear of that."""
-        if self.row:
-            line, size = json.dumps(self.row).encode(), self.file.seek(0, os.SEEK_END)
-            room = -(size + len(line) + 1) % 4096
-            self.file.write(line + b" " * (room if room < 1024 else 0) + b"\n")
-            self.row = {}
-
-
-# What was so before it was a setting; a checkpoint that does not name it was trained with that.
+# Of older checkpoints: what was so before it was a setting, and settings that are gone.
 BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
-
-CHECKSUM = b"SHA-256:"  # ends a checkpoint, before the digest of all bytes that precede it
-
-
-def save_checkpoint(path: Path, state: dict, keep: int) -> None:
-    """Write a whole checkpoint or none, then remove all but the `keep` newest of the run."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with temporary.open("w+b") as file:
-            torch.save(state, file)
-            file.flush()
-            file.seek(0)
-            file.write(CHECKSUM + hashlib.file_digest(file, "sha256").digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except Exception as error:  # torch's writer makes everything a RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"could not save {path}: is the disk full? ({error})") from error
-    for old in checkpoints(path.parent)[keep:]:
-        old.unlink()
-
-
-def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
-    """Those in a folder, the newest first."""
-    return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+FORMER_SETTINGS = {"comm_dtype", "verify_data"}
 
 
 def load_checkpoint(path: str | Path) -> dict:
     """A checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a published
-    one, what train() saves. UserError if the file is not a whole checkpoint; its checksum is
-    compared before anything in it is read."""
-    data = np.memmap(path, mode="r") if os.path.getsize(path) else np.zeros(0, np.uint8)
-    body, ending = data[: -len(CHECKSUM) - 32], bytes(data[-len(CHECKSUM) - 32 :])
-    whole = ending == CHECKSUM + hashlib.sha256(body).digest()
+    one, what Run.save saves. UserError if the file is not a whole checkpoint."""
     try:
-        if ending.startswith(CHECKSUM) and not whole:
-            raise ValueError("its checksum is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state, whole = program.load_whole(path)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         if "hyperparameters" in state:
             if not whole:
                 raise ValueError("its checksum is missing")
             settings = BEFORE_SETTINGS | state["hyperparameters"]
-            hp = replace(RECORDS[state["record"]], **settings)
+            settings = {k: v for k, v in settings.items() if k not in FORMER_SETTINGS}
+            state["hyperparameters"] = hp = replace(RECORDS[state["record"]], **settings)
             check(hp)
-            state["hyperparameters"] = hp
         return state
     except (OSError, MemoryError):
         raise
@@ -1850,148 +1364,97 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
 
 
-def newest_checkpoint(run_id: str) -> tuple[Path | None, dict]:
-    """The newest whole one under logs/ and what it holds, of one run or any ("*"); or None, {}."""
-    found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
-    for path in found:
-        try:
-            return path, load_checkpoint(path)
-        except UserError as error:
-            print(f"{error}; trying the one before", file=sys.stderr)
-    if found:
-        raise UserError(f"none of {len(found)} checkpoints under logs/ is whole; remove them")
-    return None, {}
+def command_line() -> argparse.ArgumentParser:
+    """A flag for each setting, and those that say what to do."""
+    parser = program.flag_parser("train_gpt.py", "[--record NAME] [--SETTING VALUE ...]")
+    parser.description = f"{__doc__.splitlines()[0]} In brackets: values of 2025-01-26_BatchSize."
+    parser.add_argument("--record", choices=RECORDS, help="row to start from; on a CPU [demo]")
+    parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
+    diff = {"nargs": 2, "choices": RECORDS, "metavar": "NAME"}
+    parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
+    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
+    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
+    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
+    program.add_flags(parser, Hyperparameters)
+    return parser
 
 
-class Signals:
-    """SIGTERM and SIGINT let the step finish and a checkpoint be saved; a second SIGINT does not.
+def where_to_start(args: argparse.Namespace) -> tuple[str | Path | None, dict]:
+    """The checkpoint that the flags name, or that `auto` finds, and what it holds; or None, {}."""
+    wanted = getattr(args, "eval", getattr(args, "resume", None))
+    if wanted != "auto":
+        return wanted, {} if wanted is None else load_checkpoint(wanted)
+    path, saved = program.newest_checkpoint(getattr(args, "run_id", "*"), load_checkpoint)
+    if not saved and "eval" in args:
+        raise UserError("no checkpoint under logs/: train with --save_every, or name one")
+    if not saved:
+        print("--resume auto: no checkpoint under logs/, a new run begins")
+    return path, saved
 
-    A thread watches, because a rank that waits for a dead one runs no Python: unless alone, it
-    leaves when what it does takes longer than was expected. torchrun repeats to its workers what
-    the terminal sends them, hence a second SIGINT counts only after a second.
+
+def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
+    """The settings (flags over the record's, or over a checkpoint's own) and the flags given, with
+    `record`, its name, `checkpoint`, the path, and `saved`, what the checkpoint holds.
+
+    Raises UserError for an unknown flag or a bad value; --help prints and exits.
     """
-
-    def __init__(self, alone: bool):
-        self.number, self.alone = 0, alone
-        self.expect(6)
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self.watch, args=[reader], daemon=True).start()
-
-    def expect(self, seconds: float) -> None:
-        """What comes next takes no longer than this, if all ranks are alive."""
-        self.deadline = math.inf if self.alone else time.monotonic() + seconds
-
-    def watch(self, reader: socket.socket) -> None:
-        first = math.inf
-        reader.settimeout(0.5)
-        while True:
-            try:
-                if not (byte := reader.recv(1)):  # see forget
-                    return
-                number = byte[0]
-            except TimeoutError:
-                number = 0
-            if number in (signal.SIGTERM, signal.SIGINT):
-                if number == signal.SIGINT and time.monotonic() - first > 1:
-                    os._exit(130)
-                self.number = self.number or number
-                first = min(first, time.monotonic())
-            if self.number and time.monotonic() > max(self.deadline, first + 6):
-                os._exit(128 + self.number)
-
-    @staticmethod
-    def forget() -> None:
-        """Python's own answers to signals again; the thread ends."""
-        if (writer := signal.set_wakeup_fd(-1)) != -1:  # there were others
-            os.close(writer)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    args = command_line().parse_args(argv)
+    args.checkpoint, args.saved = where_to_start(args)
+    on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
+    remembered = "record" not in args and args.saved.get("hyperparameters")
+    if remembered:
+        args.record = args.saved["record"]
+    elif "record" not in args:
+        args.record = "demo" if on_cpu else "2025-01-26_BatchSize"
+    hp = replace(remembered or RECORDS[args.record], run_id=args.saved.get("run_id", ""))
+    if "layers" in args and "num_layers" not in args:
+        args.num_layers = args.layers.count(",") + 1
+    hp = replace(hp, **program.given(hp, args))
+    check(hp)
+    if "resume" in args and args.saved:
+        if not (saved := vars(args.saved.get("hyperparameters", argparse.Namespace()))):
+            raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
+        changed = [n for n in LEARNING_FIELDS if vars(hp)[n] != saved[n]]
+        if changed and "resume_force" not in args:
+            text = ", ".join(f"{n} {show(saved[n])} -> {show(vars(hp)[n])}" for n in changed)
+            raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
+    return hp, args
 
 
-def clock(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def trial(function, arguments: list, device: torch.device) -> tuple[list[Tensor], float]:
-    """What a call gives, and its median ms with a backward pass, on a GPU by the GPU's clock.
-
-    That is its result, and gradients of the arguments that want them or else what it left in the
-    last tensor among them.
-    """
-    given = [
-        a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
-        for a in arguments
-    ]
-    tensors = [a for a in given if torch.is_tensor(a)]
-    leaves = [t for t in tensors if t.requires_grad]
-
-    def call() -> list[Tensor]:
-        for t in leaves:
-            t.grad = None
-        out = function(*given)
-        if leaves:
-            out.backward(out.detach())  # of ones, it would hide rows that change places
-        return [out, *(t.grad for t in leaves)] if leaves else [out, tensors[-1]]
-
-    found = [t.detach().clone() for t in call()]
-    if device.type == "cuda":
-        return found, triton.testing.do_bench(call, return_mode="median")
-    times = []
-    for _ in range(9):
-        start = clock(device)
-        call()
-        times.append(clock(device) - start)
-    return found, 1e3 * sorted(times)[4]
-
-
-def compare_twins(kernel: Kernel, hp, device, compiled: bool) -> tuple[bool, str]:
-    """Whether a kernel can be built, agrees with its plain twin and is faster; what was seen."""
-    try:
-        arguments = list(kernel.example(hp, device))
-        twins = [kernel.plain, kernel.fused]
-        if compiled:
-            twins = [torch.compile(twin, dynamic=False) for twin in twins]
-        (plain, plain_ms), (fused, fused_ms) = (trial(twin, arguments, device) for twin in twins)
-        pairs = ((a.float(), b.float()) for a, b in zip(plain, fused, strict=True))
-        deviations = [(b - a).norm() / a.norm() for a, b in pairs]
-        deviation = torch.stack(deviations).max().item()  # NaN, if one is
-    except Exception as error:  # whatever a compiler or a driver does not like
-        return False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    seen = f"{fused_ms:.3f} ms, plain {plain_ms:.3f} ms, deviation {deviation:.1e}"
-    return fused_ms < plain_ms and deviation < 0.02, seen
-
-
-def choose_kernels(hp: Hyperparameters, device: torch.device, compiled: bool, log=print) -> None:
-    """Use each kernel that is better on all ranks, with a line of the log; or as --kernels says.
-
-    Raises UserError where Triton cannot run.
-    """
-    possible = triton and (device.type == "cuda" or triton.knobs.runtime.interpret)
-    if hp.kernels == "on" and not possible:
-        raise UserError("--kernels on: Triton wants a CUDA GPU (or, to try it, TRITON_INTERPRET=1)")
+def choose_kernels(hp: Hyperparameters, device: torch.device, compile_=as_is, log=print) -> None:
+    """Use each kernel that works on all ranks, or what --kernels says, and log their names;
+    UserError for --kernels on where Triton cannot run."""
+    reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
+    if hp.kernels == "on" and reason:
+        raise UserError(f"--kernels on: {reason}")
     for kernel in KERNELS.values():
-        kernel.use = hp.kernels == "on"
-    if hp.kernels == "auto" and device.type == "cuda" and not possible:
-        log("no kernels: Triton is not installed")
-    if hp.kernels != "auto" or not possible:
-        return
-    findings = [compare_twins(kernel, hp, device, compiled) for kernel in KERNELS.values()]
-    votes = torch.tensor([float(better) for better, _ in findings], device=device)
-    all_reduce_([votes])
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for name, (_, seen), count in zip(KERNELS, findings, votes.tolist(), strict=True):
-        KERNELS[name].use = count == ranks
-        of_ranks = f", better on {count:.0f} of {ranks} ranks" * (0 < count < ranks)
-        log(f"kernel {name}: {seen}: {'on' if count == ranks else 'off'}" + of_ranks)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        kernel.use = not reason and kernel.fused is not None
+    if hp.kernels == "auto":
+        example = hp, device, activation_dtype(device), trains_in_fp8(hp.fp8, device)
+        faults = [reason or fault(kernel.plain, compile_, *example) for kernel in KERNELS.values()]
+        votes = torch.tensor([float(bool(text)) for text in faults], device=device)
+        all_reduce_([votes])
+        for name, text, against in zip(KERNELS, faults, votes.tolist(), strict=True):
+            KERNELS[name].use = not against
+            if against and not reason:
+                log(f"kernel {name} is off: {text or 'another rank cannot use it'}")
+    log(f"kernels: {' '.join(kernels_in_use()) or 'none'}{reason and f', {reason}'}")
+
+
+def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
+    """The model of a run, with its initial weights or these, where and how it will train."""
+    torch.manual_seed(hp.seed)
+    model = GPT(hp)
+    if weights:
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            reason = f"is of other hyperparameters: {error}"
+            if any(name.endswith("attn.c_q.weight") for name in weights):
+                reason = "is a published one of 2024, whose q, k and v are apart: not read here"
+            raise UserError(f"the checkpoint {reason}") from error
+    compiled = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    return model.to_device(device, compiled)
 
 
 @torch.no_grad()
@@ -2011,42 +1474,22 @@ def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.devic
 def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: int, stop=0):
     """One step on this rank's (n, T) micro-batches.
 
-    Returns, of all ranks, the mean loss of the global batch, the sum of `stop`, and GRAD_NORMS if
-    the optimizers made them: (2,) or (6,).
-
-    Gradients are summed, and divided only then: each micro-batch's FP8 gradient keeps its scale.
+    Returns, of all ranks, the mean loss of the global batch, the sum of `stop`, and the norms of
+    the groups' gradients if the optimizers made them: (2,) or (2 + groups,). Gradients are summed,
+    and divided only then: each micro-batch's FP8 gradient keeps its scale.
     """
-    loss, window = torch.zeros((), device=inputs.device), get_window_size(step, model.hp)
+    loss, now = torch.zeros((), device=inputs.device), moment(step, model.hp)
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
-        micro_loss = model(input_seq, target_seq, window)
+        micro_loss = model(input_seq, target_seq, now.window)
         if i == len(inputs):
             optimizers.begin_last_backward()
         micro_loss.backward()
         loss += micro_loss.detach()
         del micro_loss  # with what its graph holds, before the next one is made
-    norms = optimizers.step(step)
+    norms = optimizers.step(now)
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
     all_reduce_([result])
     return torch.cat([result, *norms])
-
-
-def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
-    """The model of a run, with its initial weights or these, where and how it will train."""
-    torch.manual_seed(hp.seed)
-    model = GPT(hp)
-    if weights:
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            reason = f"is of other hyperparameters: {error}"
-            if any(name.endswith("attn.c_q.weight") for name in weights):
-                reason = "is a published one of 2024, whose q, k and v are apart: not read here"
-            raise UserError(f"the checkpoint {reason}") from error
-    compiled = hp.compile in ("on", "whole") or (hp.compile == "auto" and device.type == "cuda")
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.access(HERE, os.W_OK):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{HERE}/.cache/inductor"  # outlasts a reboot
-        os.environ.setdefault("TRITON_CACHE_DIR", f"{HERE}/.cache/triton")
-    return model.to_device(device, compiled)
 
 
 def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
@@ -2057,7 +1500,7 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     then takes the memory that the run will need.
     """
     hp, initial = model.hp, {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
-    choose_kernels(hp, device, model.compiled, log)
+    choose_kernels(hp, device, model.compile_, log)
     windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
     x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
@@ -2076,211 +1519,180 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     optimizers.load_state_dict({})
 
 
-def to_host(values: Tensor):
-    """Start copying from the device; the answer, when called, waits for that copy only, and gives
-    the values and the time when the host saw that they were there."""
-    if values.device.type == "cpu":
-        found = values.tolist(), time.perf_counter()
-        return lambda: found
-    host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
-    host.copy_(values, non_blocking=True)
-    copied.record()
-    return lambda: (copied.synchronize() or host.tolist(), time.perf_counter())
+class Run:
+    """A run: where it starts, its loop, and what it writes."""
 
+    def __init__(self, hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None):
+        """Find the device, read the validation data, make the model."""
+        self.hp, self.record = hp, args.record
+        self.device = device = program.start_device(hp.device, store, hp.comm_timeout)
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
+        # Validation is one global batch, of which a rank may get nothing.
+        stream = hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, 0, 1
+        batch = next(distributed_data_generator(*stream, num_batches=1, vocab_size=hp.vocab_size))
+        self.val_batch = [t[self.rank :: self.world_size].to(device) for t in batch]
+        self.model = build(hp, device, args.saved.get("model"))
 
-def peak_memory(device: torch.device) -> tuple[int, int]:
-    """Peak bytes allocated and reserved on a GPU; without one, what the process had, twice."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats()  # empty until something was allocated
-        return tuple(stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
+    def begin(self, saved: dict, going_on: bool) -> None:
+        """Start the log, warm up, and take over what a checkpoint saved, if there is one."""
+        hp, device, on_gpu = self.hp, self.device, self.device.type == "cuda"
+        self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
+        ranks, longest = (self.rank, self.world_size), hp.max_document_tokens
+        stream = hp.train_files, hp.seq_len, hp.batch_seqs, *ranks, self.first_step
+        limits = hp.num_iterations, hp.epochs, hp.vocab_size, longest * hp.align_to_documents
+        self.batches = distributed_data_generator(*stream, *limits, device)
+        self.optimizers = Optimizers(self.model, hp, *ranks)
+        self.log = log = program.Logger(hp, device, self.rank, self.first_step, going_on)
+        self.folder = Path("logs", log.run_id)
+        for unfinished in self.folder.glob("*.tmp") if self.rank == 0 else ():
+            unfinished.unlink()  # of a run that was killed while it saved
+        place, own = torch.cuda.get_device_name() if on_gpu else "CPU", vars(RECORDS[self.record])
+        flags = "".join(f" --{name} {show(v)}" for name, v in vars(hp).items() if v != own[name])
+        log(f"record {self.record}{flags}\non {self.world_size} x {place}, log in {log.path}")
+        if self.record == "demo" and hp.device == "auto" and not on_gpu:
+            log("no GPU found: this is a small demonstration, on the sample corpus in data/")
+        if hp.fp8 and not trains_in_fp8(hp.fp8, device):
+            log(f"no FP8 here: the head trains in {'bfloat16' if on_gpu else 'float32'}")
+        total = torch.tensor([float(self.first_step)], device=device)
+        all_reduce_([total])
+        if total.item() != self.first_step * self.world_size:
+            raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
+        start = clock(device)
+        warm_up(self.model, self.optimizers, device, log)
+        log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if saved:
+            changed = "" if program.source() == saved["code"] else "; the source has changed since"
+            if (former := saved.get("kernels", [])) != kernels_in_use():
+                changed += f"; its kernels were: {' '.join(former) or 'none'}"
+            log(f"resumed at step {self.first_step}{changed}")
+            self.optimizers.load_state_dict(saved["optimizers"])
+            torch.set_rng_state(saved["random"])
+            saved.clear()  # as large as the model and more
+        path = log.path.with_suffix(".jsonl") if self.rank == 0 else log.path
+        norms = [f"grad_norm_{group.name}" for group in parameter_table(hp)]
+        self.metrics = program.Metrics(path, hp.batch_seqs * hp.seq_len, norms, self.first_step)
+
+    def loop(self) -> None:
+        """Train to the last step, or until a signal comes. The clock stands still meanwhile where
+        the run validates or saves."""
+        hp, metrics, stop = self.hp, self.metrics, 0.0
+        # Batches arrive in one place: nothing is allocated for them in a step.
+        shape, dtypes = (hp.batch_seqs // self.world_size, hp.seq_len), (torch.int32, torch.int64)
+        batch = [torch.empty(shape, dtype=dtype, device=self.device) for dtype in dtypes]
+        gc.freeze()  # what is there by now stays: no collection need walk through it
+        with program.stop_signals(alone=self.world_size == 1) as signals:
+            start = clock(self.device)
+            for step in range(self.first_step, hp.num_iterations + 1):
+                last, new = step == hp.num_iterations, step > self.first_step
+                validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
+                validate = validate and (new or step == 0)  # else it was done before
+                stop = stop and not last
+                save = hp.save_every and (last or step % hp.save_every == 0)
+                save = new and (stop or save)
+                if validate or save:
+                    self.check_loss(metrics.fetch(start)[0], step)
+                    self.seconds += clock(self.device) - start
+                    metrics.write(**self.validate(step) if validate else {})
+                    path = save and self.save(step)
+                    if stop:
+                        self.leave(step, signals)
+                    start = clock(self.device)
+                if last:
+                    break
+                for place, arrived in zip(batch, next(self.batches), strict=True):
+                    place.copy_(arrived, non_blocking=True)
+                result = train_step(self.model, self.optimizers, *batch, step, stop=bool(signals))
+                loss, stop = metrics.fetch(start)  # of the step before: no waiting
+                self.check_loss(loss, step)
+                metrics.write()
+                metrics.begin(vars(moment(step, hp)) | {"step": step + 1}, result)
+                ms = 1e3 * (self.seconds + time.perf_counter() - start)
+                rate = hp.batch_seqs * hp.seq_len * (step + 1) / ms
+                progress = f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s"
+                self.log.step(self.line(step + 1, ms), progress)
+        self.log.bar.close()
+        sizes = (size >> 20 for size in program.peak_memory(self.device))
+        self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*sizes))
+        if save:
+            command = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
+            print("read what it writes:", shlex.join([command, "tools/sample.py", str(path)]))
+
+    def line(self, step: int, ms: float, loss: str = "") -> str:
+        """A line as the community's scripts parse it."""
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        return f"step:{step}/{self.hp.num_iterations} {loss}{times}"
+
+    def check_loss(self, loss: float, step: int) -> None:  # equal on all ranks: all stop together
+        if not math.isfinite(loss):
+            kept = next(iter(program.checkpoints(self.folder)), "none")
+            remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
+            raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+
+    def validate(self, step: int) -> dict:
+        """Log the validation loss; what the metrics' row shall have of it."""
+        window = moment(step, self.hp).window
+        loss = evaluate(self.model, self.val_batch, window, self.device)
+        self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
+        self.check_loss(loss, step)
+        if note := program.against_published(RECORDS, self.record, self.hp, step, loss):
+            self.log.bar.write(note)
+        return {"step": step, "val_loss": loss}
+
+    def save(self, step: int) -> Path:
+        """Save all that it takes to go on after the step."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            self.check_loss(math.nan, step)
+        settings = {name: getattr(self.hp, name) for name in SAVED_FIELDS}
+        state = {"record": self.record, "hyperparameters": settings, "run_id": self.log.run_id}
+        state |= {"step": step, "seconds": self.seconds, "random": torch.get_rng_state()}
+        state |= {"code": program.source(), "kernels": kernels_in_use()}
+        state |= {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
+        path = self.folder / f"state_step{step:06}.pt"
+        if self.rank == 0:
+            program.save_whole(path, state)
+            for old in program.checkpoints(self.folder)[self.hp.keep :]:
+                old.unlink()
+        return path
+
+    def leave(self, step: int, signals: list[int]) -> None:
+        """End the process as the signal would have, after rank 0 has saved."""
+        program.wait_for_all_ranks(self.device)
+        number = signal.Signals(signals[0] if signals else signal.SIGTERM)
+        self.log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
+        sys.exit(128 + number)
 
 
 def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None) -> None:
     """A run, from finding the device to the last line of the log; with --eval, one validation."""
-    if args.saved.get("step", 0) >= hp.num_iterations and "resume" in args:
-        print(f"the run had finished: step {args.saved['step']} of {hp.num_iterations} is saved")
+    step = args.saved.get("step", hp.num_iterations if args.saved else 0)
+    if "resume" in args and step >= hp.num_iterations:
+        print(f"the run had finished: step {step} of {hp.num_iterations} is saved")
         return
-    device = start_device(hp.device, store, hp.comm_timeout)
-    on_gpu = device.type == "cuda"
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
-    count = hp.val_tokens // hp.val_seq_len  # validation is one global batch; a rank may get none
-    if hp.verify_data:
-        for pattern in (hp.val_files, hp.train_files)[: 1 if "eval" in args else 2]:
-            verify_shards(pattern)
-    options = {"vocab_size": min(hp.vocab_size, END_OF_TEXT + 1)}  # GPT-2's; a table may be padded
-    stream = hp.val_files, hp.val_seq_len, count, 0, 1
-    val_batch = next(distributed_data_generator(*stream, num_batches=1, **options))
-    val_batches = [t[rank::world_size].to(device) for t in val_batch]
-    model = build(hp, device, args.saved.get("model"))
+    run = Run(hp, args, store)
     if "eval" in args:
-        choose_kernels(hp, device, model.compiled)
-        loss = evaluate(model, val_batches, last_window(args.saved, hp), device)
+        choose_kernels(hp, run.device, run.model.compile_)
+        loss = evaluate(run.model, run.val_batch, moment(step, hp).window, run.device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
         return
-    first_step, seconds = args.saved.get("step", 0), args.saved.get("seconds", 0.0)
-    stream = hp.train_files, hp.seq_len, hp.batch_seqs, rank, world_size, first_step
-    options |= {"num_batches": hp.num_iterations, "epochs": hp.epochs, "device": device}
-    options["longest"] = hp.max_document_tokens * hp.align_to_documents
-    batches = distributed_data_generator(*stream, **options)
-    optimizers = Optimizers(model, hp, rank, world_size)
-
-    def check_loss(loss: float, step: int) -> float:  # equal on all ranks, so all stop together
-        if not math.isfinite(loss):
-            kept = next(iter(checkpoints(folder)), "none")
-            remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
-            raise UserError(f"the loss is {loss} at step {step}: {remedy}")
-        return loss
-
-    log = Logger(hp, device, rank, go_on="resume" in args)
-    folder, code = Path("logs", log.run_id), Path(__file__).read_text("utf-8")
-    if rank == 0:
-        for unfinished in folder.glob("*.tmp"):  # of a run that was killed while it saved
-            unfinished.unlink()
-    place = torch.cuda.get_device_name() if on_gpu else "CPU"
-    record = vars(RECORDS[args.record])
-    flags = "".join(f" --{name} {show(v)}" for name, v in vars(hp).items() if v != record[name])
-    log(f"record {args.record}{flags}\non {world_size} x {place}, log in {log.path}")
-    if args.record == "demo" and hp.device == "auto" and not on_gpu:
-        log("no GPU found: this is a small demonstration, on the sample corpus in data/")
-    if hp.fp8 and not trains_in_fp8(hp, device):
-        log(f"no FP8 here: the head trains in {'bfloat16' if on_gpu else 'float32'}")
-    total = torch.tensor([float(first_step)], device=device)
-    all_reduce_([total])
-    if total.item() != first_step * world_size:
-        raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
-    if first_step:
-        changed = "" if code == args.saved["code"] else "; the source has changed since"
-        log(f"resumed at step {first_step}{changed}")
-        log.bar.initial = log.bar.n = first_step
-    start = clock(device)
-    warm_up(model, optimizers, device, log)
-    log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-
-    if args.saved:
-        optimizers.load_state_dict(args.saved["optimizers"])
-        torch.set_rng_state(args.saved["random"])
-        args.saved.clear()  # as large as the model and more
-    signals, stop = Signals(alone=world_size == 1), 0.0
-    metrics = Metrics(log.path.with_suffix(".jsonl") if rank == 0 else log.path, hp, first_step)
-    # Batches arrive in one place: nothing is allocated for them in a step.
-    shape = hp.batch_seqs // world_size, hp.seq_len
-    inputs, targets = (
-        torch.empty(shape, dtype=d, device=device) for d in (torch.int32, torch.int64)
-    )
-    gc.freeze()  # what is there by now stays: no collection need walk through it
-    start = metrics.since = clock(device)
-    for step in range(first_step, hp.num_iterations + 1):
-        last, new = step == hp.num_iterations, step > first_step  # else it was done before
-        validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
-        validate = validate and (new or step == 0)
-        stop = stop and not last
-        save = new and (stop or (hp.save_every and (last or step % hp.save_every == 0)))
-        if validate or save:
-            signals.expect(20)
-            seconds += clock(device) - start
-            check_loss(metrics.fetch()[0], step)
-            ms = 1e3 * seconds
-            if validate:
-                loss = evaluate(model, val_batches, get_window_size(step, hp), device)
-                times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-                log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.4f} {times}")
-                metrics.row |= {"step": step, "val_loss": check_loss(loss, step)}
-                if note := against_published(args.record, hp, step, loss):
-                    log.bar.write(note)
-            metrics.write()
-            if save:
-                if not all(p.isfinite().all() for p in model.parameters()):
-                    check_loss(math.nan, step)
-                settings = {name: getattr(hp, name) for name in SAVED_FIELDS}
-                state = {"record": args.record, "hyperparameters": settings, "code": code}
-                state |= {"run_id": log.run_id, "step": step, "seconds": seconds}
-                state |= {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
-                state |= {"random": torch.get_rng_state()}
-                path = folder / f"state_step{step:06}.pt"
-                if rank == 0:
-                    save_checkpoint(path, state, hp.keep)
-            if stop:
-                wait_for_all_ranks(device)  # until rank 0 has written
-                number = signal.Signals(signals.number or signal.SIGTERM)
-                log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
-                sys.exit(128 + number)
-            start = metrics.since = clock(device)
-        if last:
-            break
-        signals.expect(6)
-        for place, arrived in zip((inputs, targets), next(batches), strict=True):
-            place.copy_(arrived, non_blocking=True)
-        now = train_step(model, optimizers, inputs, targets, step, stop=bool(signals.number))
-        loss, stop = metrics.fetch()  # of the step before: no waiting
-        check_loss(loss, step)
-        metrics.write()
-        metrics.begin(step, now)
-        ms = 1e3 * (seconds + time.perf_counter() - start)
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
-        line = f"step:{step + 1}/{hp.num_iterations} {times}"
-        rate = hp.batch_seqs * hp.seq_len * (step + 1) / ms
-        log.step(line, f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s")
-    log.bar.close()
-    sizes = (size >> 20 for size in peak_memory(device))
-    log("peak memory allocated: {} MiB reserved: {} MiB".format(*sizes))
-    if save:
-        program = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
-        command = shlex.join([program, "tools/sample.py", str(path)])
-        print(f"read what it writes: {command}")
+    run.begin(args.saved, going_on="resume" in args)
+    run.loop()
 
 
-def as_program(name: str, parse, work) -> None:
-    """work(parse(), store) as a command; an error of the user's becomes one line and a status.
-
-    That is 2 while parsing, else 1. Rank 0 alone writes on the console. Of ranks that fail, the
-    lowest reports: others wait for it.
-    """
-    status, store, rank = 2, None, int(os.environ.get("RANK", 0))
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            store = next(dist.rendezvous("env://"))[0]
-        parsed = parse()
-        status = 1
-        work(parsed, store)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except (UserError, OSError, RuntimeError) as error:
-        message = str(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {error}"
-        elif store and (isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)):
-            message = f"another rank has stopped, or hangs: {error}"
-        elif isinstance(error, RuntimeError):
-            raise
-        time.sleep(min(rank, 40) / 4)
-        if store is None or store.add("reports", 1) == 1:
-            print(f"{name}: error:", " ".join(message.split())[:500], file=sys.stderr)
-        sys.exit(status)
-    finally:
-        Signals.forget()
-        gc.unfreeze()  # see train
+def work(parsed: tuple[Hyperparameters, argparse.Namespace], store: dist.Store | None) -> None:
+    """Print records or train, as parse_args found."""
+    hp, args = parsed
+    if "list_records" in args or "diff" in args:
+        names = getattr(args, "diff", list(RECORDS))
+        program.print_records(RECORDS, names, differing="diff" in args)
+    else:
+        train(hp, args, store)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, and print records or train."""
-
-    def work(parsed, store):
-        hp, args = parsed
-        if "list_records" in args or "diff" in args:
-            print_records(getattr(args, "diff", list(RECORDS)), differing="diff" in args)
-        else:
-            train(hp, args, store)
-
-    as_program("train_gpt.py", lambda: parse_args(argv), work)
+    """The command line."""
+    program.as_program("train_gpt.py", lambda: parse_args(argv), work)
 
 
 if __name__ == "__main__":

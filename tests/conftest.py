@@ -1,7 +1,5 @@
 """Shared by all tests: the project on the import path, and small models and shards."""
 
-import contextlib
-import io
 import os
 import sys
 from dataclasses import replace
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 
 if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: see train_gpt.py
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models: others would wait for each other
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools")]
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter: it asks when imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+from runs import console_of  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -46,20 +47,20 @@ def tiny() -> train_gpt.Hyperparameters:
     )
 
 
+def shard(path: Path, tokens, magic=20240520, version=1, count=None, cut=0) -> Path:
+    """Write a shard with this header, without its last `cut` bytes."""
+    tokens = np.asarray(tokens, dtype="<u2")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    data = header.tobytes() + tokens.tobytes()
+    path.write_bytes(data[: len(data) - cut])
+    return path
+
+
 @pytest.fixture
 def write_shard(tmp_path):
     """write_shard(name, tokens, **header) writes a shard into tmp_path and returns its path."""
-
-    def write(name: str, tokens, magic=20240520, version=1, count=None, cut=0) -> Path:
-        tokens = np.asarray(tokens, dtype="<u2")
-        header = np.zeros(256, dtype="<i4")
-        header[:3] = magic, version, len(tokens) if count is None else count
-        data = header.tobytes() + tokens.tobytes()
-        path = tmp_path / name
-        path.write_bytes(data[: len(data) - cut])
-        return path
-
-    return write
+    return lambda name, *arguments, **header: shard(tmp_path / name, *arguments, **header)
 
 
 @pytest.fixture
@@ -78,17 +79,15 @@ def randomize():
     return apply
 
 
-@pytest.fixture
-def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
-    """Flags of a run of seconds, on a made-up language of 512 words, in an empty folder."""
+def language(folder: Path) -> list[str]:
+    """Flags of a run of seconds, on a made-up language of 512 words with its shards in a folder."""
     rng = np.random.default_rng(0)
     follower = rng.permutation(512)
     words = [0]
     for noise in rng.random(40000):  # mostly, a word has one follower: learnable
         words.append(follower[words[-1]] if noise < 0.8 else int(noise * 1e6) % 512)
-    write_shard("train_1.bin", words[:30000])
-    write_shard("val_0.bin", words[30000:])
-    monkeypatch.chdir(tmp_path)
+    shard(folder / "train_1.bin", words[:30000])
+    shard(folder / "val_0.bin", words[30000:])
     sizes = {
         "vocab_size": 512,
         "model_dim": 64,
@@ -100,8 +99,8 @@ def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
         "val_tokens": 2048,
         "num_iterations": 4,
         "val_loss_every": 2,
-        "train_files": str(tmp_path / "train_*.bin"),
-        "val_files": str(tmp_path / "val_*.bin"),
+        "train_files": str(folder / "train_*.bin"),
+        "val_files": str(folder / "val_*.bin"),
         "epochs": 0,
         "device": "cpu",
         "seed": 1,
@@ -109,13 +108,19 @@ def flags(tmp_path, monkeypatch, write_shard) -> list[str]:
     return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
 
 
+@pytest.fixture
+def flags(tmp_path, monkeypatch) -> list[str]:
+    """Those of `language`, in an empty folder, where the test is."""
+    monkeypatch.chdir(tmp_path)
+    return language(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> SimpleNamespace:
-    """A run of twenty steps of a small demo: its folder, its checkpoint's path, what it printed."""
-    folder, console = tmp_path_factory.mktemp("trained"), io.StringIO()
+    """A run of eight steps of a small demo: its folder, its checkpoint's path, what it printed."""
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
-    length = "--batch_seqs 2 --num_iterations 20 --val_tokens 1024 --val_loss_every 0 --run_id it"
-    with contextlib.chdir(folder), contextlib.redirect_stdout(console):
-        train_gpt.main(f"--record demo --device cpu {sizes} {length}".split())
-    path = folder / "logs/it/state_step000020.pt"
-    return SimpleNamespace(folder=folder, path=path, console=console.getvalue())
+    length = "--batch_seqs 2 --num_iterations 8 --val_tokens 1024 --val_loss_every 0 --run_id it"
+    folder = tmp_path_factory.mktemp("trained")
+    console = console_of(f"--record demo --device cpu {sizes} {length}".split(), folder)
+    path = folder / "logs/it/state_step000008.pt"
+    return SimpleNamespace(folder=folder, path=path, console=console)

@@ -2,7 +2,8 @@
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
-The card is one of CARDS; on or off as in --kernels; with --no_fp8 the head is in bfloat16.
+The card is one of CARDS; on or off as in --kernels; with --no_fp8 the head is in bfloat16. Of
+Muon's update, `square` is that of square matrices alone.
 Prints a line of JSON for each kernel and each of the configurations that it may be launched in:
 graph, kernel, and either what it takes (shared memory, registers and stack in bytes, instructions),
 or that it does not fit the card ("too large": a GPU takes another configuration then, if there is
@@ -12,6 +13,7 @@ torch.compile captures the graphs on a CPU, and nothing is computed. Their value
 tensors of a made-up GPU, Inductor lowers them to Triton, and Triton compiles that to machine code.
 """
 
+import itertools
 import json
 import logging
 import re
@@ -284,20 +286,25 @@ def loss_graphs(hp):
         yield "head in float8", captured(quantize, weight, hp.w_s)
         w = quantize(weight, hp.w_s)
     grads = torch.empty(TOKENS, vocab, dtype=torch.float8_e5m2 if fp8 else torch.bfloat16)
-    yield "loss", captured(forward, x, w, targets, hp.logit_softcap, 1 / hp.seq_len, scales)
+    softcap = train_gpt.sigmoid_form(hp.logit_softcap)
+    yield "loss", captured(forward, x, w, targets, softcap, 1 / hp.seq_len, scales)
     inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn) if fp8 else x
     yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
-    arguments = x, weight.bfloat16(), targets, hp.logit_softcap, None, None
+    arguments = x, weight.bfloat16(), targets, softcap, None, None
     yield "loss of validation", captured(forward, *arguments)
 
 
 @torch.no_grad()
 def muon_graphs(hp):
-    """Updates of all matrices of a shape, of which one GPU has all."""
-    for shape in ((44, 768, 768), (12, 3072, 768)):
-        grads, momenta = [torch.zeros(shape)], [torch.zeros(shape)]
-        arguments = grads, momenta, torch.tensor(0.9), 1 / hp.batch_seqs
-        yield f"muon {shape}", captured(train_gpt.muon_updates, *arguments)
+    """Updates of all matrices of a shape, by the buckets in which one GPU has them all."""
+    with torch.device("meta"):
+        optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp)
+    buckets = next(buckets for group, buckets in optimizers.groups if group.name == "muon")
+    for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
+        counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
+        grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
+        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped
+        yield f"muon {' x '.join(map(str, shape))}", captured(train_gpt.muon_updates, *arguments)
 
 
 def main(record: str, kernels: str, *parts: str) -> None:
@@ -306,6 +313,7 @@ def main(record: str, kernels: str, *parts: str) -> None:
     for kernel in train_gpt.KERNELS.values():
         kernel.use = kernels == "on"
     graphs_of = {"layer": layer_graphs, "loss": loss_graphs, "muon": muon_graphs}
+    graphs_of["square"] = lambda hp: itertools.islice(muon_graphs(hp), 1)
     for part in [part for part in parts if part != "--no_fp8"]:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of[part](hp):

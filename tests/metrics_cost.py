@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import program  # noqa: E402
 import train_gpt  # noqa: E402
 
 
 def main() -> None:
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 600
-    device = train_gpt.start_device("auto", None)
+    device = program.start_device("auto", None)
     on_gpu = device.type == "cuda"
     hp = replace(train_gpt.RECORDS["2025-01-26_BatchSize" if on_gpu else "demo"], batch_seqs=1)
     model = train_gpt.build(hp, device)
@@ -32,22 +33,23 @@ def main() -> None:
     tokens = torch.randint(hp.vocab_size, (hp.batch_seqs, hp.seq_len + 1), device=device)
     rng, ratios, rows = random.Random(0), [], []
     with tempfile.TemporaryDirectory() as folder:
-        metrics = train_gpt.Metrics(Path(folder, "it.jsonl"), hp, 0)
+        names = [f"grad_norm_{group.name}" for group in train_gpt.parameter_table(hp)]
+        metrics = program.Metrics(Path(folder, "it.jsonl"), hp.seq_len, names, 0)
         for pair in range(pairs):
             seconds = {}
             for written in rng.sample((False, True), 2):
-                step, start = pair % 25 if written else 0, train_gpt.clock(device)
+                step, start = pair % 25 if written else 0, program.clock(device)
                 inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
                 result = train_gpt.train_step(model, optimizers, inputs, targets, step)
                 if written:
-                    ready = train_gpt.clock(device)
-                    metrics.begin(step, result)
-                    metrics.fetch()
+                    ready = program.clock(device)
+                    metrics.begin(vars(train_gpt.moment(step, hp)), result)
+                    metrics.fetch(start)
                     metrics.write()
                     rows.append(time.perf_counter() - ready)
                 else:
-                    train_gpt.to_host(result)()
-                seconds[written] = train_gpt.clock(device) - start
+                    program.to_host(result)()
+                seconds[written] = program.clock(device) - start
             ratios.append(seconds[True] / seconds[False])
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(f"{pairs} pairs: with / without: median {middle:.4f}, quartiles {low:.4f} {high:.4f}")

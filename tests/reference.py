@@ -9,15 +9,17 @@ import math
 import torch
 from torch import Tensor
 
-# window (the long one, "half" of it and at least a block, or no attention) and what is mixed into v
+# window (the long one, "half" of it and at least a block, or no attention), what is mixed into v,
+# and the earlier layer whose output is added to the input
+FIRST = [("long", 0), ("half", 1), ("half", 2), ("half", None), ("long", None), ("half", None)]
+SECOND = [("half", None), (None, None), ("half", None), ("half", 0), ("half", 1), ("long", 2)]
+SKIPS = [None] * 6 + [5, 4, 3, 2, 1, 0]
 LAYERS = {
-    2024: [("long", "first")] * 12,
-    2025: [
-        *[("long", 0), ("half", 1), ("half", 2), ("half", None), ("long", None), ("half", None)],
-        *[("half", None), (None, None), ("half", None), ("half", 0), ("half", 1), ("long", 2)],
-    ],
+    2024: [("long", "first", skip) for skip in SKIPS],
+    2025: [(*row, skip) for row, skip in zip(FIRST + SECOND, SKIPS, strict=True)],
 }
 CAP = {2024: 30.0, 2025: 15.0}
+END_OF_TEXT = 50256
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -28,7 +30,7 @@ def visible(tokens: Tensor, window: int, year: int) -> Tensor:
     """Causal, same document, and fewer than `window` tokens back; in 2025 within the nearest
     window / 128 blocks of 128, the query's own included."""
     t = len(tokens)
-    document = (tokens == 50256).cumsum(0)
+    document = (tokens == END_OF_TEXT).cumsum(0)
     i, j = torch.arange(t)[:, None], torch.arange(t)[None, :]
     near = i - j < window if year == 2024 else i // 128 - j // 128 < window // 128
     return (j <= i) & (document[:, None] == document[None, :]) & near
@@ -51,23 +53,38 @@ def rope(x: Tensor, year: int) -> Tensor:
     return out
 
 
-def softcapped_loss(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    capped = cap * torch.tanh(logits / cap)
+def soft_capped(logits: Tensor, cap) -> Tensor:
+    """cap * tanh(logit / cap), or of three numbers a / (1 + e^(-(logit + b) / c))."""
+    if isinstance(cap, tuple):
+        a, b, c = cap
+        return a / (1 + torch.exp(-(logits + b) / c))
+    return cap * torch.tanh(logits / cap)
+
+
+def softcapped_loss(logits: Tensor, targets: Tensor, cap) -> Tensor:
+    capped = soft_capped(logits, cap)
     return (torch.logsumexp(capped, 1) - capped[torch.arange(len(targets)), targets]).mean()
 
 
 def loss(
-    w: dict[str, Tensor], tokens: Tensor, targets: Tensor, window: int, heads: int, year: int
+    w: dict[str, Tensor],
+    tokens: Tensor,
+    targets: Tensor,
+    window: int,
+    heads: int,
+    year: int,
+    layers: list[tuple] | None = None,
 ) -> Tensor:
-    """Mean loss from float64 weights by their names; the long window is in tokens."""
+    """Mean loss from float64 weights by their names; the long window is in tokens. Other layers
+    than the year's are rows as in LAYERS."""
     masks = {"long": visible(tokens, window, year)}
     masks["half"] = visible(tokens, max(window // 2, 128), year)
     x = x0 = rms_norm(w["embed.weight"][tokens])
     t = len(tokens)
-    skips, first_v = [], None
-    for i, (kind, mixed) in enumerate(LAYERS[year]):
-        if i >= 6:
-            x = x + w["skip_weights"][i - 6] * skips.pop()
+    outputs, first_v, layers = [], None, layers or LAYERS[year]
+    for i, (kind, mixed, skip) in enumerate(layers):
+        if skip is not None:
+            x = x + w["skip_weights"][i - len(layers) // 2] * outputs[skip]
         a, b = w[f"blocks.{i}.lambdas"]
         x = a * x + b * x0
         if kind is not None:
@@ -77,8 +94,8 @@ def loss(
             )
             q, k = rope(rms_norm(q), year), rope(rms_norm(k), year)
             c = w[f"blocks.{i}.attn.lambdas"]
+            first_v = v if first_v is None else first_v
             if mixed == "first":
-                first_v = v if first_v is None else first_v
                 v = (1 - c[0]) * v + c[0] * first_v
             elif mixed is not None:
                 table = w[f"value_embeds.embed.{mixed}.weight"]
@@ -86,14 +103,13 @@ def loss(
             else:
                 v = c[0] * v
             scale = 0.12 if year == 2025 else 1 / math.sqrt(q.shape[-1])
-            outputs = []
+            attended = []
             for head in range(heads):
                 scores = scale * q[:, head] @ k[:, head].T
                 scores = scores.masked_fill(~masks[kind], -math.inf)
-                outputs.append(torch.softmax(scores, 1) @ v[:, head])
-            x = x + torch.cat(outputs, 1) @ w[f"blocks.{i}.attn.c_proj.weight"].T
+                attended.append(torch.softmax(scores, 1) @ v[:, head])
+            x = x + torch.cat(attended, 1) @ w[f"blocks.{i}.attn.c_proj.weight"].T
         h = rms_norm(x) @ w[f"blocks.{i}.mlp.c_fc.weight"].T
         x = x + h.clamp(min=0).pow(2) @ w[f"blocks.{i}.mlp.c_proj.weight"].T
-        if i < 6:
-            skips.append(x)
+        outputs.append(x)
     return softcapped_loss(rms_norm(x) @ w["lm_head.weight"].T, targets, CAP[year])

@@ -5,11 +5,14 @@ over a binade), float8_e5m2 has 2 (up to 12.5 %, 5.2 %): the tolerances below ar
 of such errors give, and each test states how many of its values saturate.
 """
 
+from dataclasses import replace
+
 import pytest
 import reference
 import torch
 
-from train_gpt import CastedLinear, HeadLoss, to_fp8
+import train_gpt
+from train_gpt import CastedLinear, Head, HeadLoss, to_fp8, trains_in_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**19  # the record's scales
@@ -81,7 +84,27 @@ def test_evaluation_does_not_use_fp8():
     assert torch.equal(linear(x), x @ linear.weight.T)
 
 
-@pytest.mark.parametrize("tokens", [128, 304])  # one chunk, and chunks of 128, 128 and 48
+def test_a_head_trains_in_fp8_where_it_shall_and_the_gpu_can(monkeypatch):
+    """From compute capability 8.9 on; never on a CPU, whose FP8 is slow."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert not trains_in_fp8(True, cpu)
+    for capability, can in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert trains_in_fp8(True, gpu) == can and not trains_in_fp8(False, gpu)
+
+
+@pytest.mark.parametrize("fp8, training", [(True, True), (True, False), (False, True)])
+def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny, monkeypatch):
+    """As on a GPU that can: with the scales of the settings."""
+    scales, head_loss = [], HeadLoss.apply
+    monkeypatch.setattr(train_gpt, "trains_in_fp8", lambda wanted, device: wanted)
+    monkeypatch.setattr(HeadLoss, "apply", lambda *a: scales.append(a[4]) or head_loss(*a))
+    head = Head(replace(tiny, fp8=fp8, x_s=2.0, w_s=4.0, grad_s=8.0))
+    head.loss(torch.randn(16, tiny.model_dim, requires_grad=training), torch.arange(16))
+    assert scales == [(2.0, 4.0, 8.0) if fp8 and training else None]
+
+
+@pytest.mark.parametrize("tokens", [128, 304])  # half a chunk, and chunks of 256 and 48
 def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tokens):
     linear, x, _ = layer(tokens)
     targets = torch.randint(0, 512, (tokens,), generator=torch.Generator().manual_seed(0))

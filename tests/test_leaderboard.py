@@ -2,18 +2,14 @@
 
 import math
 import re
-import sys
 from pathlib import Path
 
+import leaderboard
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-
-sys.path.insert(0, str(ROOT / "tools"))
-import leaderboard  # noqa: E402
 
 RULE = "=" * 100
 SMI = """| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
@@ -30,6 +26,7 @@ def ours(loss: float = 3.28, ms: float = 100.0, source="import torch", flags="",
     settings |= dict(re.findall(r"--(\w+) (\S+)", flags))
     lines = [f"record 2025-01-26_BatchSize{flags}"]
     lines += [f"on {machine.get('gpu', '8 x NVIDIA H100 80GB HBM3')}, log in logs/a.txt"]
+    lines += [f"kernels: {machine.get('kernels', 'none, on a CPU')}"]
     lines += ["step:0/4 val_loss:10.8258 train_time:0ms step_avg:0.00ms"]
     for step in (1, 2, 3, 4):
         times = f"train_time:{step * ms:.0f}ms step_avg:{ms:.2f}ms"
@@ -66,18 +63,16 @@ def of_2025(loss: float = 3.2808) -> str:
 
 
 @pytest.fixture
-def board(tmp_path, capsys):
+def board(tmp_path, monkeypatch, capsys):
     """board(files, *flags) writes the logs, calls the tool; returns status, output and errors."""
+    monkeypatch.chdir(tmp_path)
 
-    def call(files: dict[str, str | bytes], *flags) -> tuple[int, str, str]:
-        paths = []
+    def call(files: dict[str, str | bytes], *flags) -> tuple[int | str, str, str]:
         for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(text.encode() if isinstance(text, str) else text)
-            paths.append(str(path))
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
         with pytest.raises(SystemExit) as stop:
-            leaderboard.main([*paths, *map(str, flags)])
+            leaderboard.main([*files, *map(str, flags)])
         return stop.value.code, *capsys.readouterr()
 
     return call
@@ -88,22 +83,17 @@ def rows_of(out: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r"\w  ", line)]
 
 
-def test_rows_of_our_log_and_of_both_years_of_public_logs(board, tmp_path):
+def test_rows_of_our_log_and_of_both_years_of_public_logs(board):
     files = {"a.txt": ours(), "x.txt": of_2024(), "2025-01-26_BatchSize/y.txt": of_2025()}
     status, out, err = board(files)
     assert (status, err) == (0, "")
-    gpu = "8 x NVIDIA H100 80GB HBM3"
-    memory = "29898/44552"
-    a, x, y = (str(tmp_path / name) for name in files)
-    record, torch24, torch25 = (
-        "2025-01-26_BatchSize",
-        "2.6.0.dev20241119+cu124",
-        "2.7.0.dev20250125",
-    )
+    gpu, memory, record = "8 x NVIDIA H100 80GB HBM3", "29898/44552", "2025-01-26_BatchSize"
+    torch24, torch25 = "2.6.0.dev20241119+cu124", "2.7.0.dev20250125+cu126"
+    a, x, y = files
     assert rows_of(out)[:3] == [
         ["A", record, "2.13.0", gpu, "4", "3.2800", "0.4", "100.00", memory, a],
         ["B", "x", torch24, gpu, "1875", "3.2783", "301.8", "161.84", "-", x],
-        ["C", record, f"{torch25}+cu126", gpu, "1770", "3.2808", "176.0", "100.00", memory, y],
+        ["C", record, torch25, gpu, "1770", "3.2808", "176.0", "100.00", memory, y],
     ]
 
 
@@ -112,16 +102,15 @@ def test_statistics_of_81_runs_are_those_of_scipy_and_of_the_record(board):
     noise = np.random.default_rng(0).normal(size=81)
     losses = 3.2787 + 0.0019 * (noise - noise.mean()) / noise.std(ddof=1)
     losses = losses.round(4)
-    status, out, _ = board({f"{i}.txt": ours(loss) for i, loss in enumerate(losses)})
-    (group,) = [row for row in rows_of(out) if row[1] == "81"]
-    p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
-    assert group[2:5] == ["3.2787", "0.0019", f"{p:.2e}"] and status == 0
-    assert 0.5e-8 < p < 4e-8
+    files = {f"{i}.txt": ours(loss) for i, loss in enumerate(losses)}
 
-    _, out, _ = board({f"{i}.txt": ours(loss) for i, loss in enumerate(losses)}, "--target", 3.2785)
-    (group,) = [row for row in rows_of(out) if row[1] == "81"]
+    def row(*flags) -> list[str]:
+        return next(row for row in rows_of(board(files, *flags)[1]) if row[1] == "81")
+
+    p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
+    assert row()[2:5] == ["3.2787", "0.0019", f"{p:.2e}"] and 0.5e-8 < p < 4e-8
     p = stats.ttest_1samp(losses, 3.2785, alternative="less").pvalue
-    assert group[4] == f"{p:.3f}" and p > 0.5
+    assert row("--target", 3.2785)[4] == f"{p:.3f}" and p > 0.5
 
 
 def test_a_group_of_three_has_the_figures_worked_out_by_hand(board):
@@ -229,13 +218,7 @@ def test_cpus_are_named_by_their_model(board):
     assert rows_of(board({"a.txt": log})[1])[0][3] == "1 x AMD EPYC 9B45"
 
 
-def test_a_plot_that_cannot_be_drawn_is_one_line(board, tmp_path):
-    for name in ("none/out.png", "out.foo"):
-        status, out, err = board({"a.txt": ours()}, "--plot", tmp_path / name)
-        assert isinstance(status, str) and f"could not draw {tmp_path / name}" in status
-
-
-def test_runs_differ_in_seed_but_not_in_source_flags_torch_or_gpus(board):
+def test_runs_differ_in_seed_but_not_in_source_flags_kernels_torch_or_gpus(board):
     files = {
         "a.txt": ours(),
         "b.txt": ours(flags=" --seed 5 --val_loss_every 4"),
@@ -243,48 +226,52 @@ def test_runs_differ_in_seed_but_not_in_source_flags_torch_or_gpus(board):
         "d.txt": ours(flags=" --muon_lr 0.06"),
         "e.txt": ours(torch="2.11.0"),
         "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
+        "g.txt": ours(kernels="relu2 xxt"),
     }
     groups = [row[0] for row in rows_of(board(files)[1])]
-    assert groups == [*"AABCDE", *"ABCDE"]
+    assert groups == [*"AABCDEF", *"ABCDEF"]
 
 
 def test_a_log_named_twice_is_one_run(board, tmp_path):
-    _, out, _ = board({"a.txt": ours()}, tmp_path / "a.txt")
+    _, out, _ = board({"a.txt": ours()}, "a.txt", tmp_path / "a.txt")
     assert [row[0] for row in rows_of(out)] == ["A", "A"] and rows_of(out)[1][1] == "1"
 
 
+NO_STEP = "has no line of a step: it is no log, or a summary, or was cut short"
+
+
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "flags", "line"),
     [
-        ("", "is empty"),
-        (" \n\n", "is empty"),
-        ("hello\n", "it is no log, or a summary, or was cut short"),
-        (f"hello\n{RULE}\nworld\n", "has no line of a step"),
-        (f"hello\n{RULE}\nworld\n{RULE}\nrecord demo\n", "has no line of a step"),
-        (
-            ours().replace("step:2/4 val_loss:5.2800", "step:2/4 val_loss"),
-            "a malformed line: 'step:2",
-        ),
-        (ours().replace("val_loss:3.2800", "val_loss:nan"), "has a loss of nan at step 4"),
-        (ours().split("step:4/4")[0], "is truncated: it ends at step 3 of 4"),
-        (ours().split("step:4/4 val_loss")[0], "lacks its last validation: it ends at step 4 of 4"),
-        (ours().encode()[:-90] + b"\xff\xfe", "can't decode byte"),
-        (None, "No such file"),
+        ("", "", "skipped bad.txt: is empty"),
+        (" \n\n", "", "skipped bad.txt: is empty"),
+        ("hello\n", "", f"skipped bad.txt: {NO_STEP}"),
+        (f"hello\n{RULE}\nworld\n", "", f"skipped bad.txt: {NO_STEP}"),
+        (f"hello\n{RULE}\nworld\n{RULE}\nrecord demo\n", "", f"skipped bad.txt: {NO_STEP}"),
+        (ours().replace("_loss:5.28", "_loss "), "", "a malformed line: 'step:2/4 val_loss 00 t"),
+        (ours().replace("val_loss:3.2800", "val_loss:nan"), "", "has a loss of nan at step 4"),
+        (ours().split("step:4/4")[0], "", "is truncated: it ends at step 3 of 4"),
+        (ours().split("step:4/4 val")[0], "", "lacks its last validation: it ends at step 4 of 4"),
+        (ours().encode()[:-90] + b"\xff\xfe", "", "skipped bad.txt: 'utf-8' codec can't decode"),
+        (None, "bad.txt", "skipped bad.txt: No such file"),
+        (None, "--plot none/out.png", "could not draw none/out.png: "),
+        (None, "--plot out.foo", "could not draw out.foo: "),
     ],
 )
-def test_a_bad_log_is_named_and_skipped(board, tmp_path, content, reason):
+def test_what_cannot_be_used_is_named_in_one_line(board, content, flags, line):
+    """The good run beside it is shown."""
     bad = {} if content is None else {"bad.txt": content}
-    status, out, err = board({"good.txt": ours()} | bad, tmp_path / "bad.txt")
-    assert status == 1 and err.count("\n") == 1
-    assert f"skipped {tmp_path / 'bad.txt'}: " in err and reason in err
-    assert len(rows_of(out)) == 2  # a row for the good run and one for its group
+    status, out, err = board({"good.txt": ours()} | bad, *flags.split())
+    message = f"{status}\n" if isinstance(status, str) else err  # a status of text is printed
+    assert status and message.count("\n") == 1 and message.startswith("leaderboard.py: ")
+    assert line in message and len(rows_of(out)) == 2  # a row for the run and one for its group
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.sampled_from([of_2025(3.28), ours(), of_2024(3.28)]), data=st.data())
 def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, data):
     """At a character, or where lines are missing."""
-    path = tmp_path_factory.mktemp("cut") / "log.txt"
+    path = tmp_path_factory.getbasetemp() / "cut.txt"
     lines = text[: data.draw(st.integers(0, len(text)))].splitlines(keepends=True)
     begin = data.draw(st.integers(0, len(lines)))
     path.write_text("".join(lines[:begin] + lines[data.draw(st.integers(begin, len(lines))) :]))

@@ -16,10 +16,12 @@ from train_gpt import (
     END_OF_TEXT,
     GPT,
     RECORDS,
+    attend,
     dense_mask,
     first_visible,
     flex_mask,
     get_window_size,
+    rotary_table,
 )
 
 LENGTH = 4 * BLOCK
@@ -34,16 +36,11 @@ def tokens_with_documents(starts) -> torch.Tensor:
 def brute_force(tokens: torch.Tensor, window: int, rule: str) -> torch.Tensor:
     """The mask as it is defined, position by position and block by block."""
     length, blocks = len(tokens), len(tokens) // BLOCK
-    document, current = [], 0
-    for t in tokens.tolist():
-        current += t == END_OF_TEXT
-        document.append(current)
+    document = (tokens == END_OF_TEXT).cumsum(0)
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
         first = 0 if rule == "blocks" else max(i - window + 1, 0)
-        visible[i, first : i + 1] = torch.tensor(
-            [document[i] == document[j] for j in range(first, i + 1)]
-        )
+        visible[i, first : i + 1] = document[first : i + 1] == document[i]
     if rule == "tokens":
         return visible
     kept = torch.zeros_like(visible)
@@ -150,25 +147,21 @@ def test_block_window_computes_no_more_blocks_than_it_holds(starts, window):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiled FlexAttention on a CPU needs g++")
-def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(
-    tiny, randomize, monkeypatch
-):
+def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, randomize):
     """FlexAttention has no backward on a CPU: forward only here, gradients in tests/gpu."""
     hp = replace(tiny, vocab_size=50257, num_layers=2, layers="long+v0,short+x0")
     model = randomize(GPT(hp).eval())
-    generator = torch.Generator().manual_seed(1)
-    cases = []
-    for starts in ((0, 100, 400, 401, 700), (0,), (5, 640)):
-        tokens = torch.randint(0, 50256, (1024,), generator=generator, dtype=torch.int32)
-        tokens[list(starts)] = END_OF_TEXT
-        cases += [(tokens, window) for window in (128, 256, 640, 1792)]
+    generator, length = torch.Generator().manual_seed(1), 1024
+    flex = torch.compile(attend, dynamic=False)
+    rotary = rotary_table(length, hp, "cpu")
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        expected = [model.hidden(*case) for case in cases]
-        model.use_flex = True
-        monkeypatch.setattr(model, "trunk", torch.compile(model.trunk, dynamic=False))
-        found = [model.hidden(*case) for case in cases]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+        for starts in ((0, 100, 400, 401, 700), (0,), (5, 640)):
+            tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
+            tokens[list(starts)] = END_OF_TEXT
+            for window in (128, 256, 640, 1792):
+                masks = model.masks(tokens, window, flex_mask)
+                found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
+                torch.testing.assert_close(found, model.hidden(tokens, window), rtol=0, atol=1e-4)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -67,48 +67,74 @@ def test_a_card_of_24_gb_has_small_memory_and_one_of_80_has_not(monkeypatch):
         assert train_gpt.memory_is_small(gpu, 262144)
 
 
-def on_a_gpu(record: str) -> train_gpt.GPT:
-    """The record's layers, narrower, as they would be compiled on a GPU."""
-    hp = replace(train_gpt.RECORDS[record], model_dim=128, num_heads=2, head_dim=64)
-    model = train_gpt.GPT(hp).to_device(torch.device("cpu"), compiled=True)
+def on_a_gpu(hp: train_gpt.Hyperparameters) -> train_gpt.GPT:
+    """The layers of a record, narrower, as they would be compiled on a GPU."""
+    narrow = replace(hp, model_dim=128, num_heads=2, head_dim=64, vocab_size=1024)
+    model = train_gpt.GPT(narrow).to_device(torch.device("cpu"), compiled=True)
     model.embed.bfloat16()
     model.value_embeds.bfloat16()
     model.use_flex = True
     return model
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_layers_keep_what_the_count_of_memory_says(small, graphs, monkeypatch):
-    """Of each layer: its output, q, k, v, the mixed v, what attention gives with its float32
-    normalisation, the input of the MLP, and the squares. Normed inputs and rotated q and k are made
-    again where memory is small. BENCHMARKS.md multiplies this by 49152 tokens."""
-    answer = torch.compiler.assume_constant_result(lambda device, tokens: small)
-    monkeypatch.setattr(train_gpt, "memory_is_small", answer)
-    model, tokens, kept = on_a_gpu("2025-01-26_BatchSize"), 256, 0
-    model.hidden(torch.arange(tokens, dtype=torch.int32), 256)
-    for results in graphs[1]:
-        values = [n.meta["val"] for n in {storage(n) for n in results} if n.op != "placeholder"]
-        kept += sum(v.nbytes for v in values if tokens in v.shape) / tokens
-    attending, layers = 11, 12
+def kept_by(hp, small: bool, width: int) -> float:
+    """Bytes a token that layers keep: their outputs, q, k, v, the mixed v, what attention gives
+    with its float32 normalisation, the input of the MLP, and the squares. Normed inputs and rotated
+    q and k are made again where memory is small. BENCHMARKS.md multiplies this by 49152 tokens."""
+    rows = train_gpt.layer_table(hp)
+    layers, attending = len(rows), sum(row.window != "none" for row in rows)
     activations = attending * (1 + 3 + 1 + 1) + layers * (1 + 4)
-    floats = 2 * attending
+    floats = hp.num_heads * attending
     if not small:
         activations += attending * (1 + 2) + layers
-        floats += attending * (1 + 2 * 2) + layers  # what norms divided by, of q and k a head each
-    assert kept == pytest.approx(2 * 128 * activations + 4 * floats, rel=1e-3)
+        # What norms divided by, of q and k a head each.
+        floats += attending * (1 + 2 * hp.num_heads) + layers
+    return 2 * width * activations + 4 * floats
 
 
-@pytest.mark.parametrize(
-    "record, kinds, giving_v", [("2025-01-26_BatchSize", 5, 0), ("2024-11-24_WindowWarmup", 3, 1)]
-)
-def test_equal_layers_and_new_windows_are_not_compiled_again(record, kinds, giving_v, graphs):
-    """With FlexAttention; kinds differ in value embeddings, skip connection and attention. Backward
-    passes take one gradient, but for the layer that gives its v to others."""
-    model, made = on_a_gpu(record), []
+def kept(called: list, tokens: int) -> float:
+    """Bytes a token that the graphs called so far have handed to their backward passes."""
+    values = []
+    for results in called:
+        values += [n.meta["val"] for n in {storage(n) for n in results} if n.op != "placeholder"]
+    return sum(v.nbytes for v in values if tokens in v.shape) / tokens
+
+
+def keeps_what_is_counted(hp, small: bool, graphs, monkeypatch) -> None:
+    answer = torch.compiler.assume_constant_result(lambda device, tokens: small)
+    monkeypatch.setattr(train_gpt, "memory_is_small", answer)
+    model = on_a_gpu(hp)
+    model.hidden(torch.arange(256, dtype=torch.int32), 256)
+    assert kept(graphs[1], 256) == pytest.approx(kept_by(model.hp, small, 128), rel=1e-3)
+
+
+def test_layers_keep_less_where_memory_is_small(graphs, monkeypatch):
+    """One with attention and one without; tests/slow has all of the record."""
+    two = replace(train_gpt.RECORDS["2025-01-26_BatchSize"], num_layers=2, layers="long+v0,none+x0")
+    keeps_what_is_counted(two, True, graphs, monkeypatch)
+
+
+def layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated: bool) -> None:
+    """kinds differ in value embeddings, skip connection and attention. Backward passes take one
+    gradient, but for the layer that gives its v to others. Validation has other lengths."""
+    model, made = on_a_gpu(train_gpt.RECORDS[record]), []
     for window in (128, 256, 640, 512):
-        model.train().hidden(torch.arange(512, dtype=torch.int32), window).sum().backward()
-        with torch.no_grad():
-            model.eval().hidden(torch.arange(1024, dtype=torch.int32), window)
+        hidden = model.train().hidden(torch.arange(640, dtype=torch.int32), window)
+        if not made and not giving_v:
+            assert kept(graphs[1], 640) == pytest.approx(kept_by(model.hp, False, 128), rel=1e-3)
+        hidden.sum().backward()
+        if evaluated:
+            with torch.no_grad():
+                model.eval().hidden(torch.arange(1024, dtype=torch.int32), window)
         made.append(len(graphs[0]))
-    assert made == [3 * kinds] * 4  # forward, backward, and forward without gradients
+    assert made == [(2 + evaluated) * kinds] * 4  # forward, backward, forward without gradients
     assert [len(tangents) for tangents in graphs[0] if tangents].count(2) == giving_v
+
+
+def test_equal_layers_of_2024_and_new_windows_are_not_compiled_again(graphs):
+    layers_are_compiled_once("2024-11-24_WindowWarmup", 3, 1, graphs, evaluated=True)
+
+
+def test_equal_layers_of_2025_are_not_compiled_again_and_keep_what_is_counted(graphs):
+    """In training; tests/slow validates, too."""
+    layers_are_compiled_once("2025-01-26_BatchSize", 5, 0, graphs, evaluated=False)

@@ -1,22 +1,20 @@
-"""A run's .jsonl: what its rows hold, and that no SIGKILL leaves half of one."""
+"""A run's .jsonl: what its rows hold, and that it is in order again when a run goes on."""
 
 import math
-import os
-import random
-import signal
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from runs import rows, val_losses
+from conftest import language
+from runs import console_of, rows, val_losses
 
 import train_gpt
-from train_gpt import GPT, GRAD_NORMS, Metrics, Optimizers
+from train_gpt import GPT, Optimizers
 
 
 def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys):
     flags += ["--num_iterations", "27", "--val_loss_every", "10", "--run_id", "it"]
+    flags += ["--batch_seqs", "2", "--val_tokens", "512"]
     train_gpt.main(flags)
     losses, found = val_losses(capsys.readouterr().out), rows(tmp_path / "logs/it.jsonl")
     hp, _ = train_gpt.parse_args(flags)
@@ -24,18 +22,17 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
     validated = {row["step"]: round(row["val_loss"], 4) for row in found if "val_loss" in row}
     assert validated == losses and list(losses) == [0, 10, 20, 27]
     assert set(found[0]) == {"step", "val_loss"}
+    norms = {f"grad_norm_{name}" for name in ("head", "muon", "embed", "scalar")}
+    always = {"step", "train_loss", "lr", "momentum", "window", "ms", "tokens_per_s", "memory_mib"}
     for step, row in enumerate(found[1:]):
         assert row["lr"] == train_gpt.get_lr(step, hp)
         assert row["momentum"] == train_gpt.get_muon_momentum(step, hp)
         assert row["window"] == train_gpt.get_window_size(step, hp)
-        assert row["tokens_per_s"] == pytest.approx(8 * 128 / row["ms"] * 1e3, rel=1e-3, abs=1)
+        assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["ms"] * 1e3, rel=1e-3, abs=1)
         assert 50 < row["memory_mib"] < 20000
-        assert (set(GRAD_NORMS) <= set(row)) == (step + 1 == 25)
+        assert row.keys() - {"val_loss"} == (always | norms if step + 1 == 25 else always)
     assert found[1]["train_loss"] == pytest.approx(math.log(512), abs=1e-3)  # the head is zero
     assert found[27]["train_loss"] < 5.5
-    log = (tmp_path / "logs/it.txt").read_text()
-    total = int(log.split("step:27/27 val_loss")[1].split("train_time:")[1].split("ms")[0])
-    assert 0.5 * total < sum(row["ms"] for row in found[1:]) < total + 2  # a machine may be busy
 
 
 def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
@@ -46,58 +43,59 @@ def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
     tokens = torch.randint(hp.vocab_size, (2, 129), generator=generator)
     optimizers = Optimizers(model, hp)
     result = train_gpt.train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], 3)
-    assert len(result) == 2 + len(GRAD_NORMS)
 
     for table in (plain.embed, *plain.value_embeds["embed"].values()):
         table.weight.grad = torch.zeros_like(table.weight)
     losses = [torch.nn.functional.cross_entropy(plain.logits(t[:-1], 128), t[1:]) for t in tokens]
     torch.stack(losses).mean().backward()
     assert result[0].item() == pytest.approx(sum(losses).item() / 2, rel=1e-5)
-    squares = dict.fromkeys(GRAD_NORMS, 0.0)
+    squares = dict.fromkeys((group.name for group in train_gpt.parameter_table(hp)), 0.0)
     for name, p in plain.named_parameters():
         kind = "head" if "lm_head" in name else "embed" if "embed" in name else None
         kind = kind or ("scalar" if p.ndim < 2 else "muon")
-        squares[f"grad_norm_{kind}"] += p.grad.double().square().sum().item()
+        squares[kind] += p.grad.double().square().sum().item()
     expected = [square**0.5 for square in squares.values()]
     assert result[2:].tolist() == pytest.approx(expected, rel=1e-4) and min(expected) > 1e-3
 
 
-def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(tmp_path, tiny):
-    path = tmp_path / "it.jsonl"
-    whole = "".join(f'{{"step": {step}}}\n' for step in range(8))
-    for first_step, cut in ((5, 0), (5, 4), (7, 4), (0, 0)):
-        path.write_text(whole[: len(whole) - cut])
-        metrics = Metrics(path, tiny, first_step)
-        metrics.row = {"step": "new"}
-        metrics.write()
-        kept = range(min(first_step + 1, 8 - bool(cut)) if first_step else 0)
-        assert [row["step"] for row in rows(path)] == [*kept, "new"]
-    path.write_text(whole.replace('{"step": 4}', '{"step": {"step": 4}'))
-    Metrics(path, tiny, 6)
-    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Flags of a run of six steps, and the checkpoint that it left after the fourth."""
+    folder = tmp_path_factory.mktemp("saved")
+    flags = [*language(folder), "--num_iterations", "6", "--batch_seqs", "2", "--run_id", "it"]
+    flags += ["--save_every", "4", "--val_loss_every", "4", "--val_tokens", "256"]
+    console_of(flags, folder)
+    return flags, folder / "logs/it/state_step000004.pt"
 
 
-def test_a_killed_process_leaves_whole_rows(tmp_path):
-    """As a write is cut only between pages, if at all: no row lies in two."""
-    rng = random.Random(0)
-    for i in range(20):
-        path = tmp_path / f"{i}.jsonl"
-        metrics = Metrics(path, train_gpt.RECORDS["demo"], 0)
-        child = os.fork()
-        if not child:
-            try:
-                for _ in range(10**6):
-                    metrics.row = {"step": 0, "text": "x" * rng.randrange(700)}
-                    metrics.write()
-            finally:
-                os._exit(1)
-        try:
-            time.sleep(0.02 + 0.03 * rng.random())
-        finally:
-            os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        assert len(rows(path)) > 100 and path.read_bytes().endswith(b"\n")
-        end = 0
-        for line in path.read_bytes().splitlines(keepends=True):
-            start, end = end, end + len(line)
-            assert start // 4096 == (end - 1) // 4096
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("01234", [0, 1, 2, 3, 4]),
+        ("01234567", [0, 1, 2, 3, 4]),  # rows of steps that will come again
+        ("0123456/", [0, 1, 2, 3, 4]),  # half a row
+        ("0123/", [0, 1, 2, 3]),
+        ("012/3456", [0, 1, 2]),  # a full disk cut one
+        ("", []),
+    ],
+)
+def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(
+    text, kept, saved, tmp_path, monkeypatch
+):
+    flags, path = saved
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    rows_before = "".join('{"step": {"st' if c == "/" else f'{{"step": {c}}}\n' for c in text)
+    (tmp_path / "logs/it.jsonl").write_text(rows_before)
+    train_gpt.main([*flags, "--resume", str(path)])
+    found = rows(tmp_path / "logs/it.jsonl")
+    assert [row["step"] for row in found] == [*kept, 5, 6]
+    assert all(row.keys() == {"step"} for row in found[:-2])
+    assert all("train_loss" in row for row in found[-2:])
+
+
+def test_a_new_run_begins_with_no_row(flags, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/it.jsonl").write_text('{"step": 1}\n')
+    train_gpt.main([*flags, "--run_id", "it", "--num_iterations", "1"])
+    assert [row["step"] for row in rows(tmp_path / "logs/it.jsonl")] == [0, 1]

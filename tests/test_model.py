@@ -9,30 +9,47 @@ import pytest
 import reference
 import torch
 
-from train_gpt import (
-    GPT,
-    HERE,
-    RECORDS,
-    CastedLinear,
-    Layer,
-    dense_mask,
-    first_visible,
-    get_window_size,
-    layer_table,
-    norm,
-    rotary_table,
-)
+import train_gpt
+from train_gpt import GPT, HERE, RECORDS, CastedLinear, Layer, UserError, layer_table
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
 RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], model_dim=64, num_heads=2, head_dim=32)
 PUBLISHED = ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup", "2025-01-26_BatchSize"]
 
 
-def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.fixture
+def small_vocabulary(monkeypatch):
+    """Of 512 words, the last of which begins a document."""
+    for module in (train_gpt, reference):
+        monkeypatch.setattr(module, "END_OF_TEXT", 511)
+
+
+def sequence(length: int, end_of_text: int = 511) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    stream = torch.randint(0, 50256, (length + 1,), generator=generator)
-    stream[[0, 60, 130, 131, 300][: 1 + length // 100]] = 50256
+    stream = torch.randint(0, end_of_text, (length + 1,), generator=generator)
+    stream[[0, 60, 130, 131, 300][: 1 + length // 100]] = end_of_text
     return stream[:-1].int(), stream[1:]
+
+
+def compare_with_float64(model, window: int, year: int, **options) -> None:
+    """Loss and all gradients, on three blocks of tokens; only a first layer that mixes its v with
+    itself has a gradient of zero."""
+    inputs, targets = sequence(3 * 128)
+    loss = model(inputs, targets, torch.tensor(window))
+    loss.backward()
+    weights = {k: v.detach().double().requires_grad_() for k, v in model.named_parameters()}
+    heads = model.hp.num_heads
+    expected = reference.loss(weights, inputs.long(), targets, window, heads, year, **options)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
+    attending = [i for i, row in enumerate(model.layers) if row.window != "none"]
+    for name, p in model.named_parameters():
+        first = name == f"blocks.{attending[0]}.attn.lambdas"
+        if first and model.layers[attending[0]].values == "first":
+            assert p.grad.abs().max() < 1e-6
+            continue
+        error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
+        assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -40,54 +57,52 @@ def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     [(RECORD, 128), (RECORD, 256), (RECORD, 384), (RECORD, 1792)]
     + [(RECORD_2024, 64), (RECORD_2024, 192), (RECORD_2024, 1024)],
 )
-def test_loss_and_all_gradients_equal_the_float64_reading(hp, window, randomize):
-    model = randomize(GPT(hp))
-    inputs, targets = sequence(3 * 128)
-    loss = model(inputs, targets, torch.tensor(window))
-    loss.backward()
-
-    weights = {k: v.detach().double().requires_grad_() for k, v in model.named_parameters()}
-    year = 2025 if hp is RECORD else 2024
-    expected = reference.loss(weights, inputs.long(), targets, window, heads=2, year=year)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
-    for name, p in model.named_parameters():
-        if name == "blocks.0.attn.lambdas" and hp is RECORD_2024:
-            assert p.grad.abs().max() < 1e-6  # the first layer mixes its v with itself
-            continue
-        error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
-        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+def test_loss_and_all_gradients_equal_the_float64_reading(hp, window, randomize, small_vocabulary):
+    model = randomize(GPT(replace(hp, vocab_size=512)))
+    compare_with_float64(model, window, 2025 if hp is RECORD else 2024)
 
 
-@pytest.mark.parametrize("year", [2024, 2025])
-def test_full_size_records_begin_at_ln_50304_and_equal_the_float64_reading(year, randomize):
-    """1024 tokens; at the start the zero head hides everything, so then all weights are random."""
-    records = [RECORDS[name] for name in PUBLISHED if name.startswith(str(year))]
-    inputs, targets = sequence(1024)
+def test_full_width_equals_the_float64_reading(randomize, small_vocabulary):
+    """Six heads of 128 channels, the record's first and last layer; tests/slow has all layers."""
+    hp = replace(RECORDS["2025-01-26_BatchSize"], num_layers=2, vocab_size=512)
+    layers = [("long", 0, None), ("long", 2, 0)]
+    compare_with_float64(randomize(GPT(hp)), 256, 2025, layers=layers)
+
+
+def test_any_layer_table_is_read_as_in_float64(randomize, small_vocabulary):
+    """Its first layers in other places, its outputs used twice and never, and values of the first
+    layer that attends, which mixes nothing."""
+    layers = "none,long+v3,short,short+vfirst,long+vfirst+x1,none+x1,short+v0+x2,long+v3+x0"
+    hp = replace(RECORD, num_layers=8, layers=layers, vocab_size=512)
+    rows = [(None, None, None), ("long", 3, None), ("half", None, None), ("half", "first", None)]
+    rows += [("long", "first", 1), (None, None, 1), ("half", 0, 2), ("long", 3, 0)]
+    compare_with_float64(randomize(GPT(hp)), 256, 2025, layers=rows)
+
+
+@pytest.mark.parametrize("record", PUBLISHED)
+def test_each_record_begins_at_ln_50304(record):
+    """What is not there on purpose: the zero head hides all but the padded vocabulary's size."""
+    hp = replace(RECORDS[record], model_dim=64, num_heads=2, head_dim=32)
     with torch.no_grad():
-        model = GPT(records[0])
-        first = model(inputs[:128], targets[:128], 128).item()
-        assert round(first, 4) == 10.8258 == round(math.log(50304), 4)
-        randomize(model)
-        weights = {k: v.double() for k, v in model.named_parameters()}
-        for hp in records:
-            assert layer_table(hp) == model.layers  # what differs is the schedule and the window
-            window = get_window_size(hp.num_iterations // 2, hp)
-            model.hp = hp
-            loss = model(inputs, targets, window).item()
-            expected = reference.loss(weights, inputs.long(), targets, window, 6, year).item()
-            assert loss == pytest.approx(expected, abs=2e-5)
-            assert abs(loss - math.log(50304)) > 0.1
+        loss = GPT(hp)(*sequence(128, 50256), 128).item()
+    assert round(loss, 4) == 10.8258 == round(math.log(50304), 4)
 
 
-def test_logits_are_soft_capped_and_give_the_loss(randomize):
-    model = randomize(GPT(RECORD)).eval()
+@pytest.mark.parametrize("cap", [15.0, (23.0, 5.0, 7.5)])
+def test_logits_are_soft_capped_and_give_the_loss(cap, randomize, small_vocabulary):
+    model = randomize(GPT(replace(RECORD, vocab_size=512))).eval()
+    model.lm_head.softcap = train_gpt.sigmoid_form(cap)
     inputs, targets = sequence(256)
     with torch.no_grad():
         logits, loss = model.logits(inputs, 256), model(inputs, targets, 256)
-    assert logits.shape == (256, 50304) and logits.abs().max() <= 15
-    expected = torch.nn.functional.cross_entropy(logits.double(), targets)
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        raw = model.hidden(inputs, 256).double() @ model.lm_head.weight.double().T
+    assert logits.shape == (256, 512) and logits.dtype == torch.float32
+    constant = cap if isinstance(cap, float) else 0.0  # softmax does not see it
+    expected = reference.soft_capped(raw, cap)
+    torch.testing.assert_close(logits.double() - constant, expected, rtol=0, atol=1e-5)
+    assert loss.item() == pytest.approx(
+        torch.nn.functional.cross_entropy(expected, targets).item(), abs=1e-5
+    )
 
 
 def test_full_size_model_has_the_published_names_and_shapes():
@@ -146,42 +161,71 @@ def test_num_layers_keeps_the_ends_of_the_table_and_links_them():
 
 
 def test_layer_table_is_the_published_one():
-    """Read another way: windows and tables of 2025 from the test's own list, skips from 11 - i."""
+    """As the test's own reading has it."""
     windows = {"long": "long", "half": "short", None: "none"}
     for name in PUBLISHED:
-        for i, row in enumerate(layer_table(RECORDS[name])):
-            window, values = reference.LAYERS[int(name[:4])][i]
-            skip_from = 11 - i if i > 5 else None
-            assert row == Layer(windows[window], None if values is None else str(values), skip_from)
+        expected = [
+            Layer(windows[window], None if values is None else str(values), skip)
+            for window, values, skip in reference.LAYERS[int(name[:4])]
+        ]
+        assert list(layer_table(RECORDS[name])) == expected
 
 
-def test_the_first_layers_values_are_the_first_layers(tiny, randomize):
-    """Also where that layer mixes nothing: then the mixing scalar of a later one has an effect."""
-    model = randomize(GPT(replace(tiny, num_layers=2, layers="long,long+vfirst+x0")).eval())
-    tokens = torch.randint(0, 512, (128,), dtype=torch.int32)
-    with torch.no_grad():
-        before = model.logits(tokens, 128)
-        model.blocks[1].attn.lambdas.fill_(0.0)
-        assert not torch.allclose(model.logits(tokens, 128), before, atol=1e-2)
+def fourth_layer(text: str) -> Layer:
+    hp = replace(RECORDS["demo"], num_layers=4, layers=f"long,long,long,{text}")
+    return layer_table(hp)[3]
 
 
-def test_an_output_may_be_added_to_several_layers(tiny, randomize):
-    """Against the same blocks in a loop that keeps all outputs."""
-    layers = "long,long,long+x0,long+x0,long+x1"
-    hp = replace(tiny, num_layers=6, layers=f"long,{layers}")
-    model = randomize(GPT(hp)).eval()
-    tokens = torch.randint(0, 512, (128,), dtype=torch.int32)
-    mask = dense_mask(first_visible(tokens, torch.tensor(128), "blocks"))
-    rotary = rotary_table(128, hp, "cpu")
-    with torch.no_grad():
-        x = x0 = norm(model.embed(tokens), hp.norm_eps)[None]
-        outputs = []
-        for i, block in enumerate(model.blocks):
-            source = {3: 0, 4: 0, 5: 1}.get(i)
-            skip = None if source is None else (model.skip_weights[i - 3], outputs[source])
-            x, _ = block(x, x0, None, skip, rotary, mask, False)
-            outputs.append(x)
-        assert torch.equal(model.hidden(tokens, 128), norm(x, hp.norm_eps)[0])
+WORDS = {
+    "long": Layer("long", None, None),
+    "short": Layer("short", None, None),
+    "none": Layer("none", None, None),
+    "long+v0": Layer("long", "0", None),
+    "short+v9": Layer("short", "9", None),
+    "long+vfirst": Layer("long", "first", None),
+    "long+x0": Layer("long", None, 0),
+    "none+x2": Layer("none", None, 2),
+    "short+v1+x1": Layer("short", "1", 1),
+    "short+x1+v1": Layer("short", "1", 1),
+    "long+vfirst+x2": Layer("long", "first", 2),
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_layer_is_its_window_and_its_words(text):
+    assert fourth_layer(text) == WORDS[text]
+
+
+REFUSED = {
+    "no window": ["", "wide", "Long", " long", "v0", "+long"],
+    "unknown word": [
+        "long+",
+        "long+gate",
+        "long+V0",
+        "long+v10",
+        "long+v",
+        "long+x-1",
+        "long+x0x1",
+    ],
+    "two of a kind": ["long+v0+v1", "long+v0+v0", "long+v0+vfirst", "long+x0+x1", "long+long"],
+    "values without attention": ["none+v0", "none+vfirst"],
+    "an output that is not there yet": ["long+x3", "long+x4"],
+}
+
+
+@pytest.mark.parametrize("reason, text", [(why, text) for why in REFUSED for text in REFUSED[why]])
+def test_what_is_no_layer_is_refused_with_its_place(reason, text):
+    with pytest.raises(UserError, match="cannot be layer 3") as error:
+        fourth_layer(text)
+    assert repr(text) in str(error.value)
+
+
+def test_only_the_upper_half_adds_outputs_and_a_table_is_not_longer_than_its_rows():
+    lower = replace(RECORDS["demo"], num_layers=4, layers="long,long+x0,long,long")
+    with pytest.raises(UserError, match="'long[+]x0' cannot be layer 1"):
+        layer_table(lower)
+    with pytest.raises(UserError, match="--num_layers 6: --layers has 4"):
+        layer_table(replace(lower, num_layers=6, layers="long,long,long,long"))
 
 
 def test_a_later_token_changes_no_earlier_output(tiny, randomize):
@@ -201,9 +245,16 @@ def test_casted_linear_without_fp8_is_a_linear_layer_in_its_inputs_dtype():
     torch.testing.assert_close(out, x @ layer.weight.bfloat16().T)
 
 
-def test_train_gpt_imports_only_torch_with_its_triton_numpy_tqdm_and_the_standard_library():
-    tree = ast.parse((HERE / "train_gpt.py").read_text())
-    names = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
-    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    roots = {name.split(".")[0] for name in names}
-    assert roots - set(sys.stdlib_module_names) == {"torch", "triton", "numpy", "tqdm"}
+def test_a_run_needs_only_torch_numpy_tqdm_and_the_standard_library():
+    """And Triton in kernels.py alone, without which train_gpt.py runs."""
+    packages = {}
+    for name in ("train_gpt", "program", "kernels"):
+        nodes = list(ast.walk(ast.parse((HERE / f"{name}.py").read_text())))
+        names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+        names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
+        packages[name] = {n.split(".")[0] for n in names} - set(sys.stdlib_module_names)
+    kernels = packages.pop("kernels")
+    assert kernels == {"torch", "triton"}
+    assert packages["train_gpt"] | packages["program"] == {
+        "torch", "numpy", "tqdm", "program", "kernels"
+    }  # fmt: skip

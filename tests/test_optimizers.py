@@ -1,45 +1,385 @@
-"""Which parameter is trained by what, and the state that optimizers keep, shared out and saved."""
+"""Which parameter learns by what, the update rules against float64, and what ranks share."""
+
+import itertools
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import reference
 import torch
 
 import train_gpt
-from train_gpt import GPT, Bucket, Optimizers
+from train_gpt import (
+    GPT,
+    RECORDS,
+    Bucket,
+    Moment,
+    Optimizers,
+    gradient_buffer,
+    members,
+    muon,
+    parameter_table,
+    zeropower_via_newtonschulz5,
+)
+
+MOMENTS = [  # a ramp of momentum, then a fall of the learning rate
+    Moment(step, lr, momentum, window=128)
+    for step, (lr, momentum) in enumerate([(1.0, 0.85), (1.0, 0.9), (0.6, 0.95), (0.2, 0.95)])
+]
+
+# -----------------------------------------------------------------------------
+# Muon against a singular value decomposition in float64
 
 
-def test_a_parameter_that_no_optimizer_takes_is_named(tiny):
+def quintic(s: torch.Tensor) -> torch.Tensor:
+    """What five steps make of one singular value."""
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return s
+
+
+def through_svd(g: torch.Tensor) -> torch.Tensor:
+    u, s, vh = torch.linalg.svd(g.double(), full_matrices=False)
+    return u @ torch.diag_embed(quintic(s / s.pow(2).sum(-1, keepdim=True).sqrt())) @ vh
+
+
+SHAPES = [(64, 64), (32, 128), (128, 32), (3, 48, 48), (5, 96, 24)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_keeps_singular_vectors_in_float32(shape):
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found, expected = zeropower_via_newtonschulz5(g, steps=5).double(), through_svd(g)
+    assert (found - expected).norm() / expected.norm() < 1e-3
+    s = torch.linalg.svdvals(found)
+    assert (s - torch.linalg.svdvals(expected)).abs().max() < 1e-3
+    assert s.max() < 1.25 and (s > 0.65).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_in_bfloat16(shape):
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, expected = zeropower_via_newtonschulz5(g), through_svd(g)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - expected).norm() / expected.norm() < 0.04
+    s = torch.linalg.svdvals(found.double())
+    assert (s - torch.linalg.svdvals(expected)).abs().max() < 0.03
+
+
+def test_zero_gradient_gives_a_zero_update():
+    assert not zeropower_via_newtonschulz5(torch.zeros(2, 8, 16)).any()
+    weight = torch.nn.Parameter(torch.ones(8, 16))
+    weight.grad = torch.zeros_like(weight)
+    bucket = Bucket([weight], 2)
+    bucket.wait()
+    (update,), factor = muon([bucket], 0.1, MOMENTS[0])
+    assert factor != 0 and update.shape == (1, 8, 16) and not update.any()
+
+
+# -----------------------------------------------------------------------------
+# The table of parameters, and a step of all of them
+
+
+def expected_group(name: str, p: torch.Tensor) -> str:
+    """As the records say it: Adam for the head, the embeddings and the scalars, else Muon."""
+    if name == "lm_head.weight":
+        return "head"
+    if "embed" in name:
+        return "embed"
+    return "scalar" if p.ndim < 2 else "muon"
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_each_parameter_of_each_record_is_in_the_one_row_that_is_expected(record):
+    with torch.device("meta"):
+        model = GPT(RECORDS[record])
+    expected = {name: expected_group(name, p) for name, p in model.named_parameters()}
+    found = [(name, group) for group, params in members(model).items() for name in params]
+    assert len(found) == len(expected) and dict(found) == expected
+    buckets = Optimizers(model.to_empty(device="meta"), model.hp).order
+    assert Counter(p for bucket in buckets for p in bucket.params) == Counter(model.parameters())
+
+
+def test_a_parameter_that_no_row_takes_is_named(tiny):
     model = GPT(tiny)
     model.gate = torch.nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match=r"gate.weight is in 0 groups"):
+    with pytest.raises(ValueError, match="gate.weight matches no row of parameter_table"):
         Optimizers(model, tiny)
 
 
-def test_state_may_have_another_shape_than_its_parameter(tiny):
-    """As NorMuon keeps a number for each row of a matrix, beside the momentum."""
+def test_a_parameter_whose_shape_its_row_cannot_take_is_named(tiny):
     model = GPT(tiny)
-    optimizers = Optimizers(model, tiny)
-    train_gpt.train_step(model, optimizers, *2 * [torch.ones(1, 128, dtype=torch.int64)], 0)
-    kept = []
-    for bucket in optimizers.muon.buckets:
-        state, (rows, _) = optimizers.muon.state[bucket.params[0]], bucket.row_shape
-        state["rows"] = torch.rand(bucket.share_len, rows, 1)
-        kept.append({name: value.clone() for name, value in state.items()})
-    saved = optimizers.state_dict()
-    again = Optimizers(model, tiny)
-    again.load_state_dict(saved)
-    for bucket, state in zip(again.muon.buckets, kept, strict=True):
-        found = again.muon.state[bucket.params[0]]
-        assert found.keys() == state.keys() == {"momentum_buffer", "rows"}
-        assert all(torch.equal(found[name], state[name]) for name in state)
+    model.blocks[0].gain = torch.nn.RMSNorm(32)
+    with pytest.raises(ValueError, match=r"blocks.0.gain.weight matches muon .* shape \(32,\)"):
+        Optimizers(model, tiny)
+
+
+def test_a_parameter_that_two_rows_take_is_named(tiny, monkeypatch):
+    table = parameter_table(tiny)
+    twice = replace(table[0], name="gates", patterns=("blocks.?.attn.qkv_w",))
+    monkeypatch.setattr(train_gpt, "parameter_table", lambda hp, compile_=None: (*table, twice))
+    with pytest.raises(ValueError, match="blocks.0.attn.qkv_w matches muon and gates"):
+        Optimizers(GPT(tiny), tiny)
+
+
+def made_up_gradients(model, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("damped", [True, False])
+def test_steps_equal_a_float64_loop_over_single_parameters(damped, tiny, randomize):
+    """Of summed gradients: Muon matrix by matrix, damped as in 2025 or as torch's SGD has it and
+    the records of 2024, and Adam number by number."""
+    hp = replace(tiny, momentum_damped=damped, batch_seqs=2, adam_eps=1e-3, muon_lr=0.05)
+    model = randomize(GPT(hp))
+    optimizers, rates = Optimizers(model, hp), {"head": 0.008, "embed": 0.6, "scalar": 0.04}
+    weights = {n: p.detach().double() for n, p in model.named_parameters()}
+    first, second = ({n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2))
+    for t, now in enumerate(MOMENTS, 1):
+        for name, grad in made_up_gradients(model, t).items():
+            gradient_buffer(model.get_parameter(name)).copy_(grad)
+            g, w = grad.double() / 2, weights[name]
+            group = expected_group(name, w)
+            if group == "muon":
+                mu, taken = now.momentum, (1 - now.momentum) * g if damped else g
+                first[name] = mu * first[name] + taken
+                rows, cols = w.shape[-2:]
+                direction = through_svd(taken + mu * first[name])
+                w -= 0.05 * now.lr * max(1, rows / cols) ** 0.5 * direction
+                continue
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.95 * second[name] + 0.05 * g * g
+            mean, square = first[name] / (1 - 0.8**t), second[name] / (1 - 0.95**t)
+            w -= rates[group] * now.lr * mean / (square.sqrt() + 1e-3)
+        optimizers.step(now)
+        assert not any(gradient_buffer(p).any() for p in model.parameters())
+    for name, p in model.named_parameters():
+        tolerance = 2e-4 if expected_group(name, p) == "muon" else 1e-5
+        torch.testing.assert_close(p.detach().double(), weights[name], rtol=0, atol=tolerance)
+
+
+# -----------------------------------------------------------------------------
+# What ranks share: they are threads here, and in tests/test_ranks.py processes
+
+
+@pytest.fixture
+def on_ranks(monkeypatch):
+    """on_ranks(n, work): what work(0), ..., work(n - 1) give, which call collectives together."""
+    here, given = threading.local(), {}
+    done = SimpleNamespace(wait=lambda: None)
+
+    def exchange(tensor: torch.Tensor) -> list[torch.Tensor]:
+        here.barrier.wait()
+        given[here.rank] = tensor.clone()
+        here.barrier.wait()
+        return [given[rank] for rank in range(here.barrier.parties)]
+
+    def reduce_scatter(output, tensor, async_op):
+        shares = sum(exchange(tensor)).split(len(output))
+        output.copy_(shares[here.rank])
+        return done
+
+    def all_gather(output, tensor, async_op):
+        output.copy_(torch.cat(exchange(tensor)))
+        return done
+
+    def run(count: int, work) -> list:
+        barrier = threading.Barrier(count, timeout=120)
+
+        def as_rank(rank: int):
+            here.rank, here.barrier = rank, barrier
+            try:
+                return work(rank)
+            except BaseException:
+                barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(as_rank, range(count)))
+
+    monkeypatch.setattr(train_gpt, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(train_gpt, "all_gather", all_gather)
+    return run
+
+
+def by_rows(buckets, lr, now):
+    """A rule that answers with updates, and keeps what is not shaped like its matrices: a number
+    for each of their rows, as NorMuon does, and a count."""
+    for bucket in buckets:
+        bucket.state.setdefault("rows", torch.zeros_like(bucket.grads[..., :1]))
+        bucket.state["rows"] += bucket.grads.square().mean(-1, keepdim=True)
+        bucket.state["count"] = bucket.state.get("count", torch.zeros(())) + 1
+    return [b.grads / (b.state["rows"] + b.state["count"]).sqrt() for b in buckets], -lr
+
+
+@pytest.mark.parametrize("rule", [muon, by_rows])
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (5, 3)])
+def test_a_run_goes_on_with_any_number_of_ranks(before, after, rule, on_ranks, tiny, monkeypatch):
+    """Two steps, saved, and two more, against four of one rank. Of the MLPs' matrices there are
+    four of a shape: five ranks find fewer than one each."""
+    table = [replace(g, rule=rule) if g.name == "muon" else g for g in parameter_table(tiny)]
+    monkeypatch.setattr(train_gpt, "parameter_table", lambda hp, compile_=None: tuple(table))
+
+    def stepped(ranks, moments, weights, state):
+        def work(rank):
+            model = GPT(tiny)
+            model.load_state_dict(weights)
+            optimizers = Optimizers(model, tiny, rank, ranks)
+            optimizers.load_state_dict(state)
+            for now in moments:
+                for name, grad in made_up_gradients(model, now.step).items():
+                    part = 2 * (rank + 1) / (ranks * (ranks + 1))  # all parts make one
+                    gradient_buffer(model.get_parameter(name)).copy_(part * grad)
+                optimizers.step(now)
+            return model.state_dict(), optimizers.state_dict()
+
+        (weights, state), *others = on_ranks(ranks, work)
+        for equal, _ in others:
+            assert all(torch.equal(equal[name], weights[name]) for name in weights)
+        return weights, state
+
+    initial = GPT(tiny).state_dict()
+    expected, state = stepped(1, MOMENTS, initial, {})
+    found, again = stepped(after, MOMENTS[2:], *stepped(before, MOMENTS[:2], initial, {}))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+        for key, value in state[name].items():
+            torch.testing.assert_close(again[name][key], value, rtol=1e-5, atol=1e-6)
+    if rule is by_rows:
+        kept = again["blocks.0.attn.qkv_w"]
+        assert kept["rows"].shape == (3, 32, 1) and kept["count"] == len(MOMENTS)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_ranks_shares_of_any_state_are_the_whole(ranks):
-    """Two parameters of 2 and 3 matrices, the last share padded with zeros."""
-    params = [torch.zeros(2, 4, 6), torch.zeros(3, 4, 6)]
-    for shape in ((4, 6), (4, 1)):
-        state = [torch.rand(2, *shape), torch.rand(3, *shape)]
-        shares = [Bucket(params, 2, rank, ranks).share(state) for rank in range(ranks)]
+def test_ranks_shares_of_anything_are_the_whole(ranks, on_ranks):
+    """Two parameters of 2 and 3 matrices, the last shares padded with zeros: of weights, and of
+    state in their rows' shape or another."""
+    params = [torch.rand(2, 4, 6), torch.rand(3, 4, 6)]
+    buckets = [Bucket(params, 2, rank, ranks) for rank in range(ranks)]
+    for shape in ((4, 6), (4, 1), (4,), (), (1, 4, 2)):
+        state = params if shape == (4, 6) else [torch.rand(2, *shape), torch.rand(3, *shape)]
+        shares = [bucket.share(state) for bucket in buckets]
         whole = torch.cat(shares)
         assert len({len(share) for share in shares}) == 1 and not whole[5:].any()
         assert torch.equal(whole[:5], torch.cat(state))
+        work = [
+            partial(bucket.gather, share) for bucket, share in zip(buckets, shares, strict=True)
+        ]
+        for gathered in on_ranks(ranks, lambda rank, work=work: work[rank]()()):
+            assert all(map(torch.equal, gathered, state))
+    assert all(torch.equal(bucket.weights(), bucket.share(params)) for bucket in buckets)
+
+
+# -----------------------------------------------------------------------------
+# When gradients leave, also where one weight is both the head's and the embedding's
+
+
+@pytest.fixture
+def batch(tiny):
+    """Two micro-batches: inputs and targets."""
+    tokens = torch.randint(0, 512, (2, 129), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].int(), tokens[:, 1:]
+
+
+@pytest.fixture
+def model(tiny, randomize):
+    """With reference.py's epsilon, and an Adam that does not turn rounding into steps."""
+    layers = "long+v0,short,none,short,long+x1,none+x0"
+    hp = replace(tiny, num_layers=6, layers=layers, norm_eps=2.0**-7, batch_seqs=2, adam_eps=1e-3)
+    return randomize(GPT(hp))
+
+
+def tie(model: GPT) -> GPT:
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+def leaving(model, batch, monkeypatch) -> list[str]:
+    """In a step of the first of two ranks: the parameters whose gradients leave, and when the last
+    backward pass begins and has ended."""
+    optimizers, events, launch = Optimizers(model, model.hp, 0, 2), [], Bucket.launch
+    begin, step = optimizers.begin_last_backward, optimizers.step
+
+    def alone(output, tensor, async_op):
+        """A collective in which the other rank has zeros."""
+        common = min(len(output), len(tensor))
+        output.zero_()[:common] = tensor[:common]
+        return SimpleNamespace(wait=lambda: None)
+
+    def noted(bucket):
+        events.extend(optimizers.names[p] for p in bucket.params)
+        launch(bucket)
+
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(train_gpt, name, alone)
+    monkeypatch.setattr(Bucket, "launch", noted)
+    optimizers.begin_last_backward = lambda: begin() or events.append("begins")
+    optimizers.step = lambda now: events.append("ended") or step(now)
+    train_gpt.train_step(model, optimizers, *batch, 0)
+    assert Counter(events) == Counter(["begins", "ended", *dict(model.named_parameters())])
+    return events
+
+
+def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_backward_pass(
+    model, batch, monkeypatch
+):
+    """Eight matrices of a shape at least in a bucket: those of attention leave as two layers and
+    the two before."""
+    events = leaving(model, batch, monkeypatch)
+    begins, ended = events.index("begins"), events.index("ended")
+    assert events[:begins] == ["lm_head.weight"]
+    groups = [
+        expected_group(name, model.get_parameter(name)) for name in events[begins + 1 : ended]
+    ]
+    assert set(groups) == {"muon"}
+    groups = [expected_group(name, model.get_parameter(name)) for name in events[ended + 1 :]]
+    assert [group for group, _ in itertools.groupby(groups)] == ["embed", "scalar"]
+    layers = [int(name.split(".")[1]) for name in events if "qkv_w" in name]
+    assert [set(layers[:2]), set(layers[2:])] == [{3, 4}, {0, 1}]
+
+
+def test_a_tied_embedding_learns_as_one_and_leaves_when_the_last_backward_pass_has_ended(
+    model, batch, monkeypatch
+):
+    tie(model)
+    groups = [group for group, params in members(model).items() if "embed.weight" in params]
+    assert groups == ["embed"] and not members(model)["head"]
+    events = leaving(model, batch, monkeypatch)
+    assert events.index("embed.weight") > events.index("ended")
+
+
+def test_a_tied_embedding_s_gradient_is_that_of_the_plain_model_in_float64(model, batch):
+    tie(model)
+    weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    layers = [("long", 0, None), ("half", None, None), (None, None, None)]
+    layers += [("half", None, None), ("long", None, 1), (None, None, 0)]
+    for tokens, targets in zip(*batch, strict=True):
+        model(tokens, targets, 128).backward()
+        tied = weights | {"lm_head.weight": weights["embed.weight"]}
+        reference.loss(tied, tokens.long(), targets, 128, 2, 2025, layers).backward()
+    for name, p in model.named_parameters():
+        expected = weights[name].grad
+        error = (gradient_buffer(p) - expected).norm() / expected.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def test_two_ranks_train_a_tied_embedding_as_one_does(model, batch, on_ranks, monkeypatch):
+    hp, weights = model.hp, model.state_dict()
+
+    def work(rank, world_size):
+        model = GPT(hp)
+        model.load_state_dict(weights)
+        optimizers = Optimizers(tie(model), hp, rank, world_size)
+        train_gpt.train_step(model, optimizers, *(t[rank::world_size] for t in batch), 0)
+        return dict(model.named_parameters())
+
+    alone, (found, other) = work(0, 1), on_ranks(2, partial(work, world_size=2))
+    assert not torch.equal(alone["embed.weight"], weights["embed.weight"])
+    for name, weight in alone.items():
+        assert torch.equal(found[name], other[name])
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)

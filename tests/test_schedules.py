@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from train_gpt import RECORDS, get_lr, get_muon_momentum, get_window_size
+from train_gpt import RECORDS, get_lr, get_muon_momentum, get_window_size, moment
 
 HP = RECORDS["2025-01-26_BatchSize"]
 STEPS = (0, 125, 500, 885, 1062, 1063, 1416, 1770)
@@ -74,3 +74,12 @@ def test_learning_rate_rises_then_falls_to_zero():
 def test_muon_momentum_ramps_from_085_to_095_over_300_steps():
     for step, expected in ((0, 0.85), (150, 0.9), (300, 0.95), (1770, 0.95)):
         assert get_muon_momentum(step, HP) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_moment_holds_all_that_is_scheduled_and_the_last_one_lasts(name):
+    hp = RECORDS[name]
+    for step in (0, 1, 300, hp.num_iterations - 1, hp.num_iterations, hp.num_iterations + 9):
+        at, now = min(step, hp.num_iterations), moment(step, hp)
+        schedules = get_lr(at, hp), get_muon_momentum(at, hp), get_window_size(at, hp)
+        assert (now.step, now.lr, now.momentum, now.window) == (at, *schedules)

@@ -4,14 +4,13 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
+import select
 
 import pytest
 import watch
-from conftest import ROOT
+from runs import HANGS, Program
 
-from train_gpt import PUBLISHED
+from train_gpt import HERE
 
 RECORD = "2025-01-26_BatchSize"
 RULE = "=" * 100
@@ -22,7 +21,8 @@ def log(tmp_path):
     """log(step) writes what a run of the record on FineWeb has written by that step."""
 
     def write(step: int, name: str = "it"):
-        curve = PUBLISHED[RECORD].curve
+        known = json.loads((HERE / "tools" / "published.json").read_text())
+        curve = {int(step): loss for step, loss in known[RECORD]["losses"].items()}
         settings = "train_files: fineweb_train_*.bin\nval_files: fineweb_val_*.bin"
         lines, rows = [f"record {RECORD}\non 8 x NVIDIA H100, log in logs/it.txt"], []
         for i in range(step + 1):
@@ -101,22 +101,26 @@ def test_without_a_name_it_is_the_newest_log_and_errors_are_a_line(log, tmp_path
         watch.main([])
 
 
+def on_terminal(words: list[str], terminal: str) -> None:
+    for number in (0, 1, 2):
+        os.dup2(os.open(terminal, os.O_RDWR), number)
+    watch.main(words)
+
+
 def test_on_a_terminal_it_follows_the_run_to_its_end(log):
     """It draws anew as the log grows, and leaves by itself."""
     path = log(125)
     terminal, inner = pty.openpty()
-    command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(path), "--interval", "0.1"]
-    process = subprocess.Popen(command, stdout=inner, stderr=inner)
-    os.close(inner)
+    more = [os.ttyname(inner)]
+    program = Program([path, "--interval", "0.1"], work=on_terminal, more=more)
     seen, grown = "", False
-    while process.poll() is None or not grown:
-        try:
-            seen += os.read(terminal, 65536).decode(errors="replace")
-        except OSError:  # the other end is closed
-            break
+    while "finished" not in seen:
+        ready, _, _ = select.select([terminal], [], [], HANGS)
+        assert ready, seen
+        seen += os.read(terminal, 65536).decode(errors="replace")
         if not grown and "step 125/1770" in seen:
             log(1770)
             grown = True
-    assert process.wait(timeout=20) == 0
+    assert program.end() == [0]
     views = re.split(re.escape("\x1b[H\x1b[J"), seen)
     assert "step 125/1770" in views[1] and "finished" in views[-1] and len(views) > 2

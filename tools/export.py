@@ -11,6 +11,7 @@ gives the logits that the checkpoint gives in float32. The window is that of the
 
 import argparse
 import json
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,23 +19,37 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from sample import load_model, parse_with_checkpoint  # finds train_gpt.py and data/ too
+from sample import last_window, load_model, parse_with_checkpoint
 
+import program  # which sample found, as the others
 import train_gpt
 from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, Hyperparameters, UserError
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
-SHARED = (
-    "model_dim",
-    "num_heads",
-    "head_dim",
-    "rope",
-    "rope_base",
-    "norm_eps",
-    "logit_softcap",
-    "window_rule",
+SHARED = ("model_dim", "num_heads", "head_dim", "rope", "rope_base", "norm_eps", "window_rule")
+
+
+# What the modelling file knows: another word of the layer table, or another weight, is refused.
+LAYER_FIELDS = {"window", "values", "skip_from"}
+WEIGHTS = re.compile(
+    r"(value_embeds\.embed\.\d|embed|lm_head)\.weight|skip_weights"
+    r"|blocks\.\d+\.((attn\.)?lambdas|attn\.qkv_w|attn\.c_proj\.weight|mlp\.c_(fc|proj)\.weight)"
 )
+
+
+def check_known(hp: Hyperparameters, saved: dict) -> None:
+    """UserError for a model that the modelling file would compute wrongly."""
+    plain = asdict(train_gpt.Layer("long"))
+    words = {
+        name
+        for layer in train_gpt.layer_table(hp)
+        for name, value in asdict(layer).items()
+        if name not in LAYER_FIELDS and value != plain[name]
+    }
+    words |= {name for name in saved["model"] if not WEIGHTS.fullmatch(name)}
+    if words:
+        raise UserError(f"the exported model would lack {', '.join(sorted(words))}: {MODELING}")
 
 
 def hf_config(hp: Hyperparameters, window: int) -> dict:
@@ -50,6 +65,7 @@ def hf_config(hp: Hyperparameters, window: int) -> dict:
         "tie_word_embeddings": False,
         **{name: getattr(hp, name) for name in SHARED},
         "layers": [asdict(layer) for layer in train_gpt.layer_table(hp)],
+        "softcap": train_gpt.sigmoid_form(hp.logit_softcap),
         "attn_scale": hp.attn_scale or hp.head_dim**-0.5,
         "window": window,
         "vocab_size": min(hp.vocab_size, END_OF_TEXT + 1),  # the rest was never trained
@@ -62,13 +78,14 @@ def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
     """Make the folder whole or not at all; UserError if there is something already."""
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder, or remove it")
+    check_known(hp, saved)
     load_model(replace(hp, compile="off"), saved, torch.device("cpu"))  # or it says what is wrong
     # Embeddings that were trained in bfloat16 stay so: transformers makes them float32 again.
     weights = {name: w.contiguous() for name, w in saved["model"].items()}
     tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     texts = {
-        "config.json": hf_config(hp, train_gpt.last_window(saved, hp)),
+        "config.json": hf_config(hp, last_window(saved, hp)),
         "generation_config.json": {"eos_token_id": END_OF_TEXT, "use_cache": False},
         "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **special},
         "vocab.json": tokens,
@@ -111,7 +128,7 @@ def export(parsed, store) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint; status 1 or 2 and a line if that cannot be."""
-    train_gpt.as_program("export.py", lambda: parse(argv), export)
+    program.as_program("export.py", lambda: parse(argv), export)
 
 
 if __name__ == "__main__":

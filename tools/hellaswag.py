@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sample import gpt2_encoding, load_model, parse_with_checkpoint  # finds train_gpt.py too
+from sample import gpt2_encoding, last_window, load_model, parse_with_checkpoint
 from torch import Tensor
 from tqdm import tqdm
 
-import train_gpt
+import program  # which sample found
 from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, UserError
 
 HOME = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -121,10 +121,10 @@ def log_likelihoods(
         for rows, right, of in zip(
             x.split(chunk), targets.split(chunk), torch.tensor(owners).split(chunk), strict=True
         ):
-            losses = F.cross_entropy(model.readout(rows), right, reduction="none")
+            losses = F.cross_entropy(model.lm_head.logits(rows), right, reduction="none")
             scores.index_add_(0, of, -losses.double().cpu())
     scores = scores.to(device)
-    train_gpt.all_reduce_([scores])
+    program.all_reduce_([scores])
     return scores.cpu()
 
 
@@ -154,28 +154,28 @@ def parse(argv: list[str] | None):
 def evaluate(parsed, store) -> None:
     """Print the accuracies."""
     args, hp, loaded, path = parsed
-    device = train_gpt.start_device(hp.device, store, hp.comm_timeout)
+    device = program.start_device(hp.device, store, hp.comm_timeout)
     if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         fetch(path)
-    train_gpt.wait_for_all_ranks(device)  # until the questions are there
+    program.wait_for_all_ranks(device)  # until the questions are there
     questions = read_questions(path, args.limit)
     model = load_model(hp, loaded.saved, device)
     documents = [document for q in questions for document in q[0]]
     starts = [q[1] for q in questions for _ in q[0]]
     ranks = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
-    start = train_gpt.clock(device)
-    window = train_gpt.last_window(loaded.saved, hp)
+    start = program.clock(device)
+    window = last_window(loaded.saved, hp)
     scores = log_likelihoods(model, documents, starts, window, *ranks)
     acc, acc_norm = accuracies(questions, scores)
     error = (acc_norm * (1 - acc_norm) / len(questions)) ** 0.5
-    seconds = train_gpt.clock(device) - start
+    seconds = program.clock(device) - start
     print(f"{loaded.checkpoint}: {len(questions)} questions in {seconds:.1f} s")
     print(f"acc {acc:.4f}  acc_norm {acc_norm:.4f}  standard error {error:.4f}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print what a model knows; status 1 or 2 and a line if that cannot be said."""
-    train_gpt.as_program("hellaswag.py", lambda: parse(argv), evaluate)
+    program.as_program("hellaswag.py", lambda: parse(argv), evaluate)
 
 
 if __name__ == "__main__":

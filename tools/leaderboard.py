@@ -4,9 +4,9 @@
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
     ./run.sh tools/leaderboard.py --diff logs/A.txt logs/B.txt  settings and source that differ
 
-Runs of equal source, flags (but for the seed and other names of one run), torch and GPUs are a
-group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at most the
-target. Each later group is compared with the first one; intervals are Welch's, of 95 %.
+Runs of equal source, flags (but for the seed and other names of one run), kernels, torch and GPUs
+are a group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at
+most the target. Each later group is compared with the first one; intervals are Welch's, of 95 %.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train_gpt import PUBLISHED, on_fineweb  # noqa: E402
+import program  # noqa: E402
 
 RULE = "=" * 100  # between the parts of a log: source, machine, settings, steps
 STEP = re.compile(
@@ -46,6 +46,7 @@ class Run:
     record: str | None
     settings: dict[str, str] = field(default_factory=dict)
     flags: str = ""
+    kernels: str = ""  # names of those in use
     torch: str | None = None
     gpu: str | None = None
     memory: str | None = None  # MiB allocated/reserved
@@ -65,13 +66,13 @@ class Run:
     @property
     def group(self) -> tuple:
         settings = {k: v for k, v in self.settings.items() if k not in OF_ONE_RUN}
-        return self.source, tuple(settings.items()), self.torch, self.gpu
+        return self.source, tuple(settings.items()), self.kernels, self.torch, self.gpu
 
     @property
     def on_fineweb(self) -> bool:
         """The public project knows no other data, and its logs hold no settings."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
-        return on_fineweb(*files)
+        return program.on_fineweb(*files)
 
 
 def read_log(path: Path, whole: bool = True) -> Run:
@@ -114,12 +115,14 @@ def read_log(path: Path, whole: bool = True) -> Run:
         raise ValueError(f"{what}: it ends at step {step} of {steps}")
 
     run = Run(path, source, steps, curve, step_ms, skips_ten, record=None)
-    run.record = next((part for part in path.resolve().parts if part in PUBLISHED), None)
+    run.record = next((part for part in path.resolve().parts if part in program.published()), None)
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):
         flags = re.findall(r" --(\w+) ((?:(?! --).)*)", match[2])
         run.record = match[1]
         run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN)
         run.settings = dict(re.findall(r"^(\w+): (.*)$", "\n".join(parts[-2:-1]), re.M))
+    # A resumed run names its kernels again; it may have changed them.
+    run.kernels = "; ".join(dict.fromkeys(re.findall(r"^kernels: ([\w ]+)", results, re.M)))
     if match := re.search(r"^(?:Running )?(?:Py)?torch (\S+)", machine, re.M | re.I):
         run.torch = match[1]
     if match := re.search(r"^on (\d+ x .+), log in ", results, re.M):
@@ -256,7 +259,7 @@ def plot(groups: list[list[Run]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    shown, published = [], set()
+    shown, drawn = [], set()
     for i, (letter, runs) in enumerate(zip(letters_of(groups), groups, strict=True)):
         color, name = f"C{i % 10}", f"{letter}: {runs[0].name}"
         name = name if len(name) <= 50 else f"{name[:50]}..."
@@ -267,10 +270,11 @@ def plot(groups: list[list[Run]], path: Path) -> None:
                 axis.plot(x, losses, color=color, linewidth=1, marker=".", ms=4, label=label)
             shown += [loss for s, (loss, _) in r.curve.items() if s >= 0.1 * r.steps]
         record = runs[0].record
-        if record in PUBLISHED and runs[0].on_fineweb and record not in published:
-            published.add(record)
-            curve, (first_ms, last_ms) = PUBLISHED[record].curve, PUBLISHED[record].step_ms
-            steps, losses = np.array([*curve]), [*curve.values()]
+        if record in program.published() and runs[0].on_fineweb and record not in drawn:
+            drawn.add(record)
+            known = program.published()[record]
+            first_ms, last_ms = known["step_ms"]
+            steps, losses = np.array([*map(int, known["losses"])]), [*known["losses"].values()]
             # A step's published time grows from first_ms to last_ms: this is its sum so far.
             seconds = steps * (first_ms + (last_ms - first_ms) * steps / steps[-1] / 2) / 1000
             style = {"color": color, "linestyle": "--", "linewidth": 2}

@@ -38,7 +38,7 @@ class SpeedrunConfig(PretrainedConfig):
         rope="half",
         rope_base=1024.0,
         norm_eps=2.0**-23,
-        logit_softcap=15.0,
+        softcap=(30.0, 0.0, 7.5),
         **others,
     ):
         self.layers, self.num_hidden_layers = list(layers), len(layers)
@@ -46,7 +46,7 @@ class SpeedrunConfig(PretrainedConfig):
         self.vocab_size, self.table_rows, self.head_rows = vocab_size, table_rows, head_rows
         self.window, self.window_rule, self.attn_scale = window, window_rule, attn_scale
         self.rope, self.rope_base, self.norm_eps = rope, rope_base, norm_eps
-        self.logit_softcap = logit_softcap
+        self.softcap = softcap
         fixed = {"bos_token_id": 50256, "eos_token_id": 50256, "use_cache": False}
         super().__init__(**({"tie_word_embeddings": False} | fixed | others))
 
@@ -178,8 +178,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                 x = x + out
             x = x + block.mlp(norm(x, eps))
             outputs.append(x)
-        cap = config.logit_softcap
-        logits = cap * torch.tanh(self.lm_head(norm(x, eps)).float() / cap)
+        a, b, c = config.softcap
+        logits = a * torch.sigmoid((self.lm_head(norm(x, eps)).float() + b) / c)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

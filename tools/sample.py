@@ -11,6 +11,7 @@ train_gpt.py, such as --device cpu, or --record for a published checkpoint, whic
 
 import argparse
 import codecs
+import itertools
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
+import program  # noqa: E402
 import train_gpt  # noqa: E402
 from gpt2 import gpt2_encoding  # noqa: E402
 from train_gpt import BLOCK, END_OF_TEXT, GPT, Hyperparameters, UserError  # noqa: E402
@@ -32,7 +34,7 @@ def parse_with_checkpoint(parser: argparse.ArgumentParser, argv: list[str] | Non
     """A tool's flags, and the settings and flags of train_gpt.py, of which `saved` is the
     checkpoint: the file that is named first, or the newest one."""
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-    parser.error = train_gpt.fail
+    parser.error = program.fail
     parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     words = sys.argv[1:] if argv is None else argv
     named = bool(words) and not words[0].startswith("-")
@@ -41,6 +43,11 @@ def parse_with_checkpoint(parser: argparse.ArgumentParser, argv: list[str] | Non
     if hp.vocab_size <= END_OF_TEXT:
         raise UserError(f"{loaded.checkpoint}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
     return args, hp, loaded
+
+
+def last_window(saved: dict, hp: Hyperparameters) -> int:
+    """A checkpoint's window in tokens: that of its step, or of the last one if it names none."""
+    return train_gpt.moment(saved.get("step", hp.num_iterations), hp).window
 
 
 def load_model(hp: Hyperparameters, saved: dict, device: torch.device) -> GPT:
@@ -53,7 +60,7 @@ def load_model(hp: Hyperparameters, saved: dict, device: torch.device) -> GPT:
 
 
 class Memory:
-    """Attention that remembers a layer's keys and values; it takes the place of `attend`."""
+    """A layer's attention that remembers keys and values; it takes the place of `attend`."""
 
     def __init__(self):
         self.keys = self.values = None
@@ -66,20 +73,19 @@ class Memory:
         return train_gpt.attend(q, self.keys, self.values, mask, scale)
 
 
-def attend_by(model: GPT, make: Callable) -> None:
-    """Let each layer attend by what make() gives."""
-    for block in model.blocks:
-        if block.attn is not None:
-            block.attn.attend = make()
-
-
 class Decoder:
     """A model that remembers what its window holds: a token costs the same after any number."""
 
     def __init__(self, model: GPT, window: int):
         self.model, self.window, self.position = model, window, 0
         self.recent = torch.empty(0, dtype=torch.int32, device=model.skip_weights.device)
-        attend_by(model, Memory)
+        # Layers attend in turn, and all of them each time.
+        attending = [layer for layer in model.layers if layer.window != "none"]
+        self.memories = itertools.cycle([Memory() for _ in attending])
+
+    def attend(self, *arguments) -> Tensor:
+        """By the memory of the layer whose turn it is."""
+        return next(self.memories)(*arguments)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """The logits after these tokens, which follow those before."""
@@ -92,9 +98,9 @@ class Decoder:
                 self.recent, self.window, partial(train_gpt.dense_mask, rows=len(new))
             )
             rotary = train_gpt.rotary_table(len(new), model.hp, device, self.position)
-            x = model.trunk(*model.embedded(new), rotary, masks)
+            x = model.trunk(*model.embedded(new), rotary, masks, attend=self.attend)
             self.position += len(new)
-        return model.readout(x[-1:])[0]
+        return model.lm_head.logits(x[-1:])[0]
 
 
 class Rereader:
@@ -102,7 +108,6 @@ class Rereader:
 
     def __init__(self, model: GPT, window: int):
         self.model, self.window, self.tokens = model, window, []
-        attend_by(model, lambda: train_gpt.attend)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """As Decoder's."""
@@ -110,7 +115,7 @@ class Rereader:
         blocks = self.tokens + [0] * (-len(self.tokens) % BLOCK)
         blocks = torch.tensor(blocks, dtype=torch.int32, device=self.model.skip_weights.device)
         x = self.model.hidden(blocks, self.window)
-        return self.model.readout(x[len(self.tokens) - 1 :][:1])[0]
+        return self.model.lm_head.logits(x[len(self.tokens) - 1 :][:1])[0]
 
 
 # -----------------------------------------------------------------------------
@@ -169,9 +174,9 @@ def sample(parsed, store) -> None:
     args, hp, loaded = parsed
     encoding = gpt2_encoding()
     prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
-    device = train_gpt.start_device(hp.device, store)
+    device = program.start_device(hp.device, store)
     model = load_model(replace(hp, compile="off"), loaded.saved, device)
-    window = train_gpt.last_window(loaded.saved, hp)
+    window = last_window(loaded.saved, hp)
     seed = torch.seed() % 2**32 if args.seed is None else args.seed
     generator = torch.Generator().manual_seed(seed)
     note = partial(print, file=sys.stderr, flush=True)
@@ -192,7 +197,7 @@ def sample(parsed, store) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print what a model writes; status 1 or 2 and a line if it cannot."""
-    train_gpt.as_program("sample.py", lambda: parse(argv), sample)
+    program.as_program("sample.py", lambda: parse(argv), sample)
 
 
 if __name__ == "__main__":

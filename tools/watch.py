@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import plotext
-from leaderboard import PUBLISHED, Run, read_log
+from leaderboard import Run, program, read_log
 
 RECENT = 25  # steps, for the speed
 
@@ -39,8 +39,8 @@ def look(path: Path) -> tuple[Run, list[dict]]:
 
 def published(run: Run) -> dict[int, float]:
     """The published losses of the run's record by step; none on other data."""
-    known = run.record in PUBLISHED and run.on_fineweb
-    return PUBLISHED[run.record].curve if known else {}
+    known = program.published().get(run.record) if run.on_fineweb else None
+    return {int(step): loss for step, loss in known["losses"].items()} if known else {}
 
 
 def curves(run: Run, rows: list[dict]) -> dict[str, tuple[list[int], list[float]]]:

@@ -1,10 +1,14 @@
-"""Twenty kills and twenty SIGTERMs, each followed by a resume."""
+"""Twenty kills and twenty SIGTERMs, each followed by a resume; and a SIGTERM to torchrun."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
+from runs import HANGS, SCRIPT, console_of, val_losses
 
 
 def test_twenty_stops_of_each_kind_change_no_bit():
@@ -12,3 +16,20 @@ def test_twenty_stops_of_each_kind_change_no_bit():
     command += ["-k", "random_moments"]
     done = subprocess.run(command, env=os.environ | {"KILLS": "20"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_run_whose_torchrun_gets_sigterm_goes_on(flags, tmp_path):
+    """On one rank then; it ends as the run that nothing stopped."""
+    flags += ["--num_iterations", "200", "--val_loss_every", "0", "--adam_eps", "1e-6"]
+    flags += ["--batch_seqs", "2", "--run_id", "it"]
+    (tmp_path / "whole").mkdir()
+    expected = val_losses(console_of([*flags, "--save_every", "0"], tmp_path / "whole"))[200]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.Popen([*launcher, SCRIPT, *flags], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step:20/"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(HANGS) != 0
+    out = console_of([*flags, "--resume", "auto"], tmp_path)
+    assert int(re.search(r"resumed at step (\d+)", out)[1]) in range(20, 199)
+    assert val_losses(out)[200] == pytest.approx(expected, abs=1.5e-4)

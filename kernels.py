@@ -1,0 +1,268 @@
+"""Three functions of train_gpt.py as Triton kernels, forward and backward.
+
+train_gpt.py runs without this file. Its plain functions, marked @Kernel there, say what each twin
+here computes; a run uses a twin if the twin builds and agrees with the plain function (see
+choose_kernels). Floats are constants of the kernels, because torch.compile would pass them as
+float64.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def obstacle(device: torch.device) -> str:
+    """Why Triton cannot run there; empty if it can."""
+    if device.type == "cuda":
+        old = torch.cuda.get_device_capability(device) < (8, 0)
+        return "Triton wants a GPU with bfloat16, from Ampere on" if old else ""
+    if triton.knobs.runtime.interpret:
+        return ""
+    return "Triton wants a CUDA GPU (or, to try the kernels, TRITON_INTERPRET=1)"
+
+
+@torch.compiler.assume_constant_result
+def shared_memory_is_small(device: torch.device) -> bool:
+    """Whether a program has 99 KB of it (RTX 3090, 4090, 5090, A6000), not 163 or 227."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
+
+
+# -----------------------------------------------------------------------------
+# Soft-capped cross-entropy, with the gradient of the logits
+
+
+@triton.jit
+def softcap_kernel(
+    logits, targets, losses, grads, vocab, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    SCALE: tl.constexpr, LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program takes a row, twice: from memory for the sum, then from the cache.
+
+    z = A sigmoid((logit + B) / C) is at most A, so softmax subtracts A instead of the maximum.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    target = tl.load(targets + row)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, vocab, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
+        term = tl.exp(A * (tl.sigmoid((logit + B) * (1 / C)) - 1))
+        total += tl.where(column < vocab, term, 0.0)
+    total = tl.sum(total)
+    of_target = tl.sigmoid((tl.load(logits + target).to(tl.float32) + B) * (1 / C))
+    tl.store(losses + row, tl.log(total) - A * (of_target - 1))
+    if WITH_GRAD:
+        for start in range(0, vocab, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
+            s = tl.sigmoid((logit + B) * (1 / C))
+            p = tl.exp(A * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
+            grad = tl.clamp(A / C * SCALE * p * s * (1 - s), -LARGEST, LARGEST)
+            tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
+
+
+def fused_loss(logits, targets, softcap, grad_scale=None, grads=None):
+    """softcapped_cross_entropy in one kernel."""
+    losses, with_grad = torch.empty(len(logits), device=logits.device), grads is not None
+    out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
+    sizes = logits.size(1), *softcap, scale, torch.finfo(out.dtype).max
+    softcap_kernel[(len(logits),)](
+        logits, targets, losses, out, *sizes, WITH_GRAD=with_grad, COLUMNS=8192, num_warps=16
+    )
+    return losses.sum()
+
+
+def loss_example(hp, device, dtype, fp8):
+    """Some rows of logits, and where their gradient goes."""
+    vocab, cap = -(-hp.vocab_size // 128) * 128, hp.logit_softcap
+    logits = 4 * torch.randn(1024, vocab, device=device, dtype=dtype)
+    targets = torch.randint(hp.vocab_size, (1024,), device=device)
+    grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
+    scale = (hp.grad_s if fp8 else 1.0) / hp.seq_len
+    return logits, targets, (2 * cap, 0.0, cap / 2), scale, grads
+
+
+# -----------------------------------------------------------------------------
+# The MLP, with ReLU squared inside its matmuls
+
+
+@triton.jit
+def relu2_kernel(
+    a, b, post, out, M, N, K, stride_k, stride_n, BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program computes a tile; eight rows of tiles run together and share the cache."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // (8 * tiles_n) * 8
+    height = min(tiles_m - first, 8)
+    place = tl.program_id(0) % (8 * tiles_n)
+    m = ((first + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    a += (m % M)[:, None] * K + k[None]
+    b += k[:, None] * stride_k + (n % N)[None] * stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a_tile = tl.load(a, k[None] < K - start, 0.0)
+        b_tile = tl.load(b, k[:, None] < K - start, 0.0)
+        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
+        a += BLOCK_K
+        b += BLOCK_K * stride_k
+    place = m[:, None] * N + n[None]
+    inside = (m[:, None] < M) & (n[None] < N)
+    if BACKWARD:
+        total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
+    else:
+        total = tl.maximum(total, 0.0)
+        total *= total
+    tl.store(out + place, total.to(out.dtype.element_ty), inside)
+
+
+def matmul_relu2(a: Tensor, b: Tensor, narrow: bool, post: Tensor | None = None) -> Tensor:
+    """relu(a @ b)^2 of (M, K) and (K, N); or of such a post, (a @ b) times its derivative.
+
+    Narrow tiles fit where a program has little shared memory.
+    """
+    (M, K), N, backward = a.shape, b.size(1), post is not None
+    block_m, block_n = 128, 128 if narrow else 256
+    tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
+    inputs = a, b, post if backward else out, out, M, N, K, *b.stride(), backward
+    relu2_kernel[(tiles,)](*inputs, block_m, block_n, BLOCK_K=64, num_warps=8, num_stages=3)
+    return out
+
+
+class FusedMLP(torch.autograd.Function):
+    """relu2_mlp. Between forward and backward it keeps the squares alone: their roots are what the
+    derivative needs."""
+
+    @staticmethod
+    def forward(ctx, x, w_in, w_out, narrow):
+        rows = x.flatten(0, -2).contiguous()
+        post = matmul_relu2(rows, w_in.T, narrow)
+        ctx.save_for_backward(rows, w_in, w_out, post)
+        ctx.narrow = narrow
+        return (post @ w_out.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, w_in, w_out, post = ctx.saved_tensors
+        grad_rows = grad.flatten(0, -2).contiguous()
+        grad_pre = matmul_relu2(grad_rows, w_out, ctx.narrow, post)
+        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post, None
+
+
+def fused_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, narrow: bool = False) -> Tensor:
+    """relu2_mlp, in two kernels and three plain matmuls."""
+    return FusedMLP.apply(x, w_in, w_out, narrow)
+
+
+def mlp_example(hp, device, dtype, fp8):
+    """Some rows of activations, and a layer's weights."""
+    C, H, rows = hp.model_dim, 4 * hp.model_dim, min(hp.seq_len, 4096)
+    shapes = (rows, C), (H, C), (C, H)
+    tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    tensors = [t.mul_(C**-0.5).requires_grad_() for t in tensors]
+    return *tensors, shared_memory_is_small(device)
+
+
+# -----------------------------------------------------------------------------
+# Symmetric products of matrices, for Muon
+
+
+@triton.jit
+def symmetric_kernel(
+    a, c, out, n, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    WITH_C: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """A program computes a tile on or below the diagonal, and stores it and its mirror image."""
+    if tl.program_id(0) < tl.program_id(1):
+        return
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    matrix = tl.program_id(2).to(tl.int64)
+    k = tl.arange(0, TILE_K)
+    left = a + matrix * n * K + (row % n)[:, None] * K + k[None]
+    right = a + matrix * n * K + (column % n)[None] * K + k[:, None]
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, K, TILE_K):
+        left_tile = tl.load(left, k[None] < K - start, 0.0)
+        right_tile = tl.load(right, k[:, None] < K - start, 0.0)
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+        left += TILE_K
+        right += TILE_K
+    inside = (row[:, None] < n) & (column[None] < n)
+    place = matrix * n * n + row[:, None] * n + column[None]
+    if WITH_C:
+        total = ALPHA * total + BETA * tl.load(c + place, inside, 0.0).to(tl.float32)
+    total = total.to(out.dtype.element_ty)
+    tl.store(out + place, total, inside)
+    mirrored = matrix * n * n + column[None] * n + row[:, None]
+    tl.store(out + mirrored, total, inside & (row[:, None] > column[None]))
+
+
+def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
+    """symmetric_matmul that computes half of the tiles; c is contiguous."""
+    a = a.contiguous()
+    count, n, K = a.shape
+    out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"TILE": 128, "TILE_K": 64}
+    inputs = a, out if c is None else c, out, n, K, alpha, beta, c is not None
+    symmetric_kernel[(tiles, tiles, count)](*inputs, **block, num_warps=8, num_stages=3)
+    return out
+
+
+def symmetric_example(hp, device, dtype, fp8):
+    """A layer's square matrices, and their products."""
+    a = torch.randn(4, hp.model_dim, hp.model_dim, device=device).to(dtype) * hp.model_dim**-0.5
+    return a, a @ a.mT, 2.0315, -4.7750
+
+
+# -----------------------------------------------------------------------------
+# The twins by the names of their plain functions, and whether they agree
+
+TWINS = {
+    "softcapped_cross_entropy": fused_loss,
+    "relu2_mlp": fused_mlp,
+    "symmetric_matmul": fused_symmetric,
+}
+EXAMPLES = {
+    "softcapped_cross_entropy": loss_example,
+    "relu2_mlp": mlp_example,
+    "symmetric_matmul": symmetric_example,
+}
+
+
+def outcome(function, arguments) -> list[Tensor]:
+    """What a call gives: its result, and the gradients of arguments that want them, or else what it
+    left in the last argument."""
+    given = [
+        a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
+        for a in arguments
+    ]
+    out, leaves = function(*given), [a for a in given if torch.is_tensor(a) and a.requires_grad]
+    if leaves:
+        out.backward(out.detach())  # of ones, it would hide rows that change places
+    more = [leaf.grad for leaf in leaves] or [a for a in given[-1:] if torch.is_tensor(a)]
+    return [t.detach().float() for t in (out, *more)]
+
+
+def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bool) -> str:
+    """Why the twin of a plain function cannot take its place on this machine; empty if it can.
+
+    Both are compiled as the run compiles them, and compared on an example of the run's widths, in
+    the dtype of activations and, if fp8, with the loss's gradient in float8.
+    """
+    name = plain.__name__
+    if name not in TWINS:
+        return "kernels.py has no twin"
+    try:
+        arguments = EXAMPLES[name](hp, device, dtype, fp8)
+        twins = [outcome(compile_(twin), arguments) for twin in (plain, TWINS[name])]
+        deviations = [(b - a).norm() / a.norm() for a, b in zip(*twins, strict=True)]
+        deviation = torch.stack(deviations).max().item()  # NaN, if one is
+    except Exception as error:  # whatever a compiler or a driver does not like
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return "" if deviation < 0.02 else f"it deviates from the plain function by {deviation:.1e}"

@@ -1,0 +1,38 @@
+"""The records at their full size: against float64, and what their layers keep where memory is
+small."""
+
+import math
+
+import pytest
+import reference
+import torch
+from test_memory import graphs, keeps_what_is_counted, layers_are_compiled_once  # noqa: F401
+from test_model import PUBLISHED, sequence
+
+from train_gpt import GPT, RECORDS, get_window_size, layer_table
+
+
+@pytest.mark.parametrize("year", [2024, 2025])
+def test_full_size_records_equal_the_float64_reading(year, randomize):
+    """1024 tokens; the zero head of the start would hide everything, so all weights are random."""
+    records = [RECORDS[name] for name in PUBLISHED if name.startswith(str(year))]
+    inputs, targets = sequence(1024, reference.END_OF_TEXT)
+    with torch.no_grad():
+        model = randomize(GPT(records[0]))
+        weights = {k: v.double() for k, v in model.named_parameters()}
+        for hp in records:
+            assert layer_table(hp) == model.layers  # what differs is the schedule and the window
+            window = get_window_size(hp.num_iterations // 2, hp)
+            model.hp = hp
+            loss = model(inputs, targets, window).item()
+            expected = reference.loss(weights, inputs.long(), targets, window, 6, year).item()
+            assert loss == pytest.approx(expected, abs=2e-5)
+            assert abs(loss - math.log(50304)) > 0.1
+
+
+def test_layers_of_the_record_keep_what_is_counted_where_memory_is_small(graphs, monkeypatch):  # noqa: F811
+    keeps_what_is_counted(RECORDS["2025-01-26_BatchSize"], True, graphs, monkeypatch)
+
+
+def test_layers_of_the_record_are_compiled_once_for_training_and_validation(graphs):  # noqa: F811
+    layers_are_compiled_once("2025-01-26_BatchSize", 5, 0, graphs, evaluated=True)

@@ -1,0 +1,204 @@
+"""run.sh and launch.py: what they install, fetch and start."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import launch
+import train_gpt
+from train_gpt import HERE
+
+# ---- launch.py, on machines with any number of GPUs
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """launched(words, gpus) is the status and what was called: commands, the last one after "exec"
+    if it took this process's place, and "here" for training in this process. Commands with a word
+    of `failing` end with status 3."""
+
+    def start(words: str, gpus: int = 0, failing: str = "-") -> tuple[int, list]:
+        calls = []
+
+        def call(command, **options):
+            calls.append(command)
+            return SimpleNamespace(returncode=3 * (failing in command))
+
+        def take_place(program, command):
+            calls.extend(["exec", command])
+            sys.exit(0)
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(subprocess, "run", call)
+        monkeypatch.setattr(os, "execv", take_place)
+        monkeypatch.setattr(train_gpt, "train", lambda *arguments: calls.append("here"))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(sys, "argv", ["launch.py", *words.split()])
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        try:
+            launch.main()
+        except SystemExit as end:
+            return end.code, calls
+        return 0, calls
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "processes", "shards"),
+    [
+        (0, "--num_iterations 3", 1, 0),
+        (1, "--num_iterations 3", 1, 1),
+        (8, "--num_iterations 255", 8, 2),
+        (5, "", 4, 7),
+        (3, "--batch_seqs 6", 3, 6),
+        (3, "--batch_seqs=4", 2, 4),
+        (8, "--record 2025-01-26_BatchSize", 8, 7),
+        (8, "--record=2024-11-24_WindowWarmup", 8, 10),
+        (8, "--record 2024-11-19_FlexAttention --adam_betas 0.8 0.9", 8, 10),
+        (8, "--device cpu", 1, 0),
+        (8, "--device=cpu", 1, 0),
+        (8, "--record demo", 8, 0),
+        (8, "--train_files x", 8, 0),
+    ],
+)
+def test_a_run_has_a_divisor_of_the_batch_and_the_shards_it_reads(
+    gpus, words, processes, shards, launched, capsys
+):
+    status, calls = launched(words, gpus)
+    expected = [[sys.executable, f"{HERE}/cached_fineweb.py", str(shards)]] if shards else []
+    if processes == 1:
+        expected += ["here"]
+    else:
+        torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"
+        expected += ["exec", [sys.executable, *torchrun, f"{HERE}/train_gpt.py", *words.split()]]
+    assert (status, calls) == (0, expected)
+    said = f"{gpus} GPUs cannot share" in capsys.readouterr().err
+    assert said == (gpus > 1 and processes not in (1, gpus))
+
+
+def test_nproc_has_the_last_word(launched, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC", "2")
+    for words, gpus in (("--record demo", 8), ("--device cpu", 0)):
+        assert "--nproc_per_node=2" in launched(words, gpus)[1][-1]
+    monkeypatch.setenv("NPROC", "1")
+    assert launched("--record demo", 8) == (0, ["here"])
+    monkeypatch.setenv("NPROC", "two")
+    assert launched("--record demo", 8) == (1, [])
+    assert "NPROC=two: must be a number of processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--list_records", "num_iterations"),
+        ("--diff demo 2025-01-26_BatchSize", "norm_eps"),
+        ("--help", "--muon_lr float"),
+    ],
+)
+def test_what_only_prints_starts_nothing(words, text, launched, capsys):
+    assert launched(words, 8) == (0, [])
+    assert text in capsys.readouterr().out
+
+
+def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch, capsys):
+    """As a container's, which is used as it is; once."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n.startswith("hug") else find(n)
+    )
+    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    pip += ["--target", f"{HERE}/.venv/hub", "huggingface-hub"]
+    assert launched("", 1)[1][0] == pip
+    assert launched("", 1, failing="pip") == (1, [pip])
+    assert "pip could not install huggingface-hub" in capsys.readouterr().err
+    status, calls = launched("", 1, failing=f"{HERE}/cached_fineweb.py")
+    assert status == 3 and len(calls) == 2
+
+
+def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(launched, capsys):
+    words = "--muon_lr 0.06 --seed=5 --run_id mine --device cpu"
+    status, calls = launched(f"--runs 2 {words}")
+    run = [sys.executable, f"{HERE}/launch.py", "--save_every", "0", *words.split()]
+    logs = [f"logs/mine_seed{seed}.txt" for seed in (5, 6)]
+    assert status == 0 and calls == [
+        [*run, "--seed", "5", "--run_id", "mine_seed5"],
+        [*run, "--seed", "6", "--run_id", "mine_seed6"],
+        [sys.executable, f"{HERE}/tools/leaderboard.py", *logs],
+    ]
+    assert "2 runs, logs in logs/mine_seed*.txt" in capsys.readouterr().err
+    status, calls = launched(f"{words} --runs=3", failing="mine_seed6")
+    assert status == 3 and len(calls) == 2  # the one that fails is the last one
+    status, calls = launched(f"{words} --runs 1", failing=f"{HERE}/tools/leaderboard.py")
+    assert status == 3 and len(calls) == 2
+
+
+@pytest.mark.parametrize("words", ["--runs", "--runs=", "--runs 0", "--runs=many", "--runs -1"])
+def test_a_number_of_runs_is_wanted(words, launched, capsys):
+    assert launched(f"--device cpu {words}") == (2, [])
+    assert "must be a number of runs" in capsys.readouterr().err
+
+
+def test_a_bad_flag_is_found_before_anything_is_started(launched, capsys):
+    for words in ("--runs 3 --seq_len 5", "--seq_len 5"):
+        assert launched(words, 8) == (2, [])
+        assert capsys.readouterr().err.count("--seq_len 5: must be") == 1
+
+
+# ---- run.sh, with a Python that only says what it is asked to do
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """shell(words) runs a copy of run.sh whose Python can train, and shows what it starts."""
+    for name in ("run.sh", "requirements.txt", "tools/requirements.txt", "tests/requirements.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(HERE / name, tmp_path / name)
+    (tmp_path / "tests" / "slow").mkdir()
+    stub = tmp_path / ".venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text('#!/bin/sh\necho "$*"\n')
+    stub.chmod(0o755)
+    shutil.copy(HERE / "requirements.txt", tmp_path / ".venv" / ".installed-run")
+
+    def call(words: str) -> list[str]:
+        command, environment = ["./run.sh", *words.split()], {"PATH": "/usr/bin:/bin"}
+        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+        done = subprocess.run(command, check=True, **options)
+        return done.stdout.replace(f"{tmp_path}/", "").splitlines()
+
+    return call
+
+
+def test_run_sh_launches_with_the_flags_it_got(shell):
+    assert shell("--num_iterations 3 --adam_betas 0.8 0.9") == [
+        "launch.py --num_iterations 3 --adam_betas 0.8 0.9"
+    ]
+    assert shell("") == ["launch.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "folders", "started"),
+    [
+        ("tools/watch.py logs/x.txt", ["tools"], "tools/watch.py logs/x.txt"),
+        ("--runs 2 --seed 3", ["tools"], "launch.py --runs 2 --seed 3"),
+        ("--seed 3 --runs=2", ["tools"], "launch.py --seed 3 --runs=2"),
+        ("test -q", ["tools", "tests"], "-m pytest tests --ignore tests/slow -q"),
+        ("test slow -q", ["tools", "tests"], "-m pytest tests/slow -q"),
+    ],
+)
+def test_run_sh_installs_what_a_command_needs_once(words, folders, started, shell, tmp_path):
+    *before, last = shell(words)
+    assert last == started
+    assert len([line for line in before if "pip install" in line]) == len(folders)
+    for folder in folders:
+        wanted = (tmp_path / folder / "requirements.txt").read_text()
+        assert (tmp_path / ".venv" / f".installed-{folder}").read_text() == wanted
+    assert shell(words) == [started]

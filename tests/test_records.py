@@ -1,0 +1,211 @@
+"""Records, the flags that change them, and what is published of them."""
+
+import dataclasses
+import json
+import re
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import torch
+from runs import VAL, val_losses
+
+import train_gpt
+from train_gpt import HERE, RECORDS, Hyperparameters, main, parse_args
+
+# ---- records
+
+
+# The published systems, value by value.
+COMMON = {
+    **{"num_layers": 12, "model_dim": 768, "num_heads": 6, "head_dim": 128, "batch_seqs": 8},
+    **{"val_loss_every": 125, "val_tokens": 10485760, "warmup_steps": 0, "grad_clip": 0},
+    **{"embed_lr": 0.6, "head_lr": 0.008, "scalar_lr": 0.04, "window_min": 64, "window_step": 64},
+    **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
+    **{"muon_lr": 0.05, "adam_betas": (0.8, 0.95), "window_span": 1728, "norm_eps": 2**-7},
+    **{"momentum_damped": True},
+}
+OF_2024 = {
+    **{"seq_len": 65536, "val_seq_len": 65536, "lr_final": 0, "adam_eps": 1e-8, "fp8": False},
+    **{"window_rule": "tokens", "logit_softcap": 30, "rope": "full", "rope_base": 10000},
+    **{"attn_scale": 0, "init_bound": 1, "vocab_size": 50304, "momentum_damped": False},
+}
+SYSTEMS = {
+    "2024-11-19_FlexAttention": COMMON
+    | OF_2024
+    | {"num_iterations": 1875, "cooldown_frac": 562 / 1875, "window_min": 1024, "window_span": 0}
+    | {"adam_betas": (0.9, 0.95), "muon_lr": 0.04, "momentum_warmup_steps": 500},
+    "2024-11-24_WindowWarmup": COMMON
+    | OF_2024
+    | {"num_iterations": 1750, "cooldown_frac": 640 / 1750},
+    "2025-01-26_BatchSize": COMMON
+    | {"num_iterations": 1770, "cooldown_frac": 0.4, "lr_final": 0.1, "seq_len": 49152}
+    | {"val_seq_len": 262144, "window_rule": "blocks", "window_min": 128, "window_step": 128}
+    | {"adam_eps": 1e-10, "logit_softcap": 15, "fp8": True, "x_s": 2, "w_s": 512}
+    | {"grad_s": 2**19, "rope": "half", "rope_base": 1024, "attn_scale": 0.12}
+    | {"init_bound": 3**0.5 * 0.5, "vocab_size": 50257},
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_each_record_has_the_published_numbers(name):
+    found = {setting: getattr(RECORDS[name], setting) for setting in SYSTEMS[name]}
+    assert found == SYSTEMS[name]
+
+
+def test_windows_of_the_demo_grow():
+    windows = {train_gpt.get_window_size(step, RECORDS["demo"]) for step in range(129)}
+    assert windows == {128, 256}
+
+
+def test_diff_prints_what_two_records_differ_in_and_nothing_else(capsys):
+    main(["--diff", "2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"],
+        ["num_iterations", "1875", "1750"],
+        ["cooldown_frac", f"{562 / 1875:.10g}", f"{640 / 1750:.10g}"],
+        ["window_min", "1024", "64"],
+        ["window_span", "0", "1728"],
+        ["adam_betas", "0.9", "0.95", "0.8", "0.95"],
+        ["muon_lr", "0.04", "0.05"],
+        ["momentum_warmup_steps", "500", "300"],
+        ["published", "minutes", "5.03", "4.66"],
+    ]
+
+
+def test_help_and_records_name_every_setting(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    main(["--list_records"])
+    records = capsys.readouterr().out
+    for f in dataclasses.fields(Hyperparameters):
+        assert f"--{f.name} " in text
+        assert re.search(rf"^{f.name} +", records, re.M) or f.name == "layers"
+    assert re.search(r"^layer 11 +long\+vfirst\+x0 +long\+vfirst\+x0 +long\+v2\+x0 ", records, re.M)
+    assert "2025-01-26_BatchSize" in records and "1770" in records
+
+
+# ---- flags
+
+
+def test_sample_corpus_and_demo_need_no_flag_and_no_folder():
+    hp, _ = parse_args(["--device", "cpu"])
+    assert hp == replace(RECORDS["demo"], device="cpu")
+    assert Path(hp.train_files).is_absolute() and Path(hp.train_files).parent == HERE / "data"
+
+
+def test_flags_reach_the_settings():
+    words = "--record 2025-01-26_BatchSize --fp8 off --adam_betas 0.9 0.99 --w_s 32 --num_layers 6"
+    hp, args = parse_args(words.split())
+    assert args.record == "2025-01-26_BatchSize"
+    assert (hp.fp8, hp.adam_betas, hp.w_s, hp.num_layers) == (False, (0.9, 0.99), 32.0, 6)
+    assert hp.seq_len == 49152
+
+
+def test_a_layer_table_brings_its_number_of_layers():
+    hp, _ = parse_args(["--layers", "long,long+vfirst,short+x1,long+x0"])
+    assert hp.num_layers == len(train_gpt.layer_table(hp)) == 4
+
+
+def test_the_row_before_2025_01_26_is_a_few_flags_away():
+    """The flags are those that README names."""
+    words = re.search(r"`(--num_iterations 1393 [^`]*)`", (HERE / "README.md").read_text())[1]
+    hp, _ = parse_args(["--record", "2025-01-26_BatchSize", *words.split()])
+    changed = {"seq_len": 65536, "val_seq_len": 65536, "w_s": 2.0**5, "grad_s": 2.0**29}
+    assert hp == replace(RECORDS["2025-01-26_BatchSize"], **changed, num_iterations=1393)
+
+
+# ---- what is published
+
+
+STEPS = range(0, 1751, 125)
+CURVES = {
+    "2024-11-19_FlexAttention": (1875, 3.2783)
+    + (10.8258, 4.4503, 4.0085, 3.8399, 3.7415, 3.6656, 3.6068, 3.5596)
+    + (3.5195, 3.4905, 3.4625, 3.4321, 3.3823, 3.3383, 3.2997),
+    "2024-11-24_WindowWarmup": (1750, 3.2759)
+    + (10.8258, 4.4538, 4.0346, 3.8523, 3.7289, 3.6466, 3.5915, 3.5470)
+    + (3.5074, 3.4790, 3.4248, 3.3778, 3.3332, 3.2972, 3.2759),
+    "2025-01-26_BatchSize": (1770, 3.2808)
+    + (10.8258, 4.6549, 4.1014, 3.9027, 3.7540, 3.6688, 3.6031, 3.5542)
+    + (3.5147, 3.4749, 3.4266, 3.3835, 3.3452, 3.3110, 3.2838),
+}
+SPREADS = {
+    "2024-11-19_FlexAttention": (3.2783, 0.0050),
+    "2024-11-24_WindowWarmup": (3.2770, 0.0039),
+    "2025-01-26_BatchSize": (3.2787, 0.0019),
+}
+
+
+def test_published_curves_are_those_of_the_public_logs():
+    found = json.loads((HERE / "tools" / "published.json").read_text())
+    assert list(found) == list(CURVES) == list(SYSTEMS)
+    for name, (last, loss, *losses) in CURVES.items():
+        curve = dict(zip(STEPS, losses, strict=True)) | {last: loss}
+        assert {int(step): loss for step, loss in found[name]["losses"].items()} == curve
+        assert (found[name]["mean"], found[name]["deviation"]) == SPREADS[name]
+        assert max(curve) == RECORDS[name].num_iterations
+
+
+@pytest.fixture
+def on_fineweb(flags, tmp_path, monkeypatch, capsys):
+    """on_fineweb(words, losses): what is printed after the validations of a run that finds these
+    losses, by step, and the run's own part of the log. It trains nothing."""
+    for kind in ("train", "val"):
+        (path,) = tmp_path.glob(f"{kind}_*.bin")
+        path.rename(tmp_path / f"fineweb_{path.name}")
+    flags += ["--train_files", "fineweb_train_*.bin", "--val_files", "fineweb_val_*.bin"]
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args, **options: torch.tensor([5.0, 0.0]))
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+
+    def printed(words: str, losses: list[float]) -> tuple[dict[int, list[str]], str]:
+        found = iter(losses)
+        monkeypatch.setattr(train_gpt, "evaluate", lambda *args: next(found))
+        main([*flags, "--num_layers", "2", "--batch_seqs", "1", *words.split()])
+        lines, after = capsys.readouterr().out.splitlines(), {}
+        for i, line in enumerate(lines):
+            if match := VAL.match(line):
+                rest = takewhile(lambda text: text.startswith("    "), lines[i + 1 :])
+                after[int(match[1])] = list(rest)
+        (log,) = tmp_path.glob("logs/*.txt")
+        return after, log.read_text().split("=" * 100)[-1]
+
+    return printed
+
+
+def test_on_fineweb_the_console_holds_published_losses_and_the_log_does_not(on_fineweb):
+    """Two losses as on the curve and far from it; the curve is that of steps 0, 125, ..."""
+    words = "--record 2024-11-19_FlexAttention --val_loss_every 125 --num_iterations 250"
+    after, log = on_fineweb(words, [10.8258, 4.4403, 3.2873])
+    assert after[0] == ["    published: 10.8258, difference +0.0000"]
+    assert after[125] == ["    published: 4.4503, difference -0.0100"]
+    assert after[250][0] == "    published: 4.0085, difference -0.7212"
+    assert after[250][1].startswith("    inside the published spread, 3.2783 +- 2 x 0.0050; ")
+    assert "published" not in log and list(val_losses(log)) == [0, 125, 250]
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"), [(3.2748, "outside"), (3.2750, "inside"), (3.2824, "inside"), (4, "outside")]
+)
+def test_the_published_spread_is_two_deviations_wide(loss, place, on_fineweb):
+    """At the last step; and the console names what was not as in the record."""
+    words = "--record 2025-01-26_BatchSize --val_loss_every 1 --num_iterations 2 --fp8 on --seed 3"
+    after, _ = on_fineweb(words, [10.8258, 5, loss])
+    assert len(after[0]) == 1 and after[1] == []
+    text, names = after[2][-1].split("; other than the record's: ")
+    assert text == f"    {place} the published spread, 3.2787 +- 2 x 0.0019"
+    changed = "batch_seqs epochs head_dim model_dim num_heads num_iterations num_layers seq_len"
+    assert names.split(", ") == [*changed.split(), "val_seq_len", "val_tokens", "vocab_size"]
+
+
+def test_other_records_and_other_data_have_nothing_published(on_fineweb):
+    words = "--val_loss_every 1 --num_iterations 1"
+    assert on_fineweb(f"--record demo {words} --run_id a", [10.8258, 3.28])[0] == {0: [], 1: []}
+    Path("fineweb_val_0.bin").rename("val_0.bin")
+    Path("logs/a.txt").unlink()
+    words += " --record 2025-01-26_BatchSize --val_files val_*.bin"
+    assert on_fineweb(words, [10.8258, 3.28])[0] == {0: [], 1: []}
