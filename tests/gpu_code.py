@@ -13,7 +13,6 @@ torch.compile captures the graphs on a CPU, and nothing is computed. Their value
 tensors of a made-up GPU, Inductor lowers them to Triton, and Triton compiles that to machine code.
 """
 
-import itertools
 import json
 import logging
 import re
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -295,12 +295,14 @@ def loss_graphs(hp):
 
 
 @torch.no_grad()
-def muon_graphs(hp):
+def muon_graphs(hp, square_only=False):
     """Updates of all matrices of a shape, by the buckets in which one GPU has them all."""
     with torch.device("meta"):
         optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp)
     buckets = next(buckets for group, buckets in optimizers.groups if group.name == "muon")
     for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
+        if square_only and shape[0] != shape[1]:
+            continue
         counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
         grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
         arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped
@@ -313,7 +315,7 @@ def main(record: str, kernels: str, *parts: str) -> None:
     for kernel in train_gpt.KERNELS.values():
         kernel.use = kernels == "on"
     graphs_of = {"layer": layer_graphs, "loss": loss_graphs, "muon": muon_graphs}
-    graphs_of["square"] = lambda hp: itertools.islice(muon_graphs(hp), 1)
+    graphs_of["square"] = partial(muon_graphs, square_only=True)
     for part in [part for part in parts if part != "--no_fp8"]:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of[part](hp):

@@ -1,40 +1,50 @@
 """Bad input ends a program within 30 seconds, alone and under torchrun, on a quiet machine."""
 
+import resource
 import time
 
 import pytest
 from runs import RUNS, SCRIPT, run
 from test_errors import CHECKPOINTS, FLAGS, RUNNING, SHARDS, folder  # noqa: F401
 
-ALONE = [*FLAGS[:1], *FLAGS[4:5], *FLAGS[7:8], *SHARDS, *CHECKPOINTS, *RUNNING]
-RANKS = [FLAGS[0], FLAGS[7], SHARDS[0], SHARDS[2], SHARDS[-4], CHECKPOINTS[2], *RUNNING]
+ALONE = [FLAGS[0], FLAGS[4], FLAGS[7], *SHARDS, *CHECKPOINTS, *RUNNING]
+RANKS = [FLAGS[0], FLAGS[7], SHARDS[0], SHARDS[2], SHARDS[-1], CHECKPOINTS[2], *RUNNING]
 RANKS += [("--batch_seqs 3", 1, "2 ranks cannot share 3 sequences: use a divisor")]
 
 
-def ended(words: list[str], ranks: int, cwd, script=SCRIPT):
+def ended(words: list[str], ranks: int, script=SCRIPT, **options) -> tuple[int, list[str]]:
     """Status, and the lines of train_gpt.py's own on standard error."""
     began = time.monotonic()
-    done = run(words, ranks, script, cwd=cwd)
+    done = run(words, ranks, script, **options)
     assert time.monotonic() - began < 30
     assert f'File "{script}"' not in done.stderr  # torchrun's report has none
     return done.returncode, [x for x in done.stderr.splitlines() if x.startswith("train_gpt.py:")]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize(("words", "status", "message"), ALONE)
-def test_bad_input(words, status, message, ranks, folder):  # noqa: F811
-    if ranks and (words, status, message) not in RANKS:
-        pytest.skip("tried alone")
+@pytest.mark.parametrize(
+    ("ranks", "words", "status", "message"),
+    [*((0, *row) for row in ALONE), *((2, *row) for row in RANKS)],
+)
+def test_bad_input(ranks, words, status, message, folder):  # noqa: F811
     path, flags = folder
-    found, lines = ended([*flags, *words.split()], ranks, path)
+    found, lines = ended([*flags, *words.split()], ranks, cwd=path)
     assert found == (1 if ranks else status)  # of torchrun, 1
     assert len(lines) == 1 and message in lines[0]
 
 
-def test_a_rank_that_is_killed(folder):  # noqa: F811
-    path, flags = folder
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_full_disk_while_saving(ranks, flags, tmp_path):
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    status, lines = ended([*flags, "--save_every", "2"], ranks, preexec_fn=small_files)
+    assert status == 1 and len(lines) == 1 and "is the disk full?" in lines[0]
+    assert not list(tmp_path.glob("logs/*/*"))
+
+
+def test_a_rank_that_is_killed(flags):
     words = ["test_errors:killed", *flags, "--num_iterations", "100000"]
-    status, lines = ended(words, 2, path, script=RUNS)
+    status, lines = ended(words, 2, script=RUNS)
     assert status == 1
     # torchrun may stop rank 0 before it has noticed and said so.
     assert len(lines) <= 1 and all("another rank has stopped" in line for line in lines)
