@@ -41,7 +41,8 @@ def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*launcher, script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANGS, **options)
+    options = {"capture_output": True, "text": True, "timeout": HANGS} | options
+    return subprocess.run(command, **options)
 
 
 def console_of(arguments: list, folder: Path) -> str:
@@ -105,11 +106,12 @@ class Program:
 
     def wait_for(self, text: str) -> None:
         """Return when rank 0 has printed this, or raise if it ends before."""
-        began, process = time.monotonic(), self.ranks[0]
+        end, lives = time.monotonic() + HANGS, True
         while text not in self.text("out"):
-            if not process.is_alive() or time.monotonic() - began > HANGS:
+            if not lives or time.monotonic() > end:
                 raise RuntimeError(f"no {text!r} in {self.text('out')}{self.text('err')}")
             time.sleep(0.005)
+            lives = self.ranks[0].is_alive()
 
     def send(self, number: int) -> None:
         """A signal to all ranks."""

@@ -200,7 +200,7 @@ REFUSED = {
     "no window": ["", "wide", "Long", " long", "v0", "+long"],
     "unknown word": [
         "long+",
-        "long+gate",
+        "long+nonsense",
         "long+V0",
         "long+v10",
         "long+v",
