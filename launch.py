@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,7 @@ def repeat(count: int, hp: train_gpt.Hyperparameters, flags: list[str]) -> None:
     logs say together."""
     name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
     seeds = range(hp.seed, hp.seed + count)
+    signal.signal(signal.SIGINT, lambda *_: None)  # it is the run's, which saves and ends
     print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
     for seed in seeds:
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]

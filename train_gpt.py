@@ -12,7 +12,7 @@ BENCHMARKS.md says what this implementation has reached, on what and with which 
 The file reads like the life of a batch, and importing it does nothing:
 
     Configuration    what a run is, as data: settings, records, layer table
-    Numerics         FP8 matmuls, the linear layer that uses them, functions with a Triton twin
+    Numerics         FP8 matmuls, the linear layer that uses them, and what calls Triton twins
     Optimizers       Muon and Adam as update rules, and the table of which parameter has which
     Model            masks, attention, layers, and a head whose loss never stores the logits
     Data             shards, and batches that depend on the step alone
@@ -249,7 +249,7 @@ def check(hp: Hyperparameters) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Numerics: FP8 matmuls, the linear layer that uses them, functions with a Triton twin
+# Numerics: FP8 matmuls, the linear layer that uses them, and what calls Triton twins
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
@@ -380,7 +380,7 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
 
 
 def muon_updates(grads, momenta, momentum: Tensor, damped=True) -> Tensor:
-    """The updates (n, rows, cols) of n matrices; grads and momenta are lists of a part of n each.
+    """The updates (n, rows, cols) of n matrices; mean gradients and momenta are lists of parts.
 
     Momenta change in place. Damped, they take up a share of 1 - momentum of each gradient, else all
     of it: while the momentum is constant, that is only another scale. Compiled, all but the matmuls
@@ -399,10 +399,10 @@ def muon_updates(grads, momenta, momentum: Tensor, damped=True) -> Tensor:
 
 # An update rule is rule(buckets, lr, now, ...): of buckets (see Bucket) whose rows have one shape,
 # with the group's learning rate `lr` at this moment, and the Moment `now`. It reads bucket.grads,
-# the mean gradient (n, ...) of this rank's n rows, and keeps what it likes in bucket.state: tensors
-# (n, ...) of any further shape, or (), are saved and resumed. The rule answers with what each
-# bucket sends, (n, ...), and a factor: all ranks add factor * sent to the weights. Or the factor is
-# None, and what is sent are the new weights.
+# the mean gradient (n, ...) of this rank's n rows. What it keeps in bucket.state is saved and
+# resumed: tensors (n, ...) of any further shape, or () and equal in all buckets. The rule answers
+# with what each bucket sends, (n, ...), and a factor: all ranks add factor * sent to the weights.
+# Or the factor is None, and what is sent are the new weights.
 
 
 def muon(buckets, lr: float, now, updates_of=muon_updates, damped=True):
@@ -445,8 +445,8 @@ class Group:
     lr: float
     row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
     least_rows: float  # a bucket has at least so many rows, and one for each rank
-    complete: str = "backward"  # its gradients: after the last "forward" pass, as they come in the
-    # last "backward" pass, or at the "end" of that
+    complete: str = "backward"  # gradients arrive in the last backward pass; "forward": before it;
+    # "end": after it
 
 
 def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
@@ -518,7 +518,7 @@ class Bucket:
         return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
     def weights(self) -> Tensor:
-        """This rank's rows of the parameters: of one parameter, its own memory."""
+        """This rank's rows of the parameters: of one parameter its own memory, unless padded."""
         return self.share([p.detach() for p in self.params])
 
     def launch(self) -> None:
@@ -597,29 +597,32 @@ class Optimizers:
 
     def begin_last_backward(self) -> None:
         """From now on, gradients are complete when they arrive; some are complete already."""
-        self.missing = {bucket: len(bucket.params) for bucket in self.order}
         for group, buckets in self.groups:
-            for bucket in buckets if group.complete == "forward" else ():
-                self.arrived(bucket)
+            for bucket in buckets:
+                self.missing[bucket] = 0 if group.complete == "forward" else len(bucket.params)
+        self.launch_complete()
 
     def arrived(self, bucket: Bucket) -> None:
-        """One of the bucket's gradients is complete: launch what is next in order and complete."""
-        if not self.missing:  # not the last pass
-            return
-        self.missing[bucket] -= 1
-        for first in list(self.missing):
-            if self.missing[first]:
+        """One of the bucket's gradients is there: complete, if this is the last backward pass."""
+        if self.missing:
+            self.missing[bucket] -= 1
+            self.launch_complete()
+
+    def launch_complete(self) -> None:
+        """Launch what is next in order, as far as that is complete."""
+        for bucket in list(self.missing):
+            if self.missing[bucket]:
                 break
-            del self.missing[first]
-            first.launch()
+            del self.missing[bucket]
+            bucket.launch()
 
     def grad_norms(self) -> Tensor:
         """L2 norms (groups,) of the summed gradients of each group; all must have arrived."""
-        norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+        length = partial(torch.linalg.vector_norm, dtype=torch.float32)
         squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
         for square, (_, buckets) in zip(squares, self.groups, strict=True):
             for bucket in buckets:
-                square += norm(bucket.wait()).square()
+                square += length(bucket.wait()).square()
         all_reduce_([squares])
         return squares.sqrt()
 
@@ -963,7 +966,7 @@ def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=No
         p = p / total - (torch.arange(p.size(1), device=p.device) == target).float()
     else:  # z and p are stored, and overwritten where that is possible
         z = logits.float()
-        z = torch.add(z.new_tensor(b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
+        z = torch.add(z.new_full((), b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
         p = torch.softmax(z, dim=-1)
         loss = -p.gather(1, target).log().sum()
         p.scatter_add_(1, target, p.new_full((len(p), 1), -1.0))
@@ -1074,7 +1077,7 @@ class Head(CastedLinear):
         return HeadLoss.apply(x, self.weight, targets, self.softcap, scales, self.steps)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (T, C) to soft-capped logits (T, padded vocabulary), in float32, never from FP8."""
+        """x (T, C) to logits (T, padded vocabulary) between 0 and a, in float32, never from FP8."""
         a, b, c = self.softcap
         return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
@@ -1225,7 +1228,7 @@ def distributed_data_generator(
     start_step=0,
     num_batches=0,
     epochs=1,
-    vocab_size=2**16,
+    vocab_size=END_OF_TEXT + 1,
     longest=0,
     device=None,
 ):
@@ -1235,10 +1238,8 @@ def distributed_data_generator(
     CUDA device; targets are the sequence shifted by one. A batch is batch_seqs consecutive
     sequences of one shard (a tail too short for one is dropped); rank r has the r-th part. It ends
     after num_batches, or else after `epochs` passes over the shards (0: never). For `longest` see
-    cut_sequences.
-
-    All shards of the run are read at once, and UserError raised if they are missing, damaged, too
-    short for num_batches (0: for one) or hold a token outside the vocabulary.
+    cut_sequences. UserError at once if shards are missing, damaged, too short for num_batches (0:
+    for one) or hold a token outside the vocabulary.
     """
     vocab_size = min(vocab_size, END_OF_TEXT + 1)  # GPT-2's; a table may be padded
     if batch_seqs % world_size:
@@ -1338,7 +1339,7 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
 # Run: checkpoints, command line, the timed loop, main()
 
 
-# Of older checkpoints: what was so before it was a setting, and settings that are gone.
+# Of older checkpoints: what was so before it was a setting, and settings that are ignored.
 BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
 FORMER_SETTINGS = {"comm_dtype", "verify_data"}
 
@@ -1396,8 +1397,7 @@ def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namesp
     """The settings (flags over the record's, or over a checkpoint's own) and the flags given, with
     `record`, its name, `checkpoint`, the path, and `saved`, what the checkpoint holds.
 
-    Raises UserError for an unknown flag or a bad value; --help prints and exits.
-    """
+    UserError for an unknown flag or a bad value."""
     args = command_line().parse_args(argv)
     args.checkpoint, args.saved = where_to_start(args)
     on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
@@ -1564,7 +1564,7 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
         if saved:
             changed = "" if program.source() == saved["code"] else "; the source has changed since"
-            if (former := saved.get("kernels", [])) != kernels_in_use():
+            if (former := saved.get("kernels", kernels_in_use())) != kernels_in_use():
                 changed += f"; its kernels were: {' '.join(former) or 'none'}"
             log(f"resumed at step {self.first_step}{changed}")
             self.optimizers.load_state_dict(saved["optimizers"])

@@ -343,6 +343,21 @@ def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_
     assert [set(layers[:2]), set(layers[2:])] == [{3, 4}, {0, 1}]
 
 
+def test_a_row_whose_gradients_the_forward_pass_makes_leaves_before_the_last_backward_pass(
+    tiny, monkeypatch
+):
+    """Whatever the number of its parameters: here the scalars, as the first row of the table."""
+    *others, scalars = parameter_table(tiny)
+    table = replace(scalars, complete="forward"), *others
+    monkeypatch.setattr(train_gpt, "parameter_table", lambda hp, compile_=None: table)
+    left = []
+    monkeypatch.setattr(Bucket, "launch", lambda bucket: left.append(bucket))
+    optimizers = Optimizers(GPT(tiny), tiny)
+    optimizers.begin_last_backward()
+    (scalar, *_), (head, *_) = (buckets for _, buckets in optimizers.groups[:2])
+    assert len(scalar.params) > 1 and left == [scalar, head]
+
+
 def test_a_tied_embedding_learns_as_one_and_leaves_when_the_last_backward_pass_has_ended(
     model, batch, monkeypatch
 ):
