@@ -1361,7 +1361,7 @@ def load_checkpoint(path: str | Path) -> dict:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # torch's own advice is to load it unsafely
-        reason = error if isinstance(error, ValueError) else type(error).__name__
+        reason = error if isinstance(error, (ValueError, TypeError)) else type(error).__name__
         raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
 
 

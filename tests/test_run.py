@@ -21,6 +21,11 @@ from train_gpt import HERE, RECORDS, main
 RULE = "=" * 100
 
 
+@pytest.fixture
+def flags(flags) -> list[str]:
+    return [*flags, "--batch_seqs", "2", "--val_tokens", "512"]
+
+
 def test_log_holds_source_versions_settings_and_the_communitys_lines(flags, tmp_path, capsys):
     main(flags)
     console = capsys.readouterr().out
@@ -64,7 +69,7 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     assert validated == [("0", "0"), ("2", "20"), ("4", "40"), ("6", "60"), ("7", "70")]
     found = rows(tmp_path / "logs/it.jsonl")[1:]
     assert [row["ms"] for row in found] == pytest.approx([10.0] * 7)
-    assert [row["tokens_per_s"] for row in found] == [8 * 128 * 100] * 7
+    assert [row["tokens_per_s"] for row in found] == [2 * 128 * 100] * 7
 
 
 def test_loss_falls(flags, capsys):
