@@ -414,17 +414,19 @@ def stop_signals(alone: bool):
     poll.register(reader, select.POLLIN)
 
     def watch() -> None:
-        first = patience = None
-        while poll.poll(patience):
+        first = milliseconds = None
+        while poll.poll(milliseconds):
             number = os.read(reader, 1)
             if not number:  # the writer is closed: the run is over
                 os.close(reader)
                 return
+            now = time.monotonic()
             if not seen:
-                first, patience = time.monotonic(), None if alone else 1e3 * PATIENCE
-            elif number[0] == signal.SIGINT and time.monotonic() > first + 1:
+                first = now
+            elif number[0] == signal.SIGINT and now > first + 1:
                 os._exit(130)
             seen.append(number[0])
+            milliseconds = None if alone else 1e3 * max(0.0, first + PATIENCE - now)
         os._exit(128 + seen[0])
 
     os.set_blocking(writer, False)

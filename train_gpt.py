@@ -644,8 +644,7 @@ class Optimizers:
         for group, buckets in self.groups:
             for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
                 same = [bucket for bucket in buckets if bucket.row_shape == shape]
-                for bucket in same:
-                    bucket.wait().mul_(grad_scale)
+                torch._foreach_mul_([bucket.wait() for bucket in same], grad_scale)
                 shares, factor = group.rule(same, group.lr * now.lr, now)
                 for bucket, share in zip(same, shares, strict=True):
                     pending.append((bucket, bucket.gather(share), factor))

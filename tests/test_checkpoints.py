@@ -217,7 +217,10 @@ def test_what_became_a_setting_later_is_as_it_was_for_an_older_checkpoint(saved,
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"no_such_setting": 1}, ""), ({"num_layers": 5}, "--num_layers 5: must be at least 2")],
+    [
+        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"num_layers": 5}, "--num_layers 5: must be at least 2"),
+    ],
 )
 def test_a_checkpoint_with_settings_that_cannot_be_is_refused(
     settings, words, saved, tmp_path, capsys

@@ -83,6 +83,14 @@ def test_a_folder_that_is_there_is_left_alone(trained, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_the_modelling_file_does_not_know_is_refused_by_name(trained):
+    hp, saved = RECORDS["demo"], train_gpt.load_checkpoint(trained.path)
+    export.check_known(hp, saved)
+    saved["model"]["blocks.0.attn.gate.weight"] = torch.zeros(2, 12)
+    with pytest.raises(train_gpt.UserError, match=r"does not know blocks\.0\.attn\.gate\.weight:"):
+        export.check_known(hp, saved)
+
+
 def test_a_full_disk_ends_with_one_line_and_leaves_nothing(trained, tmp_path, capsys):
     """A limit on the size of files stands for it: the weights do not fit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

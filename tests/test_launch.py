@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -24,9 +25,11 @@ def launched(tmp_path, monkeypatch):
     of `failing` end with status 3."""
 
     def start(words: str, gpus: int = 0, failing: str = "-") -> tuple[int, list]:
-        calls = []
+        calls, handled = [], []
 
         def call(command, **options):
+            if "--run_id" in command:  # one of several: it shall save on Ctrl-C, and not be killed
+                assert handled == [signal.SIGINT]
             calls.append(command)
             return SimpleNamespace(returncode=3 * (failing in command))
 
@@ -36,6 +39,7 @@ def launched(tmp_path, monkeypatch):
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(subprocess, "run", call)
+        monkeypatch.setattr(signal, "signal", lambda number, action: handled.append(number))
         monkeypatch.setattr(os, "execv", take_place)
         monkeypatch.setattr(train_gpt, "train", lambda *arguments: calls.append("here"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

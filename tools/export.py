@@ -49,7 +49,8 @@ def check_known(hp: Hyperparameters, saved: dict) -> None:
     }
     words |= {name for name in saved["model"] if not WEIGHTS.fullmatch(name)}
     if words:
-        raise UserError(f"the exported model would lack {', '.join(sorted(words))}: {MODELING}")
+        names = ", ".join(sorted(words))
+        raise UserError(f"{MODELING} does not know {names}: add it there, or export another model")
 
 
 def hf_config(hp: Hyperparameters, window: int) -> dict:
