@@ -36,8 +36,9 @@ def shared_memory_is_small(device: torch.device) -> bool:
 
 @triton.jit
 def softcap_kernel(
-    logits, targets, losses, grads, vocab, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    SCALE: tl.constexpr, LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, shares, losses, grads, vocab, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr,
+    TARGETS: tl.constexpr, WITH_SHARES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A program takes a row, twice: from memory for the sum, then from the cache.
 
@@ -45,7 +46,7 @@ def softcap_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
-    target = tl.load(targets + row)
+    targets += row * TARGETS
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, vocab, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -53,37 +54,49 @@ def softcap_kernel(
         term = tl.exp(A * (tl.sigmoid((logit + B) * (1 / C)) - 1))
         total += tl.where(column < vocab, term, 0.0)
     total = tl.sum(total)
-    of_target = tl.sigmoid((tl.load(logits + target).to(tl.float32) + B) * (1 / C))
+    of_target = tl.sigmoid((tl.load(logits + tl.load(targets)).to(tl.float32) + B) * (1 / C))
     tl.store(losses + row, tl.log(total) - A * (of_target - 1))
     if WITH_GRAD:
+        weight = 1.0
+        if WITH_SHARES:  # a row's softmax counts once for each of its targets, by their shares
+            weight = 0.0
+            for k in tl.static_range(TARGETS):
+                weight += tl.where(tl.load(targets + k) >= 0, tl.load(shares + k), 0.0)
         for start in range(0, vocab, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
             s = tl.sigmoid((logit + B) * (1 / C))
-            p = tl.exp(A * (s - 1)) / total - tl.where(column == target, 1.0, 0.0)
+            p = tl.exp(A * (s - 1)) * (weight / total)
+            for k in tl.static_range(TARGETS):
+                share = tl.load(shares + k) if WITH_SHARES else 1.0
+                p -= tl.where(column == tl.load(targets + k), share, 0.0)
             grad = tl.clamp(A / C * SCALE * p * s * (1 - s), -LARGEST, LARGEST)
             tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
 
 
-def fused_loss(logits, targets, softcap, grad_scale=None, grads=None):
+def fused_loss(logits, targets, softcap, shares=None, grad_scale=None, grads=None):
     """softcapped_cross_entropy in one kernel."""
     losses, with_grad = torch.empty(len(logits), device=logits.device), grads is not None
     out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
-    sizes = logits.size(1), *softcap, scale, torch.finfo(out.dtype).max
-    softcap_kernel[(len(logits),)](
-        logits, targets, losses, out, *sizes, WITH_GRAD=with_grad, COLUMNS=8192, num_warps=16
-    )
+    inputs = logits, targets, losses if shares is None else shares, losses, out
+    sizes = logits.size(1), *softcap, scale, torch.finfo(out.dtype).max, with_grad
+    options = {"TARGETS": targets[0].numel(), "WITH_SHARES": shares is not None}
+    softcap_kernel[(len(logits),)](*inputs, *sizes, **options, COLUMNS=8192, num_warps=16)
     return losses.sum()
 
 
 def loss_example(hp, device, dtype, fp8):
-    """Some rows of logits, and where their gradient goes."""
+    """Some rows of logits, as many targets for each as hp ever has, and where the gradient goes."""
     vocab, cap = -(-hp.vocab_size // 128) * 128, hp.logit_softcap
     logits = 4 * torch.randn(1024, vocab, device=device, dtype=dtype)
-    targets = torch.randint(hp.vocab_size, (1024,), device=device)
+    count = 1 + hp.stages.partition(",")[0].count("/")
+    targets = torch.randint(hp.vocab_size, (1024, count), device=device)
+    targets[-1, 1:] = -1
+    shares = torch.linspace(1, 0.25, count, device=device) if count > 1 else None
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
-    scale = (hp.grad_s if fp8 else 1.0) / hp.seq_len
-    return logits, targets, (2 * cap, 0.0, cap / 2), scale, grads
+    scale = (hp.grad_s if fp8 else 1.0) / (1 if hp.loss_sum else hp.seq_len)
+    softcap = hp.logit_sigmoid if hp.logit_sigmoid[0] else (2 * cap, 0.0, cap / 2)
+    return logits, targets, softcap, shares, scale, grads
 
 
 # -----------------------------------------------------------------------------

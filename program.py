@@ -89,6 +89,24 @@ def show(value) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value).removeprefix(f"{HERE}/")
 
 
+def number_rows(text: str, name: str, known: tuple[str, ...]) -> list[tuple[str, dict]]:
+    """The rows of a setting such as "head+lr=.008+beta1=.5,embed+lr=.6": of each row its name, if
+    it begins with one, and its numbers, a tuple for 1/2/3. UserError for what is no such row."""
+    rows = []
+    for row in text.split(",") if text else ():
+        words = row.split("+")
+        first = words.pop(0) if words and "=" not in words[0] else ""
+        try:
+            values = dict(word.split("=") for word in words)
+            numbers = {key: tuple(map(float, v.split("/"))) for key, v in values.items()}
+        except ValueError as error:
+            raise UserError(f"--{name}: {row!r} is not FIELD=NUMBER+FIELD=NUMBER") from error
+        if unknown := numbers.keys() - set(known):
+            raise UserError(f"--{name}: {unknown.pop()!r} is none of {' '.join(known)}")
+        rows.append((first, {k: v if len(v) > 1 else v[0] for k, v in numbers.items()}))
+    return rows
+
+
 def flag_parser(name: str, usage: str) -> argparse.ArgumentParser:
     """A parser that raises UserError, and says nothing of flags that were not given."""
     parser = argparse.ArgumentParser(
@@ -126,6 +144,34 @@ def given(settings, args: argparse.Namespace) -> dict:
     return values
 
 
+def command_line(about: str, records: dict, settings_class) -> argparse.ArgumentParser:
+    """train_gpt.py's: a flag for each setting, and those that say what to do."""
+    parser = flag_parser("train_gpt.py", "[--record NAME] [--SETTING VALUE ...]")
+    parser.description = about
+    parser.add_argument("--record", choices=records, help="row to start from; on a CPU [demo]")
+    parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
+    diff = {"nargs": 2, "choices": records, "metavar": "NAME"}
+    parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
+    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
+    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
+    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
+    add_flags(parser, settings_class)
+    return parser
+
+
+def where_to_start(args: argparse.Namespace, load: Callable) -> tuple[str | Path | None, dict]:
+    """The checkpoint that the flags name, or that `auto` finds, and what it holds; or None, {}."""
+    wanted = getattr(args, "eval", getattr(args, "resume", None))
+    if wanted != "auto":
+        return wanted, {} if wanted is None else load(wanted)
+    path, saved = newest_checkpoint(getattr(args, "run_id", "*"), load)
+    if not saved and "eval" in args:
+        raise UserError("no checkpoint under logs/: train with --save_every, or name one")
+    if not saved:
+        print("--resume auto: no checkpoint under logs/, a new run begins")
+    return path, saved
+
+
 # -----------------------------------------------------------------------------
 # Records: what is published of them, and their tables
 
@@ -133,8 +179,10 @@ def given(settings, args: argparse.Namespace) -> dict:
 @cache
 def published() -> dict[str, dict]:
     """What records reached on 8 H100s: minutes by the clock of their day, ms a step at the first
-    and last steps, mean and deviation of the last validation loss (2024-11-19: of one run, and
-    about), and one run's losses by step; {} without the file."""
+    and last steps, mean and deviation of the last validation loss over so many runs (2024-11-19:
+    of one, and about), and by step losses and seconds of training. Where all runs have public
+    logs these are means, and losses have deviations; else they are one run's. {} without the file.
+    """
     path = HERE / "tools" / "published.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
@@ -151,7 +199,10 @@ def against_published(records: dict, record: str, hp, step: int, loss: float) ->
     if known is None or not on_fineweb(hp.train_files, hp.val_files):
         return ""
     if expected := known["losses"].get(str(step)):
-        lines.append(f"    published: {expected:.4f}, difference {loss - expected:+.4f}")
+        text = f"    published: {expected:.4f}"
+        if "deviations" in known:
+            text += f" +- {known['deviations'][str(step)]:.4f} ({known['runs']} runs)"
+        lines.append(f"{text}, difference {loss - expected:+.4f}")
     if step == hp.num_iterations:
         mean, deviation = known["mean"], known["deviation"]
         place = "in" if abs(loss - mean) <= 2 * deviation else "out"
@@ -257,7 +308,8 @@ def to_host(values: Tensor) -> Callable[[], tuple[list[float], float]]:
 
 def source() -> str:
     """The files that train, as logs and checkpoints keep them; kernels.py may be missing."""
-    files = [HERE / name for name in ("train_gpt.py", "program.py", "kernels.py")]
+    names = "train_gpt.py", "records.py", "loader.py", "program.py", "kernels.py"
+    files = [HERE / name for name in names]
     return "\n\n".join(path.read_text("utf-8") for path in files if path.exists())
 
 
@@ -301,16 +353,16 @@ class Logger:
 class Metrics:
     """A run as data: logs/<run_id>.jsonl has an object for each step, as pandas reads it.
 
-    step; train_loss, of the step's batch before its update; val_loss after the step, where it was
-    measured; lr, the multiplier of all learning rates; momentum; window; ms, from the step before
-    to when the host sees this one's result; tokens_per_s; memory_mib, the peak so far; and where
-    the optimizers make them, grad_norm_head and its like, before clipping. A row is written when
-    the next step is under way: that costs no waiting.
+    step; tokens so far; train_loss, of the step's batch before its update; val_loss after the step,
+    where it was measured; the fields of train_gpt.py's Moment; ms, from the step before to when the
+    host sees this one's result; tokens_per_s; memory_mib, the peak so far; and where the optimizers
+    make them, grad_norm_head and its like, before clipping. A row is written when the next step is
+    under way: that costs no waiting.
     """
 
-    def __init__(self, path: Path, step_tokens: int, norms: list[str], first_step: int):
+    def __init__(self, path: Path, norms: list[str], first_step: int):
         """Begin, or go on after a checkpoint's step: rows of later ones will come again."""
-        self.step_tokens, self.norms, self.row, self.result = step_tokens, norms, {}, None
+        self.norms, self.row, self.result, self.step_tokens = norms, {}, None, 0
         self.last, self.ended, kept = (0.0, 0.0), 0.0, 0
         self.file = path.open("ab", buffering=0)
         if path.is_file():
@@ -321,10 +373,10 @@ class Metrics:
                     kept += len(row)
             self.file.truncate(kept)
 
-    def begin(self, row: dict, result: Tensor) -> None:
+    def begin(self, row: dict, step_tokens: int, result: Tensor) -> None:
         """A step is under way: what is known of its row, and loss, `stop` and norms to come."""
         self.row = row | {"memory_mib": peak_memory(result.device)[0] >> 20}
-        self.result = to_host(result)
+        self.result, self.step_tokens = to_host(result), step_tokens
 
     def fetch(self, since: float) -> tuple[float, float]:
         """Loss and `stop` of the last step begun, whose row is complete then but for a validation;

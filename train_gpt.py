@@ -26,7 +26,6 @@ functions do the same. program.py has what is not about training: flags, errors,
 import argparse
 import contextlib
 import gc
-import glob
 import itertools
 import math
 import os
@@ -34,9 +33,7 @@ import shlex
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -47,7 +44,6 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # shares the cores, a long spin makes a step several times as long (BENCHMARKS.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's; other libraries have other names
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,7 +53,11 @@ from torch.optim.adam import adam as torch_adam
 from torch.utils.checkpoint import checkpoint
 
 import program
+import records
+from loader import END_OF_TEXT, FINEWEB, distributed_data_generator
+from loader import load_data_shard as load_data_shard
 from program import HERE, UserError, all_reduce_, clock, of_machine, of_run, setting, show
+from records import Layer, Stage, layer_table, stage_table
 
 try:  # Triton comes with PyTorch's CUDA build
     from kernels import TWINS, fault, obstacle, shared_memory_is_small
@@ -65,36 +65,17 @@ except ImportError:  # then the plain functions of this file do it all
     TWINS, fault, shared_memory_is_small = {}, None, lambda device: False
     obstacle = "kernels.py or Triton is missing".format
 
-FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
-END_OF_TEXT = 50256  # the GPT-2 token that begins every document
 
 
 # -----------------------------------------------------------------------------
-# Configuration: a layer is a row, a setting is a row, a record is a row
+# Configuration: a setting is a row; records.py has rows of layers, stages and records
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One row of the model: what this layer attends with and what is added to it."""
-
-    window: str  # "long", "short" (half of long), or "none": no attention
-    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
-    skip_from: int | None = None  # which earlier layer's output is added to the input
-
-
-# A layer is written as its window and words, joined by "+": long+v0+x5. A word sets a field. Values
-# of embedding tables (v0) and of the first layer (vfirst): arXiv 2410.17897.
-LAYER_WORDS = {"vfirst": ("values", "first")}
-LAYER_WORDS |= {f"v{i}": ("values", str(i)) for i in range(10)}
-LAYER_WORDS |= {f"x{i}": ("skip_from", i) for i in range(100)}
-
-LAYERS_2024 = ",".join(["long+vfirst"] * 6 + [f"long+vfirst+x{i}" for i in range(5, -1, -1)])
-LAYERS_2025 = (
-    "long+v0,short+v1,short+v2,short,long,short,"
-    "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
-)
 SWITCH = ("auto", "on", "off")  # auto: by what the machine has
+ADAM_RULES = "torch", "cautious"
+Pair, Triple = tuple[float, float], tuple[float, float, float]
+WINDOW_RULES = "blocks", "tokens", "distance"  # see first_visible
 
 
 @dataclass(frozen=True)
@@ -105,7 +86,11 @@ class Hyperparameters:
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", 0)
     cooldown_frac: float = setting(0.4, "share of the steps in which the learning rate falls")
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
-    window_rule: str = setting("blocks", "unit of the window", choices=("blocks", "tokens"))
+    stages: str = setting("", "a row for each stage; empty: one stage")
+    extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
+    lr_lag: int = setting(0, "steps by which a stage's learning rate begins later", 0)
+    last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
+    window_rule: str = setting("blocks", "unit of the window", choices=WINDOW_RULES)
     window_min: int = setting(128, "long attention window at step 0, in tokens")
     window_span: int = setting(1728, "blocks: final window; tokens: growth from window_min", 0)
     window_step: int = setting(128, "the window is a multiple of this many tokens")
@@ -116,33 +101,56 @@ class Hyperparameters:
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
     epochs: int = setting(1, "passes over the training shards at most, 0 for any number", 0)
     align_to_documents: bool = setting(False, "begin each training sequence with a document")
-    max_document_tokens: int = setting(2048, "then longer documents are cut")
+    max_document_tokens: int = setting(2048, "then longer documents are cut, 0: none is", 0)
 
-    layers: str = setting(LAYERS_2025, "a layer each, as described in train_gpt.py", group="model")
-    num_layers: int = setting(12, "how many of them, half from either end", 2, step=2)
+    layers: str = setting(records.LAYERS_2025, "a row for each layer", group="model")
+    num_layers: int = setting(12, "how many of them, half from either end", 2)
     num_heads: int = setting(6, "attention heads")
     head_dim: int = setting(128, "channels in a head", 4, step=4)
     model_dim: int = setting(768, "channels of the residual stream", 16, step=16)
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
     init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
+    qkv_init: float = setting(1.0, "factor on that for q, k and v", 0)
+    value_init: float = setting(1.0, "standard deviation of value embeddings at first", 0)
+    head_init: float = setting(0.0, "standard deviation of the head at first", 0)
+    tied_frac: float = setting(0.0, "share of the steps in which head and embedding are one", 0, 1)
     attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
+    yarn: bool = setting(False, "fit rotary frequencies and attn_scale to growing windows")
+    key_offset: bool = setting(False, "with long windows, half of a key is the token's before")
+    attention_gate: bool = setting(False, "gate each head's output")
+    value_gate: bool = setting(False, "gate value embeddings for each head")
+    skip_gate: bool = setting(False, "gate skip connections")
+    smear: bool = setting(False, "add a share of the token before to each embedding")
+    scaled_projections: bool = setting(False, "attention's lambdas scale what enters and leaves")
+    residual_lambda: float = setting(1.0, "factor on a layer's input at first", 0)
+    x0_apart: bool = setting(False, "the factors on x0 are a group of parameters of their own")
     # PyTorch's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
     norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
+    logit_sigmoid: Triple = setting((0.0, 0.0, 1.0), "a b c, a > 0: a sigmoid((logit + b) / c)", 0)
+    loss_sum: bool = setting(False, "gradients are those of a sequence's sum, not of its mean")
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
     # So small that, while output projections are zero, scalars take full steps by rounding noise.
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
-    adam_betas: tuple[float, float] = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
+    adam_betas: Pair = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
+    adam_rule: str = setting("torch", "whose Adam; see adam and cautious_adam", choices=ADAM_RULES)
+    adam_groups: str = setting("", "rows of Adam's groups, where the following does not hold")
+    adam_every: int = setting(1, "Adam takes so many steps' gradients at a time", 1, 2)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
     head_lr: float = setting(0.008, "Adam's learning rate for the head")
     scalar_lr: float = setting(0.04, "Adam's learning rate for scalars")
     muon_lr: float = setting(0.05, "Muon's learning rate for hidden matrices")
+    muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors for tall, wide, square matrices", 0)
+    muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
+    muon_decay: float = setting(0.0, "Muon's cautious weight decay, in learning rates", 0)
+    polar_express: bool = setting(False, "orthogonalise by Polar Express, not by Newton-Schulz")
     momentum_start: float = setting(0.85, "Muon's momentum at step 0")
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
     momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
+    momentum_cooldown_steps: int = setting(0, "last steps, in which it falls again", 0)
     momentum_damped: bool = setting(True, "momentum averages gradients; off: it sums them")
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
 
@@ -166,78 +174,7 @@ class Hyperparameters:
 LEARNING_FIELDS = program.names_of(Hyperparameters, "learning")
 SAVED_FIELDS = program.names_of(Hyperparameters, "learning", "run")
 
-WINDOW_WARMUP = Hyperparameters(
-    num_iterations=1750,
-    cooldown_frac=640 / 1750,
-    lr_final=0.0,
-    window_rule="tokens",
-    window_min=64,
-    window_step=64,
-    seq_len=65536,
-    val_seq_len=65536,
-    layers=LAYERS_2024,
-    vocab_size=50304,
-    init_bound=1.0,
-    attn_scale=0.0,
-    rope="full",
-    rope_base=10000.0,
-    logit_softcap=30.0,
-    adam_eps=1e-8,
-    momentum_damped=False,
-    fp8=False,
-)
-RECORDS = {
-    "2024-11-19_FlexAttention": replace(
-        WINDOW_WARMUP,
-        num_iterations=1875,
-        cooldown_frac=562 / 1875,
-        window_min=1024,
-        window_span=0,
-        adam_betas=(0.9, 0.95),
-        muon_lr=0.04,
-        momentum_warmup_steps=500,
-    ),
-    "2024-11-24_WindowWarmup": WINDOW_WARMUP,
-    "2025-01-26_BatchSize": Hyperparameters(),
-    # The same recipe, sized for two CPU cores and a few minutes.
-    "demo": Hyperparameters(
-        num_iterations=128,
-        window_span=256,
-        seq_len=256,
-        val_seq_len=1024,
-        val_tokens=65536,
-        num_layers=4,
-        num_heads=2,
-        head_dim=64,
-        model_dim=128,
-        norm_eps=2.0**-23,
-        train_files=f"{HERE}/data/kjv_train_*.bin",
-        val_files=f"{HERE}/data/kjv_val_*.bin",
-        val_loss_every=64,
-        save_every=128,
-    ),
-}
-
-
-def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
-    """The rows in use: num_layers of them from both ends, layer i linked to layer n-1-i."""
-    rows, table = hp.layers.split(","), []
-    n, half = hp.num_layers, hp.num_layers // 2
-    if n > len(rows):
-        raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
-    for i, text in enumerate(rows[:half] + rows[-half:]):
-        window, *words = text.split("+")
-        fields = dict(LAYER_WORDS.get(word, ("unknown", word)) for word in words)
-        wrong = window not in ("long", "short", "none") or len(fields) < len(words)
-        wrong |= "unknown" in fields or (window == "none" and "values" in fields)
-        if "skip_from" in fields:
-            if n < len(rows):
-                fields["skip_from"] = n - 1 - i
-            wrong |= i < half or fields["skip_from"] >= i
-        if wrong:
-            raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2025 shows the form")
-        table.append(Layer(window, **fields))
-    return tuple(table)
+RECORDS = {name: Hyperparameters(**settings) for name, settings in records.ROWS.items()}
 
 
 def check(hp: Hyperparameters) -> None:
@@ -245,7 +182,21 @@ def check(hp: Hyperparameters) -> None:
     program.check_ranges(hp)
     if hp.val_tokens % hp.val_seq_len:
         raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
+    if hp.tied_frac and hp.vocab_size % 128:
+        raise UserError(f"--tied_frac: wants a multiple of 128, not --vocab_size {hp.vocab_size}")
+    if hp.logit_sigmoid[0] and not hp.logit_sigmoid[2]:
+        raise UserError("--logit_sigmoid: c must be above 0")
+    if hp.key_offset and hp.rope != "half":
+        raise UserError("--key_offset on: wants the channels that --rope half leaves alone")
+    if hp.adam_every > 1 and hp.grad_clip:
+        raise UserError(f"--grad_clip: not with --adam_every {hp.adam_every}, whose steps differ")
+    for name in ("num_iterations", "save_every"):
+        if value := getattr(hp, name) % hp.adam_every:
+            value, every = getattr(hp, name), f"of --adam_every {hp.adam_every}"
+            raise UserError(f"--{name} {value}: must be a multiple {every}: gradients would wait")
     layer_table(hp)
+    stage_table(hp.stages)
+    parameter_table(hp)
 
 
 # -----------------------------------------------------------------------------
@@ -360,26 +311,40 @@ def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) ->
     return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
 
 
-def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
+# Coefficients (a, b, c) of a step, which takes singular values s to a s + b s^3 + c s^5. Those of
+# Newton-Schulz bring most of them to between 0.7 and 1.2, fast rather than exactly; those of Polar
+# Express (arXiv 2505.16932), with its margins for rounding, change from step to step.
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5, polar_express=False) -> Tensor:
     """G (..., rows, cols) with its singular vectors kept and its singular values near 1.
 
-    Each step takes singular values s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5, which brings most of
-    them to between 0.7 and 1.2, fast rather than exactly; zero stays zero. bfloat16 on CUDA, else
-    G's own dtype. Source: Keller Jordan's Muon, kellerjordan.github.io/posts/muon.
+    Zero stays zero. bfloat16 on CUDA, else G's own dtype. Source: Keller Jordan's Muon,
+    kellerjordan.github.io/posts/muon.
     """
     in_bfloat16 = activation_dtype(G.device) == torch.bfloat16
     X = (G.bfloat16() if in_bfloat16 else G).reshape(-1, *G.shape[-2:])
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
-    X = X / (torch.linalg.matrix_norm(X, keepdim=True) + 1e-7)  # Frobenius: >= the largest
-    for _ in range(steps):  # sums inside the matmuls: in bfloat16, half the rounding error
-        A = symmetric_matmul(X)
-        B = symmetric_matmul(A, A, 2.0315, -4.7750)
-        X = torch.baddbmm(X, B, X, beta=3.4445)
+    size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
+    X = X / (1.02 * size + 1e-6 if polar_express else size + 1e-7)
+    coefficients = POLAR_EXPRESS if polar_express else NEWTON_SCHULZ
+    for a, b, c in coefficients[:steps]:
+        A = symmetric_matmul(X)  # sums inside the matmuls: in bfloat16, half the rounding error
+        B = symmetric_matmul(A, A, c, b)
+        X = torch.baddbmm(X, B, X, beta=a)
     return (X.mT if tall else X).reshape(G.shape)
 
 
-def muon_updates(grads, momenta, momentum: Tensor, damped=True) -> Tensor:
+def muon_updates(grads, momenta, momentum: Tensor, damped=True, polar_express=False) -> Tensor:
     """The updates (n, rows, cols) of n matrices; mean gradients and momenta are lists of parts.
 
     Momenta change in place. Damped, they take up a share of 1 - momentum of each gradient, else all
@@ -394,32 +359,105 @@ def muon_updates(grads, momenta, momentum: Tensor, damped=True) -> Tensor:
         else:
             buffer.mul_(momentum).add_(grad)
             directions.append(grad + momentum * buffer)
-    return zeropower_via_newtonschulz5(torch.cat(directions))
+    return zeropower_via_newtonschulz5(torch.cat(directions), polar_express=polar_express)
+
+
+def normuon_(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """NorMuon (arXiv 2510.05491): updates (n, rows, cols) whose neurons, the longer side, have
+    equal sizes in the mean over steps; each matrix keeps its Frobenius norm. The second moments
+    (n, rows, 1) or (n, 1, cols) change in place."""
+    old, neuron = updates.float(), -1 if second_moment.size(-1) == 1 else -2
+    second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
+    new = old * second_moment.clamp(min=1e-10).rsqrt()
+    before, after = (torch.linalg.matrix_norm(t, keepdim=True) for t in (old, new))
+    return (new * (before / after.clamp(min=1e-10))).type_as(updates)
+
+
+def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
+    """weights -= lr * updates, and where an update makes a weight smaller anyway, or is 0, also
+    lr * decay * weights: cautious weight decay (arXiv 2510.12402)."""
+    for weight, update in zip(weights, updates, strict=True):
+        weight.sub_(lr * (update + decay * weight * (update * weight >= 0)))
+
+
+def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: float) -> None:
+    """A step of Adam in place, in float32, on lists of weights, gradients and state. Epsilon is
+    added to the root of the uncorrected second moment. Where an update makes a weight smaller, the
+    weight decays by lr^2 * decay, too."""
+    for weight, grad, kept in zip(weights, grads, state, strict=True):
+        step, (beta1, beta2) = kept["step"].add_(1), betas
+        first = kept["exp_avg"].lerp_(grad.float(), 1 - beta1)
+        second = kept["exp_avg_sq"].lerp_(grad.float().square(), 1 - beta2)
+        size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+        update, old = size * first / (second.sqrt() + eps), weight.float()
+        weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
+
+
+MUON_STEPS = muon_updates, normuon_, cautious_step_
 
 
 # An update rule is rule(buckets, lr, now, ...): of buckets (see Bucket) whose rows have one shape,
 # with the group's learning rate `lr` at this moment, and the Moment `now`. It reads bucket.grads,
 # the mean gradient (n, ...) of this rank's n rows. What it keeps in bucket.state is saved and
 # resumed: tensors (n, ...) of any further shape, or () and equal in all buckets. The rule answers
-# with what each bucket sends, (n, ...), and a factor: all ranks add factor * sent to the weights.
-# Or the factor is None, and what is sent are the new weights.
+# with what each bucket sends, (n, ...), and how all ranks change their weights by what was sent:
+# take(weights, sent), two lists.
 
 
-def muon(buckets, lr: float, now, updates_of=muon_updates, damped=True):
-    """Nesterov momentum whose update is orthogonalised, for matrices (n, rows, cols)."""
+def number(value: float, like: Tensor) -> Tensor:
+    """It as a tensor (): compiled functions are not compiled anew for another value."""
+    return torch.full((), value, device=like.device)
+
+
+def muon(buckets, lr: float, now, hp: "Hyperparameters", steps=MUON_STEPS):
+    """Nesterov momentum whose update is orthogonalised, for matrices (n, rows, cols). With a
+    muon_beta2 it is NorMuon; with a muon_decay, weights decay cautiously, by lr^2. `steps` are the
+    compiled MUON_STEPS."""
+    (rows, cols), (updates_of, norm_, step_) = buckets[0].row_shape, steps
     for bucket in buckets:
         if not bucket.state:
             bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
+            if hp.muon_beta2:
+                shape = (rows, 1) if rows >= cols else (1, cols)
+                zeros = bucket.grads.new_zeros(len(bucket.grads), *shape)
+                bucket.state["second_moment"] = zeros
     grads = [bucket.grads for bucket in buckets]
     momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
-    momentum = torch.full((), now.momentum, device=grads[0].device)
-    updates = updates_of(grads, momenta, momentum, damped)
-    rows, cols = grads[0].shape[1:]
-    return updates.split([len(grad) for grad in grads]), -lr * max(1, rows / cols) ** 0.5
+    options = number(now.momentum, grads[0]), hp.momentum_damped, hp.polar_express
+    updates = updates_of(grads, momenta, *options).split([len(grad) for grad in grads])
+    if hp.muon_beta2:
+        pairs = zip(updates, [bucket.state["second_moment"] for bucket in buckets], strict=True)
+        updates = [norm_(update, second, hp.muon_beta2) for update, second in pairs]
+    tall, wide, square = hp.muon_mul
+    own_lr = lr * (tall if rows > cols else wide if rows < cols else square)
+    if not hp.muon_decay:
+        return updates, partial(torch._foreach_add_, alpha=-own_lr)
+    numbers = number(own_lr, grads[0]), number(lr * hp.muon_decay, grads[0])
+    return updates, lambda weights, sent: step_(weights, sent, *numbers)
+
+
+def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
+    """Take over what was sent as the new weights."""
+    for weight, new in zip(weights, sent, strict=True):
+        if weight.data_ptr() != new.data_ptr():  # one rank's share of a table is the table
+            weight.copy_(new)
+
+
+def cautious_adam(buckets, lr: float, now, betas, eps: float, decay=0.0, step_=cautious_adam_):
+    """Adam with cautious weight decay, as the records since July 2025 have it; see its step."""
+    weights = [bucket.weights() for bucket in buckets]
+    for bucket, weight in zip(buckets, weights, strict=True):
+        if not bucket.state:
+            bucket.state["step"] = torch.zeros((), device=weight.device)
+            for key in ("exp_avg", "exp_avg_sq"):
+                bucket.state[key] = torch.zeros_like(weight, dtype=torch.float32)
+    grads, state = [bucket.grads for bucket in buckets], [bucket.state for bucket in buckets]
+    step_(weights, grads, state, number(lr, weights[0]), betas, eps, decay)
+    return weights, copy_new
 
 
 def adam(buckets, lr: float, now, betas: tuple[float, float], eps: float):
-    """torch's fused Adam, without decay."""
+    """torch's fused Adam, without decay, as the records until January 2025 have it."""
     weights = [bucket.weights() for bucket in buckets]
     for bucket, weight in zip(buckets, weights, strict=True):
         if not bucket.state:
@@ -432,7 +470,7 @@ def adam(buckets, lr: float, now, betas: tuple[float, float], eps: float):
     options = {"amsgrad": False, "maximize": False, "fused": True, "weight_decay": 0.0}
     options |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
     torch_adam(weights, grads, moments, squares, [], steps, **options)
-    return weights, None
+    return weights, copy_new
 
 
 @dataclass(frozen=True)
@@ -447,20 +485,60 @@ class Group:
     least_rows: float  # a bucket has at least so many rows, and one for each rank
     complete: str = "backward"  # gradients arrive in the last backward pass; "forward": before it;
     # "end": after it
+    every: int = 1  # it learns from the sum of so many steps' gradients
+
+    def learns(self, now: "Moment") -> bool:
+        """Whether it does at a moment. An embedding that is the head learns as the head."""
+        return (now.step + 1) % self.every == 0 and not (now.tied and self.name == "embed")
+
+
+# The parameters of each group, in the order of a step. Parameters of the last four groups belong to
+# the group in ELSEWHERE, unless hp.adam_groups has a row for their own.
+PATTERNS = {
+    "head": ("lm_head.weight",),
+    "muon": ("blocks.*.weight", "blocks.*.qkv_w"),
+    "embed": ("embed.weight",),
+    "values": ("value_embeds.*",),
+    "scalar": ("skip_weights", "blocks.*lambdas", "smear_lambda", "backout_lambda"),
+    "gates": ("blocks.*gate",),
+    "x0": ("blocks.*.x0_lambda",),
+    "smear": ("smear_gate",),
+    "skip": ("skip_gates",),
+}
+ELSEWHERE = {"gates": "muon", "x0": "scalar", "smear": "scalar", "skip": "scalar"}
+ADAM_FIELDS = "lr", "beta1", "beta2", "decay"
+
+
+def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float) -> Group:
+    """A group that learns by Adam, by the numbers of its own row of hp.adam_groups or the usual."""
+    tables = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
+    usual = tables.get(name, hp.scalar_lr), *hp.adam_betas, 0.0
+    lr, *betas, decay = (dict(zip(ADAM_FIELDS, usual, strict=True)) | own).values()
+    rule = partial(adam, betas=betas, eps=hp.adam_eps)
+    if hp.adam_rule == "cautious":
+        step_ = compile_(cautious_adam_)
+        rule = partial(cautious_adam, betas=betas, eps=hp.adam_eps, decay=decay, step_=step_)
+    if name not in tables:
+        return Group(name, patterns, rule, lr, 0, math.inf, every=hp.adam_every)
+    complete = "forward" if name == "head" and not hp.tied_frac else "end"
+    return Group(name, patterns, rule, lr, 1, 1, complete, hp.adam_every)
 
 
 def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
     """The groups, in the order in which their gradients leave and their weights are updated."""
-    adam_ = partial(adam, betas=hp.adam_betas, eps=hp.adam_eps)
-    muon_ = partial(muon, updates_of=compile_(muon_updates), damped=hp.momentum_damped)
-    matrices, tables = ("blocks.*.weight", "blocks.*.qkv_w"), ("embed.weight", "value_embeds.*")
-    scalars = "skip_weights", "blocks.*lambdas"
-    return (
-        Group("head", ("lm_head.weight",), adam_, hp.head_lr, 1, 1, "forward"),
-        Group("muon", matrices, muon_, hp.muon_lr, 2, 8),
-        Group("embed", tables, adam_, hp.embed_lr, 1, 1, "end"),
-        Group("scalar", scalars, adam_, hp.scalar_lr, 0, math.inf),
-    )
+    own = dict(program.number_rows(hp.adam_groups, "adam_groups", ADAM_FIELDS))
+    if wrong := own.keys() - (PATTERNS.keys() - {"muon"}):
+        raise UserError(f"--adam_groups: {wrong.pop()!r} is no group that learns by Adam")
+    patterns = dict(PATTERNS)
+    for name, other in ELSEWHERE.items():
+        if name not in own:
+            patterns[other] += patterns.pop(name)
+    rule = partial(muon, hp=hp, steps=tuple(map(compile_, MUON_STEPS)))
+    matrices = Group("muon", patterns.pop("muon"), rule, hp.muon_lr, 2, 8)
+    groups = [adam_group(n, p, hp, compile_, **own.get(n, {})) for n, p in patterns.items()]
+    # A tied head waits for the embedding's gradient; then matrices do not wait for the head.
+    groups.insert(0 if hp.tied_frac else 1, matrices)
+    return tuple(groups)
 
 
 def members(model: nn.Module, table: tuple[Group, ...] = ()) -> dict[str, dict[str, nn.Parameter]]:
@@ -595,16 +673,17 @@ class Optimizers:
                 for p in bucket.params:
                     p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
 
-    def begin_last_backward(self) -> None:
-        """From now on, gradients are complete when they arrive; some are complete already."""
+    def begin_last_backward(self, now: "Moment") -> None:
+        """From now on, gradients are complete when they arrive; some are complete already. Groups
+        that do not learn at this moment keep theirs."""
         for group, buckets in self.groups:
-            for bucket in buckets:
+            for bucket in buckets if group.learns(now) else ():
                 self.missing[bucket] = 0 if group.complete == "forward" else len(bucket.params)
         self.launch_complete()
 
     def arrived(self, bucket: Bucket) -> None:
         """One of the bucket's gradients is there: complete, if this is the last backward pass."""
-        if self.missing:
+        if bucket in self.missing:
             self.missing[bucket] -= 1
             self.launch_complete()
 
@@ -616,46 +695,48 @@ class Optimizers:
             del self.missing[bucket]
             bucket.launch()
 
-    def grad_norms(self) -> Tensor:
-        """L2 norms (groups,) of the summed gradients of each group; all must have arrived."""
+    def grad_norms(self, now: "Moment") -> Tensor:
+        """L2 norms (groups,) of the summed gradients of each group that learns; of others, 0."""
         length = partial(torch.linalg.vector_norm, dtype=torch.float32)
         squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
-        for square, (_, buckets) in zip(squares, self.groups, strict=True):
-            for bucket in buckets:
+        for square, (group, buckets) in zip(squares, self.groups, strict=True):
+            for bucket in buckets if group.learns(now) else ():
                 square += length(bucket.wait()).square()
         all_reduce_([squares])
         return squares.sqrt()
 
     @torch.no_grad()
     def step(self, now: "Moment") -> list[Tensor]:
-        """Update all weights at a moment, then empty the gradients.
+        """Update the weights of all groups that learn at a moment, then empty their gradients.
 
-        Every 25 steps, and to clip, the answer holds the norms (groups,) of the mean gradient.
+        Every 25 of Adam's steps, and to clip, the answer holds the norms (groups,) of the mean
+        gradient.
         """
         for bucket in self.missing:
             bucket.launch()
         self.missing = {}
         grad_scale, norms = 1 / self.hp.batch_seqs, []
-        if (now.step + 1) % 25 == 0 or self.hp.grad_clip:
-            norms = [self.grad_norms() * grad_scale]
+        if (now.step + 1) % (25 * self.hp.adam_every) == 0 or self.hp.grad_clip:
+            norms = [self.grad_norms(now) * grad_scale]
         if self.hp.grad_clip:
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
-        pending = []
-        for group, buckets in self.groups:
+        buckets_of = {group.name: buckets for group, buckets in self.groups}
+        for own, tied in zip(buckets_of["embed"], buckets_of["head"], strict=True):
+            if self.hp.tied_frac and not (now.tied or own.state):  # it goes on as the head did
+                own.state = {key: value.clone() for key, value in tied.state.items()}
+        pending, learning = [], [row for row in self.groups if row[0].learns(now)]
+        for group, buckets in learning:
             for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
                 same = [bucket for bucket in buckets if bucket.row_shape == shape]
                 torch._foreach_mul_([bucket.wait() for bucket in same], grad_scale)
-                shares, factor = group.rule(same, group.lr * now.lr, now)
+                shares, take = group.rule(same, group.lr * now.lr, now)
                 for bucket, share in zip(same, shares, strict=True):
-                    pending.append((bucket, bucket.gather(share), factor))
+                    pending.append((bucket, bucket.gather(share), take))
                     bucket.grads = None
-        for bucket, sent, factor in pending:
-            for p, value in zip(bucket.params, sent(), strict=True):
-                if factor is not None:
-                    p.add_(value, alpha=factor)
-                elif p.data_ptr() != value.data_ptr():  # one rank's share of a table is the table
-                    p.copy_(value)
-        torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in self.names])
+        for bucket, sent, take in pending:
+            take(bucket.params, sent())
+        params = [p for _, buckets in learning for bucket in buckets for p in bucket.params]
+        torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in params])
         return norms
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -687,14 +768,16 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
 
     A mask is causal, within a document (END_OF_TEXT begins it) and within a window, so what a token
     sees is one run that ends at itself. A window is in tokens; by the rule "blocks" its whole
-    blocks count, the token's own first and always. Tokens (T,) and windows () or (W,) to (T,) or
-    (W, T) int32, never decreasing.
+    blocks count, the token's own first and always; by the rule "distance", too, but they lie before
+    the token. Tokens (T,) and windows () or (W,) to (T,) or (W, T) int32, never decreasing.
     """
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
     window = window[..., None].clamp(max=len(input_seq) + BLOCK).int()  # more is no different
     if rule == "blocks":
         in_window = (position // BLOCK + 1 - (window // BLOCK).clamp(min=1)) * BLOCK
+    elif rule == "distance":
+        in_window = position - window // BLOCK * BLOCK
     else:
         in_window = position + 1 - window.clamp(min=1)
     return torch.maximum(document, in_window)
@@ -747,9 +830,18 @@ def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
 FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
+def offset_keys(k: Tensor) -> Tensor:
+    """Keys (1, H, T, D) whose channels that half RoPE does not turn are those of the token before,
+    in whatever document that is (2025-12-14_PartialKeyOffset)."""
+    before, half = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2), k.size(-1) // 2
+    still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
+    return torch.where(still, before, k)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float, key_offset=False) -> Tensor:
     """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask (a CPU, where
     FlexAttention has no backward pass); they agree."""
+    k = offset_keys(k) if key_offset else k
     if isinstance(mask, BlockMask):
         outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
         flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
@@ -780,9 +872,25 @@ def norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
-def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Tensor, Tensor]:
+def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): rotary frequencies, and the factor on attention's scale, after the
+    long window has had these sizes. What turns less than once in the old window slows down with its
+    growth; what turns more than 32 times stays as it is."""
+    factor = 1.0
+    for old, new in itertools.pairwise(windows):
+        turns = old * frequency / (2 * math.pi)
+        fast = ((turns - 1) / 31).clamp(0, 1)
+        frequency = frequency * (old / new + fast * (1 - old / new))
+        factor *= 1 + 0.2 * math.log(new / old)
+    return frequency, factor
+
+
+def rotary_table(
+    length: int, hp: Hyperparameters, device, start=0, windows: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """cos and sin (T, 1, head_dim), float32, of the positions from start on, for rotate_normed: of
-    each angle (cos, cos) and (sin, -sin).
+    each angle (cos, cos) and (sin, -sin). With hp.yarn also a factor () on q, for long windows that
+    have had these sizes.
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
@@ -791,12 +899,13 @@ def rotary_table(length: int, hp: Hyperparameters, device, start=0) -> tuple[Ten
     turning = hp.head_dim // (2 if full else 4)
     exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
     frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
+    frequency, factor = yarn(frequency, windows if hp.yarn else ())
     angle = torch.arange(start, start + length, device=device)[:, None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
+    cos, sin, factor = angle.cos(), angle.sin(), number(factor, angle) if hp.yarn else None
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1), factor
 
 
-def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor=None) -> Tensor:
     """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
 
     (1, T, H, D) to (1, H, T, D). The halves change places by a flip: compiled code then reads them
@@ -804,7 +913,16 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """
     normed = norm(x, eps).float()
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return (normed * cos + swapped * sin).type_as(x).transpose(1, 2)
+    turned = normed * cos + swapped * sin
+    return (turned if factor is None else turned * factor).type_as(x).transpose(1, 2)
+
+
+GATE_CHANNELS = 12  # of its input, of which a gate is made
+
+
+def gate_of(x: Tensor, weight: Tensor) -> Tensor:
+    """Between 0 and 1, (..., n), by the first channels of x (..., C) and a weight (n, 12)."""
+    return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
 
 
 class CausalSelfAttention(nn.Module):
@@ -814,27 +932,47 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.heads, width = (hp.num_heads, hp.head_dim), hp.num_heads * hp.head_dim
         self.scale, self.eps = hp.attn_scale or hp.head_dim**-0.5, hp.norm_eps
-        qkv = CastedLinear(hp.model_dim, 3 * width)
-        self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * hp.init_bound)
+        qkv, bound = CastedLinear(hp.model_dim, 3 * width), hp.init_bound * hp.qkv_init
+        self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * bound)
         self.mixes_first = layer.values == "first"  # values of the first layer; there, its own
-        self.lambdas = nn.Parameter(torch.tensor([0.5] if self.mixes_first else [0.5, 0.5]))
+        self.scales_projections = hp.scaled_projections
+        of_v = [0.5] if self.mixes_first else [] if hp.scaled_projections else [0.5, 0.5]
+        lambdas = [0.5, 1.0, *of_v] if hp.scaled_projections else of_v
+        self.lambdas = nn.Parameter(torch.tensor(lambdas))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
+        self.key_offset = hp.key_offset and layer.window == "long"
+        gate = partial(torch.zeros, hp.num_heads, GATE_CHANNELS)
+        gates_values = hp.value_gate and layer.values not in (None, "first")
+        self.gate = nn.Parameter(gate()) if hp.attention_gate else None
+        self.value_gate = nn.Parameter(gate()) if gates_values else None
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend):
         """x (1, T, C), and what is mixed into v, of its size, to the result and v as it was."""
-        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
+        (cos, sin, factor), scales = rotary, self.scales_projections
+        qkv_w, out_w = self.qkv_w, self.c_proj.weight
+        if scales:
+            qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
+        qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        q, k = (recomputed(rotate_normed, t, *rotary, self.eps) for t in (q, k))  # (1, H, T, D)
+        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
+        k = recomputed(rotate_normed, k, cos, sin, self.eps)
         own = v
+        if value is not None:
+            value = value.view_as(v)
+        if self.value_gate is not None:
+            value = 2 * gate_of(x, self.value_gate)[..., None] * value
         if self.mixes_first:
-            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * (v if value is None else value)
+            share = self.lambdas[-1]
+            v = (1 - share) * v + share * (v if value is None else value)
         else:
-            v = self.lambdas[0] * v
+            v = v if scales else self.lambdas[0] * v
             if value is not None:
-                v = v + self.lambdas[1] * value.view_as(v)
-        out = attend(q, k, v.transpose(1, 2), mask, self.scale).transpose(1, 2).flatten(2)
-        return self.c_proj(out), own
+                v = v + (value if scales else self.lambdas[1] * value)
+        out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset).transpose(1, 2)
+        if self.gate is not None:
+            out = out * gate_of(x, self.gate)[..., None]
+        return F.linear(out.flatten(2), out_w.type_as(x)), own
 
 
 class ReLUSquared(torch.autograd.Function):
@@ -888,7 +1026,9 @@ class Block(nn.Module):
         super().__init__()
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
         self.mlp, self.eps = MLP(hp), hp.norm_eps
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
+        of_x0 = [] if hp.x0_apart else [0.0]
+        self.lambdas = nn.Parameter(torch.tensor([hp.residual_lambda, *of_x0]))
+        self.x0_lambda = nn.Parameter(torch.zeros(1)) if hp.x0_apart else None
 
     def forward(
         self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask, give_v, attend=attend
@@ -897,7 +1037,8 @@ class Block(nn.Module):
         of zeros where nothing uses it. skip is (weight, output)."""
         if skip is not None:
             x = x + skip[0] * skip[1]
-        x, v = self.lambdas[0] * x + self.lambdas[1] * x0, None
+        of_x0 = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
+        x, v = self.lambdas[0] * x + of_x0 * x0, None
         if self.attn is not None:
             out, v = self.attn(recomputed(norm, x, self.eps), value, rotary, mask, attend)
             x = x + out
@@ -947,28 +1088,46 @@ def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
     return wanted and device.type == "cuda" and fp8_supported(device)
 
 
+def next_targets(targets: Tensor, count: int) -> Tensor:
+    """Of targets (T,) the next one, the one after it, ...: (T, count); -1 beyond the end."""
+    return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
+
+
 @Kernel
-def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=None):
+def softcapped_cross_entropy(logits, targets, softcap, shares=None, grad_scale=None, grads=None):
     """Summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
 
     The logits first become z of sigmoid_form. The gradient of the logits * grad_scale goes to grads
     (T, V): the logits' own memory, or float8_e5m2. dz/dlogit is (z - z^2 / a) / c. z is at most a,
     so softmax may subtract a instead of the row's maximum.
+
+    With shares (K,) and targets (T, K) of next_targets, the gradient is that of the losses of all K
+    targets times their shares, and the loss returned is that of the next token alone.
     """
-    (a, b, c), target = softcap, targets[:, None]
+    a, b, c = softcap
+    targets = targets.view(len(targets), -1)
     if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
         z = a * torch.sigmoid(1 / c * (logits.float() + b))
-        z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, target).float() + b))
+        z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, targets[:, :1]).float() + b))
         p = torch.exp(z - a)
         total = p.sum(dim=1, keepdim=True)
         loss = (total.log() + a - z_of_target).sum()
-        p = p / total - (torch.arange(p.size(1), device=p.device) == target).float()
+        column, p = torch.arange(p.size(1), device=p.device), p / total
+        if shares is None:
+            p = p - (column == targets).float()
+        else:
+            share = shares * (targets >= 0)
+            p = p * share.sum(dim=1, keepdim=True)
+            for k in range(len(shares)):
+                p = p - share[:, k, None] * (column == targets[:, k, None])
     else:  # z and p are stored, and overwritten where that is possible
         z = logits.float()
         z = torch.add(z.new_full((), b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
         p = torch.softmax(z, dim=-1)
-        loss = -p.gather(1, target).log().sum()
-        p.scatter_add_(1, target, p.new_full((len(p), 1), -1.0))
+        loss = -p.gather(1, targets[:, :1]).log().sum()
+        share = p.new_ones(len(p), 1) if shares is None else shares * (targets >= 0)
+        p = p if shares is None else p.mul_(share.sum(dim=1, keepdim=True))
+        p.scatter_add_(1, targets.clamp(min=0), -share)
     if grads is not None:
         grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(1 / c * grad_scale)
         grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
@@ -981,7 +1140,7 @@ def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return w, w.T.contiguous().T
 
 
-def logits_loss(x, w, targets, softcap, grad_scale, scales):
+def logits_loss(x, w, targets, softcap, shares, grad_scale, scales):
     """Summed loss () of x (C, K) under the head w (V, K); x as it entered the matmul; and the
     logits' gradient * grad_scale (C, V), or None without grad_scale."""
     if scales:
@@ -996,7 +1155,8 @@ def logits_loss(x, w, targets, softcap, grad_scale, scales):
     if not x.is_cuda:
         pieces = itertools.repeat(None) if grads is None else grads.split(LOSS_ROWS)
         parts = zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), pieces, strict=False)
-    loss = sum(softcapped_cross_entropy(*part[:2], softcap, grad_scale, part[2]) for part in parts)
+    options = softcap, shares, grad_scale
+    loss = sum(softcapped_cross_entropy(*part[:2], *options, part[2]) for part in parts)
     return loss, x, grads
 
 
@@ -1018,14 +1178,15 @@ def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
 HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 
 
-def loss_chunk(x, w, targets, softcap, grad_scale, grad_w, scales, steps=HEAD_STEPS):
+def loss_chunk(x, w, targets, softcap, grad_scale, grad_w, scales, steps=HEAD_STEPS, shares=None):
     """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
 
     That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
-    scales (of x, w and the logits' gradient) w is what head_in_fp8 makes of it.
+    scales (of x, w and the logits' gradient) w is what head_in_fp8 makes of it. For shares see
+    softcapped_cross_entropy.
     """
     _, forward, backward = steps
-    loss, x, grads = forward(x, w, targets, sigmoid_form(softcap), grad_scale, scales)
+    loss, x, grads = forward(x, w, targets, sigmoid_form(softcap), shares, grad_scale, scales)
     return loss, None if grads is None else backward(x, w, grads, grad_w, scales)
 
 
@@ -1033,17 +1194,26 @@ class HeadLoss(torch.autograd.Function):
     """Mean soft-capped cross-entropy of x (T, K) and targets (T,) under a head's weight (V, K).
 
     If x wants a gradient, the forward pass keeps it, and adds the weight's into gradient_buffer: so
-    such a loss wants exactly one backward(), of itself and not of a multiple.
+    such a loss wants exactly one backward(), of itself and not of a multiple. `summed`, gradients
+    are those of the sum over the sequence; with shares (K,), those of K targets for each token.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, softcap, scales=None, steps=HEAD_STEPS):
+    def forward(
+        ctx, x, weight, targets, softcap, scales=None, steps=HEAD_STEPS, shares=None, summed=False
+    ):
         w = steps[0](weight, scales[1]) if scales else weight.type_as(x)
-        with_grad = ctx.needs_input_grad[0]
-        grads = (1 / len(x), gradient_buffer(weight)) if with_grad else (None, None)
-        size = loss_chunk_len(x.device)
-        chunks = zip(x.split(size), targets.split(size), strict=True)
-        results = [loss_chunk(part, w, t, softcap, *grads, scales, steps) for part, t in chunks]
+        with_grad, size = ctx.needs_input_grad[0], loss_chunk_len(x.device)
+        grads = (
+            (1.0 if summed else 1 / len(x), gradient_buffer(weight)) if with_grad else (None,) * 2
+        )
+        if shares is not None:
+            targets = next_targets(targets, len(shares))
+        chunks, options = (
+            zip(x.split(size), targets.split(size), strict=True),
+            (scales, steps, shares),
+        )
+        results = [loss_chunk(part, w, t, softcap, *grads, *options) for part, t in chunks]
         if with_grad:
             ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
         return sum(loss for loss, _ in results) / len(x)
@@ -1051,29 +1221,27 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         torch._assert_async(grad == 1, "call backward() on the loss itself; scale gradients after")
-        return *ctx.saved_tensors, *[None] * 5
+        return *ctx.saved_tensors, *[None] * 7
 
 
 class Head(CastedLinear):
-    """What makes logits and their loss of the trunk's output; `steps` are the compiled HEAD_STEPS.
-
-    If the weight is an embedding's too, it has the embedding's name, and leaves with the embeddings
-    when both gradients are in its gradient_buffer.
-    """
+    """Makes logits and their loss of the trunk's output; `steps` are the compiled HEAD_STEPS."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp.model_dim, padded_vocab(hp), hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
-        nn.init.zeros_(self.weight)
-        self.softcap, self.steps = sigmoid_form(hp.logit_softcap), HEAD_STEPS
+        self.weight.data.normal_(std=hp.head_init) if hp.head_init else nn.init.zeros_(self.weight)
+        own_form = hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
+        self.softcap, self.steps, self.summed = sigmoid_form(own_form), HEAD_STEPS, hp.loss_sum
 
     def compile_steps(self, compile_) -> None:
         self.steps = tuple(map(compile_, HEAD_STEPS))
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
         """Mean loss () of x (T, C) and targets (T,) int64; for its gradients see HeadLoss."""
         fp8 = x.requires_grad and trains_in_fp8(self.use_fp8, x.device)
-        scales = self.scales if fp8 else None
-        return HeadLoss.apply(x, self.weight, targets, self.softcap, scales, self.steps)
+        several = torch.stack([number(s, x) for s in shares]) if shares != (1.0,) else None
+        options = self.scales if fp8 else None, self.steps, several, self.summed
+        return HeadLoss.apply(x, self.weight, targets, self.softcap, *options)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, C) to logits (T, padded vocabulary) between 0 and a, in float32, never from FP8."""
@@ -1096,10 +1264,23 @@ class GPT(nn.Module):
         self.embed, width = table(hp.model_dim), hp.num_heads * hp.head_dim
         value_embeds = nn.ModuleDict({i: table(width) for i in tables})
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
+        for table in value_embeds.values():
+            table.weight.data *= hp.value_init
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
-        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
+        half = hp.num_layers // 2  # layers that may have a skip connection
+        self.skip_weights = nn.Parameter(torch.full((half,), -1.5 if hp.skip_gate else 1.0))
+        gates = nn.Parameter(torch.zeros(half, GATE_CHANNELS)) if hp.skip_gate else None
+        self.skip_gates, self.smear_gate, self.backout_lambda = gates, None, None
+        if hp.smear:
+            self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
+            self.smear_lambda = nn.Parameter(torch.zeros(1))
+        if any(row.backout for row in self.layers):
+            self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
         self.lm_head = Head(hp)
-        self.use_flex, self.compiled, self.compile_ = False, False, as_is
+        if hp.tied_frac:
+            self.embed.weight.data.copy_(self.lm_head.weight.data)
+        self.use_flex, self.compiled, self.compile_, self.tied = False, False, as_is, False
+        self.rotary: dict[tuple, tuple] = {}  # the last rotary_table, by its arguments
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
@@ -1109,8 +1290,8 @@ class GPT(nn.Module):
         """
         self.to(device)
         self.use_flex = device.type == "cuda"
-        for embeddings in (self.embed, self.value_embeds):
-            embeddings.to(activation_dtype(device))
+        for table in (self.embed, self.value_embeds, *[self.lm_head] * bool(self.hp.tied_frac)):
+            table.to(activation_dtype(device))
         if compiled:
             self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
@@ -1122,29 +1303,60 @@ class GPT(nn.Module):
                 block.compile(dynamic=False)
         return self
 
+    def tie(self, tied: bool) -> None:
+        """Let embedding and head be one table, with one gradient, or two."""
+        embed, head = self.embed.weight, self.lm_head.weight
+        if tied != self.tied:
+            embed.data = head.data if tied else head.data.clone()
+            name = "grad32" if embed.dtype == torch.bfloat16 else "grad"
+            setattr(embed, name, gradient_buffer(head) if tied else None)
+            gradient_buffer(embed)
+        self.tied = tied
+
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens' (T,) embeddings (T, C), and those of each value table."""
+        """The tokens' (T,) embeddings (T, C), smeared, and those of each value table."""
         tables = self.value_embeds["embed"].items()
         values = {name: lookup(table, input_seq) for name, table in tables}
-        return lookup(self.embed, input_seq), values
+        x = lookup(self.embed, input_seq)
+        if self.smear_gate is not None:  # in whatever document the token before is
+            share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
+            x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
+        return x, values
 
-    def masks(self, input_seq: Tensor, window: int | Tensor, make_mask) -> dict:
+    def at(self, when: "Moment | int | Tensor") -> "Moment":
+        """A moment; of a long window in tokens, the moment after training, with this window."""
+        if isinstance(when, Moment):
+            return when
+        return replace(moment(self.hp.num_iterations, self.hp), window=when, short=when // 2)
+
+    def masks(self, input_seq: Tensor, now: "Moment", make_mask) -> dict:
         """Those that the layers of input_seq (T,) attend with, by the names of their windows."""
-        divisors = torch.arange(1, 3, device=input_seq.device)  # short is half of long
-        first = first_visible(input_seq, window // divisors, self.hp.window_rule)
+        is_short = torch.arange(2, device=input_seq.device)
+        windows = now.window + (now.short - now.window) * is_short
+        first = first_visible(input_seq, windows, self.hp.window_rule)
         used = {row.window for row in self.layers}
         rows = zip(("long", "short"), first, strict=True)
         return {name: make_mask(row) for name, row in rows if name in used}
 
-    def hidden(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
-        """Tokens (T,), T whole blocks, and the long window in tokens to (T, C) after the last norm.
+    def rotary_of(self, length: int, now: "Moment", device, start=0) -> tuple:
+        """The rotary_table of a moment; the last one is kept."""
+        windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
+        key = length, start, windows, device
+        if key not in self.rotary:
+            self.rotary = {key: rotary_table(length, self.hp, device, start, windows)}
+        return self.rotary[key]
+
+    def hidden(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
+        """Tokens (T,), T whole blocks, at a moment or with a long window, to (T, C) after the last
+        norm.
 
         Masks and rotary angles depend on the tokens alone: they are made here, once for all layers.
         """
         if not self.use_flex and len(input_seq) > 16384:
             raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
-        masks = self.masks(input_seq, window, flex_mask if self.use_flex else dense_mask)
-        rotary = rotary_table(len(input_seq), self.hp, input_seq.device)
+        now = self.at(when)
+        masks = self.masks(input_seq, now, flex_mask if self.use_flex else dense_mask)
+        rotary = self.rotary_of(len(input_seq), now, input_seq.device)
         return self.trunk(*self.embedded(input_seq), rotary, masks)
 
     def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks, attend=attend):
@@ -1152,15 +1364,21 @@ class GPT(nn.Module):
         of their tables, masks by those of windows."""
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        values, outputs, half = dict(value_embeds), {}, len(self.layers) // 2
-        weights = (None,) * half + self.skip_weights.unbind()
+        values, outputs, weights = dict(value_embeds), {}, self.skip_weights.unbind()
+        upper = len(self.layers) - len(weights)  # the first layer that may have a skip connection
         mixes_first = any(row.values == "first" for row in self.layers)
         last_use = {row.skip_from: i for i, row in enumerate(self.layers)}  # then memory is freed
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip = None
             if row.skip_from is not None:
-                take = outputs.pop if last_use[row.skip_from] == i else outputs.get
-                skip = weights[i], take(row.skip_from)
+                take, weight = (
+                    outputs.pop if last_use[row.skip_from] == i else outputs.get,
+                    weights[i - upper],
+                )
+                if self.skip_gates is not None:
+                    gate = gate_of(x0, self.skip_gates[i - upper, None])
+                    weight = torch.sigmoid(weight) * 2 * gate
+                skip = weight, take(row.skip_from)
             give_v = mixes_first and "first" not in values
             mask, value = masks.get(row.window), values.get(row.values)
             x, v = block(x, x0, value, skip, rotary, mask, give_v, attend)
@@ -1168,154 +1386,81 @@ class GPT(nn.Module):
                 values["first"] = v
             if i in last_use:
                 outputs[i] = x.view(x.shape)
-        return norm(x, self.hp.norm_eps)[0]
+            if row.backout:
+                backout = self.backout_lambda[0] * x
+        return norm(x - backout if self.backout_lambda is not None else x, self.hp.norm_eps)[0]
 
-    def logits(self, input_seq: Tensor, window: int | Tensor) -> Tensor:
+    def logits(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
         """Of tokens (T,) as in `hidden`, the head's logits (T, padded vocabulary)."""
-        return self.lm_head.logits(self.hidden(input_seq, window))
+        return self.lm_head.logits(self.hidden(input_seq, when))
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, window: int | Tensor) -> Tensor:
-        """Mean loss () of tokens (T,) and targets (T,) int64; for its gradients see HeadLoss."""
-        return self.lm_head.loss(self.hidden(input_seq, window), target_seq)
-
-
-# -----------------------------------------------------------------------------
-# Data: shards of GPT-2 tokens, and batches that depend on the step alone
-
-
-def load_data_shard(path: str | Path) -> Tensor:
-    """The tokens of a shard, (n,) uint16, mapped from the file.
-
-    A shard is 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16: llm.c's
-    format. Raises UserError with what was found and what was expected.
-    """
-    size, header = os.path.getsize(path), np.fromfile(path, "<i4", 256).tolist()
-    expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
-    if size <= 1024 or size % 2 or header[:3] != expected:
-        found = f"its {size} bytes begin with {header[:3]}, expected {expected}"
-        raise UserError(f"{path} is not a whole token shard: {found}; fetch or make it again")
-    return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
-
-
-def cut_sequences(tokens: np.ndarray, seq_len: int, longest: int) -> tuple[np.ndarray, ...]:
-    """Where in a shard's tokens (n,) its sequences of seq_len + 1 are: (starts, stops, bounds).
-
-    Sequence i is the pieces starts[j]:stops[j] for j from bounds[i] to bounds[i + 1]. Without
-    `longest`, one piece, and the next sequence begins with its last token. Otherwise a piece is a
-    document's first tokens, at most `longest`; each sequence begins with a document, and what its
-    last document has left is dropped, as on the leaderboard since July 2025.
-    """
-    if not longest:
-        starts = np.arange(0, len(tokens) - seq_len, seq_len)
-        return starts, starts + seq_len + 1, np.arange(len(starts) + 1)
-    starts = np.flatnonzero(tokens == END_OF_TEXT)
-    lengths = np.minimum(np.diff(starts, append=len(tokens)), longest)
-    stops, ends, end, bounds = starts + lengths, lengths.cumsum(), 0, [0]
-    while (last := np.searchsorted(ends, end + seq_len + 1)) < len(ends):
-        stops[last] -= ends[last] - (end + seq_len + 1)
-        end = ends[last]
-        bounds.append(last + 1)
-    return starts, stops, np.array(bounds)
-
-
-def distributed_data_generator(
-    pattern,
-    seq_len,
-    batch_seqs,
-    rank,
-    world_size,
-    start_step=0,
-    num_batches=0,
-    epochs=1,
-    vocab_size=END_OF_TEXT + 1,
-    longest=0,
-    device=None,
-):
-    """This rank's part of each global batch from start_step on, read ahead by a thread.
-
-    Yields inputs (int32) and targets (int64), both (batch_seqs / world_size, seq_len), pinned for a
-    CUDA device; targets are the sequence shifted by one. A batch is batch_seqs consecutive
-    sequences of one shard (a tail too short for one is dropped); rank r has the r-th part. It ends
-    after num_batches, or else after `epochs` passes over the shards (0: never). For `longest` see
-    cut_sequences. UserError at once if shards are missing, damaged, too short for num_batches (0:
-    for one) or hold a token outside the vocabulary.
-    """
-    vocab_size = min(vocab_size, END_OF_TEXT + 1)  # GPT-2's; a table may be padded
-    if batch_seqs % world_size:
-        raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
-    shards = [(path, load_data_shard(path).numpy()) for path in sorted(glob.glob(pattern))]
-    if not shards:
-        remedy = f"; fetch FineWeb with {HERE}/cached_fineweb.py" * pattern.startswith(FINEWEB)
-        raise UserError(f"no shard matches {pattern}{remedy}")
-    plan = []  # of each batch: the shard, its pieces, and the bounds of batch_seqs sequences
-    for path, tokens in shards:
-        if (worst := tokens.max()) >= vocab_size:
-            where = f"{path}: token {worst} at position {tokens.argmax()}"
-            raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
-        starts, stops, bounds = cut_sequences(tokens, seq_len, longest)
-        batches = range(0, len(bounds) - batch_seqs, batch_seqs)
-        plan += [(tokens, starts, stops, bounds[i : i + batch_seqs + 1]) for i in batches]
-        if num_batches and len(plan) >= num_batches:
-            break
-    if not plan:
-        found, need = max(len(tokens) for _, tokens in shards), seq_len * batch_seqs + 1
-        raise UserError(f"{pattern}: a shard has at most {found} tokens, a batch needs {need}")
-    if epochs and len(plan) * epochs < num_batches:
-        found = f"{pattern} holds {len(plan)} batches, the run reads {num_batches}"
-        raise UserError(f"{found}: add shards, or read them again with --epochs")
-    share = batch_seqs // world_size
-
-    def read(step: int) -> tuple[Tensor, Tensor]:
-        tokens, starts, stops, bounds = plan[step % len(plan)]
-        rows = []
-        for i, j in itertools.pairwise(bounds[rank * share :][: share + 1]):
-            pieces = zip(starts[i:j], stops[i:j], strict=True)
-            rows.append(np.concatenate([tokens[start:stop] for start, stop in pieces]))
-        rows = np.stack(rows)
-        both = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int64)
-        both = tuple(map(torch.from_numpy, both))
-        if device is None or device.type == "cpu":
-            return both
-        torch.cuda.set_device(device)  # else a thread's pinned memory is that of GPU 0
-        return tuple(t.pin_memory() for t in both)
-
-    def batches():
-        last = num_batches or (epochs * len(plan) if epochs else sys.maxsize)
-        with ThreadPoolExecutor(1) as reader:
-            ahead = deque()
-            for step in range(start_step, last):
-                ahead.append(reader.submit(read, step))
-                if len(ahead) > 4:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-
-    return batches()
+    def forward(self, input_seq, target_seq, when: "Moment | int | Tensor") -> Tensor:
+        """Mean loss () of tokens (T,) and targets (T,) int64, of the next token alone. In training,
+        its gradients are those of all targets of the moment: see HeadLoss."""
+        shares = self.at(when).targets if self.training else (1.0,)
+        return self.lm_head.loss(self.hidden(input_seq, when), target_seq, shares)
 
 
 # -----------------------------------------------------------------------------
 # Schedules: functions of the step alone, whatever machine it runs on
 
 
+def scheduled_steps(hp: Hyperparameters) -> int:
+    """Steps but for the extension, which comes after them at the last learning rate."""
+    return hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
+
+
+def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
+    """The rows of the stage table that have begun; the last one holds. Stages are equal shares of
+    the scheduled steps; if there is an extension, the last row is its own."""
+    table, steps = stage_table(hp.stages), scheduled_steps(hp)
+    shares = len(table) - (hp.extension_frac > 0 and len(table) > 1)
+    begun = sum(step >= round(steps * k / shares) for k in range(shares))
+    return table[: begun + (step >= steps and shares < len(table))]
+
+
 def get_lr(step: int, hp: Hyperparameters) -> float:
-    """Multiplier on every learning rate: a linear rise, 1, a linear fall to lr_final."""
+    """Multiplier on every learning rate: a linear rise, that of the stage, a linear fall to
+    lr_final."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
-    w = min((1 - step / hp.num_iterations) / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
-    return rise * (w + (1 - w) * hp.lr_final)
+    left = max(1 - step / scheduled_steps(hp), 0.0)
+    w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
+    stage = stages_until(max(step - hp.lr_lag, 0), hp)[-1]
+    return rise * (w * stage.lr + (1 - w) * hp.lr_final)
 
 
 def get_window_size(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens; it grows, in window_steps rounded up ("blocks") or down."""
+    """The long window in tokens: the stage's, or it grows, in window_steps rounded up ("blocks") or
+    down."""
+    if window := stages_until(step, hp)[-1].window:
+        return window
     grown, unit = hp.window_span * step, hp.num_iterations * hp.window_step  # exact in integers
-    if hp.window_rule == "blocks":
-        return max(-(-grown // unit) * hp.window_step, hp.window_min)
-    return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
+    if hp.window_rule == "tokens":
+        return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
+    return max(-(-grown // unit) * hp.window_step, hp.window_min)
 
 
 def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum at the step: a linear ramp, then flat."""
+    """Muon's momentum at the step: a linear ramp, then flat, and perhaps the ramp back."""
     ramp = min(step / hp.momentum_warmup_steps, 1.0)
+    if hp.momentum_cooldown_steps:
+        ramp = min(ramp, (hp.num_iterations - step) / hp.momentum_cooldown_steps)
     return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
+
+
+def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
+    """Loss weights of the next token and of those after it; the last of several falls to 0."""
+    begun, steps = stages_until(step, hp), scheduled_steps(hp)
+    *first, last = begun[-1].targets
+    shares = len(stage_table(hp.stages)) - 1 or 1
+    passed = step * shares / steps - (len(begun) - 1) if first else 0.0
+    return *first, last * (1 - passed)
+
+
+def is_tied(step: int, hp: Hyperparameters) -> bool:
+    """Whether head and embedding are one: for a share of the steps, up to a step of Adam's."""
+    steps, every = math.ceil(scheduled_steps(hp) * hp.tied_frac), hp.adam_every
+    return hp.tied_frac > 0 and step < math.ceil((steps + 1) / every) * every
 
 
 @dataclass(frozen=True)
@@ -1326,12 +1471,37 @@ class Moment:
     lr: float  # multiplier on every learning rate
     momentum: float  # Muon's
     window: int  # the long one, in tokens
+    short: int  # the short one
+    seq_len: int  # tokens in a training sequence
+    longest: int  # where documents are cut, if batches are aligned to them
+    targets: tuple[float, ...]  # loss weights of the next token, the one after it, ...
+    tied: bool  # whether the embedding is the head
 
 
 def moment(step: int, hp: Hyperparameters) -> Moment:
-    """What holds at a step, from 0 to num_iterations; beyond, what holds at the last one."""
+    """What holds at a step, from 0 to num_iterations; beyond, what holds after the last one."""
     step = min(step, hp.num_iterations)
-    return Moment(step, get_lr(step, hp), get_muon_momentum(step, hp), get_window_size(step, hp))
+    stage, window = stages_until(step, hp)[-1], get_window_size(step, hp)
+    last = step == hp.num_iterations and hp.last_window
+    return Moment(
+        step,
+        lr=get_lr(step, hp),
+        momentum=get_muon_momentum(step, hp),
+        window=last or window,
+        short=window // 2,
+        seq_len=hp.seq_len * stage.length,
+        longest=stage.cap or hp.max_document_tokens,
+        targets=get_targets(step, hp),
+        tied=is_tied(step, hp),
+    )
+
+
+def training_batches(hp: Hyperparameters, pattern: str, rank, world_size, first_step, device):
+    """This rank's parts of all batches of a run from a step on."""
+    sizes = (lambda step: moment(step, hp).seq_len), hp.batch_seqs, rank, world_size, first_step
+    limits = hp.num_iterations, hp.epochs, hp.vocab_size
+    longest = (lambda step: moment(step, hp).longest) if hp.align_to_documents else None
+    return distributed_data_generator(pattern, *sizes, *limits, longest, device)
 
 
 # -----------------------------------------------------------------------------
@@ -1364,41 +1534,14 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
 
 
-def command_line() -> argparse.ArgumentParser:
-    """A flag for each setting, and those that say what to do."""
-    parser = program.flag_parser("train_gpt.py", "[--record NAME] [--SETTING VALUE ...]")
-    parser.description = f"{__doc__.splitlines()[0]} In brackets: values of 2025-01-26_BatchSize."
-    parser.add_argument("--record", choices=RECORDS, help="row to start from; on a CPU [demo]")
-    parser.add_argument("--list_records", action="store_true", help="print all rows and exit")
-    diff = {"nargs": 2, "choices": RECORDS, "metavar": "NAME"}
-    parser.add_argument("--diff", help="print where two rows differ and exit", **diff)
-    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
-    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
-    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
-    program.add_flags(parser, Hyperparameters)
-    return parser
-
-
-def where_to_start(args: argparse.Namespace) -> tuple[str | Path | None, dict]:
-    """The checkpoint that the flags name, or that `auto` finds, and what it holds; or None, {}."""
-    wanted = getattr(args, "eval", getattr(args, "resume", None))
-    if wanted != "auto":
-        return wanted, {} if wanted is None else load_checkpoint(wanted)
-    path, saved = program.newest_checkpoint(getattr(args, "run_id", "*"), load_checkpoint)
-    if not saved and "eval" in args:
-        raise UserError("no checkpoint under logs/: train with --save_every, or name one")
-    if not saved:
-        print("--resume auto: no checkpoint under logs/, a new run begins")
-    return path, saved
-
-
 def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
     """The settings (flags over the record's, or over a checkpoint's own) and the flags given, with
     `record`, its name, `checkpoint`, the path, and `saved`, what the checkpoint holds.
 
     UserError for an unknown flag or a bad value."""
-    args = command_line().parse_args(argv)
-    args.checkpoint, args.saved = where_to_start(args)
+    about = f"{__doc__.splitlines()[0]} In brackets: values of 2025-01-26_BatchSize."
+    args = program.command_line(about, RECORDS, Hyperparameters).parse_args(argv)
+    args.checkpoint, args.saved = program.where_to_start(args, load_checkpoint)
     on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
     remembered = "record" not in args and args.saved.get("hyperparameters")
     if remembered:
@@ -1457,13 +1600,13 @@ def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batches: list[Tensor], window: int, device: torch.device) -> float:
-    """Mean loss of all ranks' validation sequences; this rank's are (n, T) on its device, and n may
-    be 0."""
+def evaluate(model: GPT, batches: list[Tensor], when, device: torch.device) -> float:
+    """Mean loss of all ranks' validation sequences, at a moment or with a long window; this rank's
+    are (n, T) on its device, and n may be 0."""
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
     for inputs, targets in zip(*batches, strict=True):
-        loss = model(inputs, targets, window)
+        loss = model(inputs, targets, when)
         total += torch.stack([loss, torch.ones_like(loss)])
     all_reduce_([total])
     model.train()
@@ -1478,10 +1621,11 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
     and divided only then: each micro-batch's FP8 gradient keeps its scale.
     """
     loss, now = torch.zeros((), device=inputs.device), moment(step, model.hp)
+    model.tie(now.tied)
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
-        micro_loss = model(input_seq, target_seq, now.window)
+        micro_loss = model(input_seq, target_seq, now)
         if i == len(inputs):
-            optimizers.begin_last_backward()
+            optimizers.begin_last_backward(now)
         micro_loss.backward()
         loss += micro_loss.detach()
         del micro_loss  # with what its graph holds, before the next one is made
@@ -1500,20 +1644,25 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     """
     hp, initial = model.hp, {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
     choose_kernels(hp, device, model.compile_, log)
-    windows = {get_window_size(step, hp): step for step in range(hp.num_iterations + 1)}
-    tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
-    x, val = tokens[None, : hp.seq_len], tokens[None, : hp.val_seq_len]
+    kinds = {}  # the last of the moments that look alike, of the run and after it
+    for step in range(hp.num_iterations + 1):
+        now = moment(step, hp)
+        kinds[now.window, now.seq_len, len(now.targets), now.tied] = now
+    tokens = torch.arange(1, max(now.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
+    val = tokens[None, : hp.val_seq_len]
 
-    def once(window: int, step: int) -> None:
-        evaluate(model, [val.int(), val], window, device)  # first: its blocks of memory are larger
-        train_step(model, optimizers, x.int(), x, step)
+    def once(now: Moment) -> None:
+        evaluate(model, [val.int(), val], now, device)  # first: its blocks of memory are larger
+        x = tokens[None, : now.seq_len]
+        for step in range(now.step, now.step + hp.adam_every):
+            train_step(model, optimizers, x.int(), x, step)
 
-    for window, step in list(windows.items())[0 if model.compiled else -1 :]:
-        once(window, step)
+    for now in list(kinds.values())[0 if model.compiled else -1 :]:
+        once(now)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        once(window, step)
+        once(now)
     model.load_state_dict(initial)
     optimizers.load_state_dict({})
 
@@ -1536,10 +1685,10 @@ class Run:
         """Start the log, warm up, and take over what a checkpoint saved, if there is one."""
         hp, device, on_gpu = self.hp, self.device, self.device.type == "cuda"
         self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
-        ranks, longest = (self.rank, self.world_size), hp.max_document_tokens
-        stream = hp.train_files, hp.seq_len, hp.batch_seqs, *ranks, self.first_step
-        limits = hp.num_iterations, hp.epochs, hp.vocab_size, longest * hp.align_to_documents
-        self.batches = distributed_data_generator(*stream, *limits, device)
+        ranks = self.rank, self.world_size
+        self.batches = training_batches(hp, hp.train_files, *ranks, self.first_step, device)
+        lengths = (moment(step, hp).seq_len for step in range(self.first_step))
+        self.tokens = hp.batch_seqs * sum(lengths)
         self.optimizers = Optimizers(self.model, hp, *ranks)
         self.log = log = program.Logger(hp, device, self.rank, self.first_step, going_on)
         self.folder = Path("logs", log.run_id)
@@ -1571,15 +1720,16 @@ class Run:
             saved.clear()  # as large as the model and more
         path = log.path.with_suffix(".jsonl") if self.rank == 0 else log.path
         norms = [f"grad_norm_{group.name}" for group in parameter_table(hp)]
-        self.metrics = program.Metrics(path, hp.batch_seqs * hp.seq_len, norms, self.first_step)
+        self.metrics = program.Metrics(path, norms, self.first_step)
 
     def loop(self) -> None:
         """Train to the last step, or until a signal comes. The clock stands still meanwhile where
         the run validates or saves."""
         hp, metrics, stop = self.hp, self.metrics, 0.0
         # Batches arrive in one place: nothing is allocated for them in a step.
-        shape, dtypes = (hp.batch_seqs // self.world_size, hp.seq_len), (torch.int32, torch.int64)
-        batch = [torch.empty(shape, dtype=dtype, device=self.device) for dtype in dtypes]
+        most = max(moment(step, hp).seq_len for step in range(hp.num_iterations))
+        size, dtypes = hp.batch_seqs // self.world_size * most, (torch.int32, torch.int64)
+        places = [torch.empty(size, dtype=dtype, device=self.device) for dtype in dtypes]
         gc.freeze()  # what is there by now stays: no collection need walk through it
         with program.stop_signals(alone=self.world_size == 1) as signals:
             start = clock(self.device)
@@ -1588,27 +1738,33 @@ class Run:
                 validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
                 validate = validate and (new or step == 0)  # else it was done before
                 stop = stop and not last
+                leave = stop and step % hp.adam_every == 0  # else gradients wait for the next step
                 save = hp.save_every and (last or step % hp.save_every == 0)
-                save = new and (stop or save)
+                save = new and (leave or save)
                 if validate or save:
                     self.check_loss(metrics.fetch(start)[0], step)
                     self.seconds += clock(self.device) - start
                     metrics.write(**self.validate(step) if validate else {})
                     path = save and self.save(step)
-                    if stop:
+                    if leave:
                         self.leave(step, signals)
                     start = clock(self.device)
                 if last:
                     break
-                for place, arrived in zip(batch, next(self.batches), strict=True):
-                    place.copy_(arrived, non_blocking=True)
+                now, batch = moment(step, hp), []
+                for place, arrived in zip(places, next(self.batches), strict=True):
+                    batch.append(place[: arrived.numel()].view_as(arrived))
+                    batch[-1].copy_(arrived, non_blocking=True)
                 result = train_step(self.model, self.optimizers, *batch, step, stop=bool(signals))
                 loss, stop = metrics.fetch(start)  # of the step before: no waiting
                 self.check_loss(loss, step)
                 metrics.write()
-                metrics.begin(vars(moment(step, hp)) | {"step": step + 1}, result)
+                step_tokens = hp.batch_seqs * now.seq_len
+                self.tokens += step_tokens
+                row = vars(now) | {"step": step + 1, "tokens": self.tokens}
+                metrics.begin(row, step_tokens, result)
                 ms = 1e3 * (self.seconds + time.perf_counter() - start)
-                rate = hp.batch_seqs * hp.seq_len * (step + 1) / ms
+                rate = self.tokens / ms
                 progress = f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s"
                 self.log.step(self.line(step + 1, ms), progress)
         self.log.bar.close()
@@ -1631,8 +1787,7 @@ class Run:
 
     def validate(self, step: int) -> dict:
         """Log the validation loss; what the metrics' row shall have of it."""
-        window = moment(step, self.hp).window
-        loss = evaluate(self.model, self.val_batch, window, self.device)
+        loss = evaluate(self.model, self.val_batch, moment(step, self.hp), self.device)
         self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
         self.check_loss(loss, step)
         if note := program.against_published(RECORDS, self.record, self.hp, step, loss):
@@ -1672,7 +1827,7 @@ def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | Non
     run = Run(hp, args, store)
     if "eval" in args:
         choose_kernels(hp, run.device, run.model.compile_)
-        loss = evaluate(run.model, run.val_batch, moment(step, hp).window, run.device)
+        loss = evaluate(run.model, run.val_batch, moment(step, hp), run.device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
         return
     run.begin(args.saved, going_on="resume" in args)

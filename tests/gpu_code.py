@@ -287,10 +287,10 @@ def loss_graphs(hp):
         w = quantize(weight, hp.w_s)
     grads = torch.empty(TOKENS, vocab, dtype=torch.float8_e5m2 if fp8 else torch.bfloat16)
     softcap = train_gpt.sigmoid_form(hp.logit_softcap)
-    yield "loss", captured(forward, x, w, targets, softcap, 1 / hp.seq_len, scales)
+    yield "loss", captured(forward, x, w, targets, softcap, None, 1 / hp.seq_len, scales)
     inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn) if fp8 else x
     yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
-    arguments = x, weight.bfloat16(), targets, softcap, None, None
+    arguments = x, weight.bfloat16(), targets, softcap, None, None, None
     yield "loss of validation", captured(forward, *arguments)
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     rng, ratios, rows = random.Random(0), [], []
     with tempfile.TemporaryDirectory() as folder:
         names = [f"grad_norm_{group.name}" for group in train_gpt.parameter_table(hp)]
-        metrics = program.Metrics(Path(folder, "it.jsonl"), hp.seq_len, names, 0)
+        metrics = program.Metrics(Path(folder, "it.jsonl"), names, 0)
         for pair in range(pairs):
             seconds = {}
             for written in rng.sample((False, True), 2):
@@ -43,7 +43,7 @@ def main() -> None:
                 result = train_gpt.train_step(model, optimizers, inputs, targets, step)
                 if written:
                     ready = program.clock(device)
-                    metrics.begin(vars(train_gpt.moment(step, hp)), result)
+                    metrics.begin(vars(train_gpt.moment(step, hp)), hp.seq_len, result)
                     metrics.fetch(start)
                     metrics.write()
                     rows.append(time.perf_counter() - ready)

@@ -220,7 +220,7 @@ def test_the_demos_operations_are_what_calibrate_takes_them_for():
         ("--trace -1", "--trace and --calibrate want 1 or more"),
         ("--micro_batches x", "invalid int value: 'x'"),
         ("--vs '", "argument --vs"),
-        ("--vs=--num_layers=3", "--num_layers"),
+        ("--vs=--num_layers=1", "--num_layers"),
         ("--vs=--device=cuda", "--vs cannot change --device"),
         ("--resume auto", "--resume is for train_gpt.py"),
         ("--list_records", "--list_records is for train_gpt.py"),

@@ -174,7 +174,7 @@ def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, 
 def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shard):
     path = str(write_shard("a.bin", range(65)))
     with pytest.raises(
-        UserError, match="holds 4 batches, the run reads 9: add shards, or .*epochs"
+        UserError, match="holds 8 batches in 2 epochs, the run reads 9: add shards, or .*epochs"
     ):
         distributed_data_generator(path, 8, 2, 0, 1, num_batches=9, epochs=2)
     for epochs in (3, 0):

@@ -32,7 +32,7 @@ FLAGS = [
     (f"--seed {'9' * 30}", 2, f"--seed {'9' * 30}: must be from 0 to {2**63 - 1}"),
     ("--x_s 0", 2, "--x_s 0: must be at least 1e-06"),
     ("--logit_softcap 80", 2, "--logit_softcap 80: must be from 0.001 to 38"),
-    ("--num_layers 5", 2, "--num_layers 5: must be at least 2, a multiple of 2"),
+    ("--num_layers 1", 2, "--num_layers 1: must be at least 2"),
     ("--num_layers 14", 2, "--num_layers 14: --layers has 12"),
     ("--layers long,wide,long,long", 2, "--layers: 'wide' cannot be layer 1"),
     ("--layers long,long+x0,long,long", 2, "'long+x0' cannot be layer 1"),

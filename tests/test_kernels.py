@@ -61,7 +61,7 @@ def test_loss_equals_float64(dtype, rows, vocab, cap):
     targets, softcap = torch.arange(rows) * (vocab // rows) + vocab % rows, sigmoid_form(cap)
     expected, expected_grads = exact_loss(logits, targets, cap)
     assert kernels.fused_loss(logits, targets, softcap).item() == pytest.approx(expected, rel=1e-6)
-    loss = kernels.fused_loss(logits, targets, softcap, 0.25, logits)
+    loss = kernels.fused_loss(logits, targets, softcap, None, 0.25, logits)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     tolerance = 5e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
     assert relative_error(logits, 0.25 * expected_grads) < tolerance
@@ -74,7 +74,7 @@ def test_loss_in_float8_clamps_where_the_cast_would_give_inf():
     logits, targets = 5 * randn(4, 1000), torch.tensor([0, 999, 500, 17])
     grads = torch.zeros(4, 1000, dtype=torch.float8_e5m2)
     for scale, saturated in ((2.0**10, 0), (2.0**16, 4)):  # the targets' gradients reach -1 * scale
-        kernels.fused_loss(logits, targets, sigmoid_form(15.0), scale, grads)
+        kernels.fused_loss(logits, targets, sigmoid_form(15.0), None, scale, grads)
         exact = scale * exact_loss(logits, targets, 15.0)[1]
         expected = to_fp8(exact.float(), 1.0, torch.float8_e5m2).float()
         assert (expected == -57344).sum() == (grads.float() == -57344).sum() == saturated

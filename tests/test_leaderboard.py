@@ -298,11 +298,12 @@ def test_plot_draws_all_runs_and_published_curves_on_fineweb_only(board, tmp_pat
         for axis in drawn.axes:
             styles = [line.get_linestyle() for line in axis.get_lines()]
             assert (styles.count("-"), styles.count("--")) == (runs, dashed)
-    over_steps = figures[0].axes[1].get_lines()
+    over_time, over_steps = (axis.get_lines() for axis in figures[0].axes)
     assert over_steps[0].get_xdata().tolist() == [0, 2, 4]
     assert over_steps[0].get_ydata().tolist() == [10.8258, 5.28, 3.28]
-    published = next(line for line in over_steps if line.get_linestyle() == "--")
-    assert published.get_xydata()[-1].tolist() == [1770, 3.2808]
+    for lines, last in ((over_time, 176.0), (over_steps, 1770)):
+        published = next(line for line in lines if line.get_linestyle() == "--")
+        assert published.get_xydata()[-1].tolist() == [last, 3.2808]
 
 
 def test_diff_prints_settings_and_source_lines_that_differ(board, tmp_path):

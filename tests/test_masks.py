@@ -159,7 +159,7 @@ def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile
             tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
             tokens[list(starts)] = END_OF_TEXT
             for window in (128, 256, 640, 1792):
-                masks = model.masks(tokens, window, flex_mask)
+                masks = model.masks(tokens, model.at(window), flex_mask)
                 found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
                 torch.testing.assert_close(found, model.hidden(tokens, window), rtol=0, atol=1e-4)
 

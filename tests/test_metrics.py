@@ -1,5 +1,6 @@
 """A run's .jsonl: what its rows hold, and that it is in order again when a run goes on."""
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -22,12 +23,14 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
     validated = {row["step"]: round(row["val_loss"], 4) for row in found if "val_loss" in row}
     assert validated == losses and list(losses) == [0, 10, 20, 27]
     assert set(found[0]) == {"step", "val_loss"}
-    norms = {f"grad_norm_{name}" for name in ("head", "muon", "embed", "scalar")}
-    always = {"step", "train_loss", "lr", "momentum", "window", "ms", "tokens_per_s", "memory_mib"}
+    norms = {f"grad_norm_{name}" for name in ("head", "muon", "embed", "values", "scalar")}
+    always = {"step", "train_loss", "ms", "tokens", "tokens_per_s", "memory_mib"}
+    always |= {f.name for f in dataclasses.fields(train_gpt.Moment)}
     for step, row in enumerate(found[1:]):
         assert row["lr"] == train_gpt.get_lr(step, hp)
         assert row["momentum"] == train_gpt.get_muon_momentum(step, hp)
         assert row["window"] == train_gpt.get_window_size(step, hp)
+        assert row["tokens"] == 2 * 128 * (step + 1)
         assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["ms"] * 1e3, rel=1e-3, abs=1)
         assert 50 < row["memory_mib"] < 20000
         assert row.keys() - {"val_loss"} == (always | norms if step + 1 == 25 else always)
@@ -51,8 +54,8 @@ def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
     assert result[0].item() == pytest.approx(sum(losses).item() / 2, rel=1e-5)
     squares = dict.fromkeys((group.name for group in train_gpt.parameter_table(hp)), 0.0)
     for name, p in plain.named_parameters():
-        kind = "head" if "lm_head" in name else "embed" if "embed" in name else None
-        kind = kind or ("scalar" if p.ndim < 2 else "muon")
+        starts = {"lm_head": "head", "embed": "embed", "value_embeds": "values"}
+        kind = starts.get(name.split(".")[0], "scalar" if p.ndim < 2 else "muon")
         squares[kind] += p.grad.double().square().sum().item()
     expected = [square**0.5 for square in squares.values()]
     assert result[2:].tolist() == pytest.approx(expected, rel=1e-4) and min(expected) > 1e-3

@@ -116,7 +116,7 @@ def test_two_nodes_of_two_ranks_clip_gradients_as_one_does(
     expected = alone(flags, tmp_path_factory)
     for row in expected[3][1:]:
         norms = [norm for key, norm in row.items() if key.startswith("grad_norm_")]
-        assert len(norms) == 4 and sum(n**2 for n in norms) ** 0.5 > 0.1
+        assert len(norms) == 5 and sum(n**2 for n in norms) ** 0.5 > 0.1
     assert expected[0] != unclipped[0]
     monkeypatch.chdir(tmp_path)
     program = Program(flags, 4, spy.main, nodes=2)
@@ -152,7 +152,7 @@ def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compil
     first.register_post_accumulate_grad_hook(lambda p: events.append("first layer"))
     tokens = torch.randint(0, 512, (129,))
     loss = model(tokens[:-1].int(), tokens[1:], 128)
-    optimizers.begin_last_backward()
+    optimizers.begin_last_backward(train_gpt.moment(0, model.hp))
     assert events == optimizers.order[:1]
     loss.backward()
     launched = events[: events.index("first layer")]

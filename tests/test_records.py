@@ -11,6 +11,7 @@ import pytest
 import torch
 from runs import VAL, val_losses
 
+import program
 import train_gpt
 from train_gpt import HERE, RECORDS, Hyperparameters, main, parse_args
 
@@ -122,33 +123,67 @@ def test_the_row_before_2025_01_26_is_a_few_flags_away():
 # ---- what is published
 
 
-STEPS = range(0, 1751, 125)
+# By record: how far its validations lie apart, and the last step; then a value each.
 CURVES = {
-    "2024-11-19_FlexAttention": (1875, 3.2783)
+    "2024-11-19_FlexAttention": (125, 1875)
     + (10.8258, 4.4503, 4.0085, 3.8399, 3.7415, 3.6656, 3.6068, 3.5596)
-    + (3.5195, 3.4905, 3.4625, 3.4321, 3.3823, 3.3383, 3.2997),
-    "2024-11-24_WindowWarmup": (1750, 3.2759)
-    + (10.8258, 4.4538, 4.0346, 3.8523, 3.7289, 3.6466, 3.5915, 3.5470)
-    + (3.5074, 3.4790, 3.4248, 3.3778, 3.3332, 3.2972, 3.2759),
-    "2025-01-26_BatchSize": (1770, 3.2808)
+    + (3.5195, 3.4905, 3.4625, 3.4321, 3.3823, 3.3383, 3.2997, 3.2783),
+    "2024-11-24_WindowWarmup": (125, 1750)
+    + (10.8258, 4.4489, 4.0315, 3.8479, 3.7266, 3.6455, 3.5900, 3.5443)
+    + (3.5065, 3.4769, 3.4240, 3.3771, 3.3347, 3.2983, 3.2770),
+    "2025-01-26_BatchSize": (125, 1770)
     + (10.8258, 4.6549, 4.1014, 3.9027, 3.7540, 3.6688, 3.6031, 3.5542)
-    + (3.5147, 3.4749, 3.4266, 3.3835, 3.3452, 3.3110, 3.2838),
+    + (3.5147, 3.4749, 3.4266, 3.3835, 3.3452, 3.3110, 3.2838, 3.2808),
+    "2025-08-23_SparseAttnGate": (125, 1695)
+    + (10.8258, 4.6021, 4.0751, 3.8768, 3.7319, 3.6474, 3.5849, 3.5370)
+    + (3.4921, 3.4406, 3.3950, 3.3553, 3.3205, 3.2916, 3.2787),
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": (250, 1840)
+    + (10.8300, 4.6111, 4.2938, 4.0202, 3.7728, 3.5335, 3.4011, 3.3031, 3.2781),
 }
-SPREADS = {
-    "2024-11-19_FlexAttention": (3.2783, 0.0050),
-    "2024-11-24_WindowWarmup": (3.2770, 0.0039),
-    "2025-01-26_BatchSize": (3.2787, 0.0019),
+DEVIATIONS = {  # where all runs are public; for the others the curve is one run's
+    "2024-11-24_WindowWarmup": (0, 0.0063, 0.0035, 0.0035, 0.0029, 0.0026, 0.0034, 0.0033)
+    + (0.0025, 0.0029, 0.0031, 0.0024, 0.0057, 0.0042, 0.0039),
+    "2025-08-23_SparseAttnGate": (0, 0.0067, 0.0064, 0.0059, 0.0042, 0.0042, 0.0034, 0.0030)
+    + (0.0029, 0.0023, 0.0022, 0.0020, 0.0019, 0.0017, 0.0016),
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": (0.0018, 0.0076, 0.0188, 0.0049, 0.0038)
+    + (0.0016, 0.0011, 0.0012, 0.0012),
+}
+SECONDS = {
+    "2024-11-19_FlexAttention": (0, 18.44, 38.80, 58.82, 79.17, 99.53, 119.56, 139.90)
+    + (160.25, 180.26, 200.68, 221.05, 241.07, 261.45, 281.81, 301.82),
+    "2024-11-24_WindowWarmup": (0, 16.97, 35.99, 55.01, 74.54, 94.32, 114.03, 134.20)
+    + (154.55, 174.79, 195.53, 216.35, 237.01, 258.24, 279.56),
+    "2025-01-26_BatchSize": (0, 10.95, 22.84, 34.77, 46.92, 59.15, 71.56, 84.06)
+    + (96.64, 109.30, 122.06, 134.89, 147.81, 160.83, 173.90, 176.00),
+    "2025-08-23_SparseAttnGate": (0, 11.78, 23.56, 35.39, 47.43, 59.56, 72.70, 85.76)
+    + (98.27, 110.78, 123.40, 136.03, 148.77, 161.54, 168.75),
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": (0, 8.44, 16.74, 29.24, 44.53, 61.15)
+    + (83.04, 104.93, 112.82),
+}
+SPREADS = {  # of the last loss: mean, deviation, runs; and the official minutes
+    "2024-11-19_FlexAttention": (3.2783, 0.0050, 1, 5.03),
+    "2024-11-24_WindowWarmup": (3.2770, 0.0039, 7, 4.66),
+    "2025-01-26_BatchSize": (3.2787, 0.0019, 81, 2.933),
+    "2025-08-23_SparseAttnGate": (3.2787, 0.0016, 14, 2.812),
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": (3.2781, 0.0012, 10, 1.878),
 }
 
 
 def test_published_curves_are_those_of_the_public_logs():
     found = json.loads((HERE / "tools" / "published.json").read_text())
-    assert list(found) == list(CURVES) == list(SYSTEMS)
-    for name, (last, loss, *losses) in CURVES.items():
-        curve = dict(zip(STEPS, losses, strict=True)) | {last: loss}
-        assert {int(step): loss for step, loss in found[name]["losses"].items()} == curve
-        assert (found[name]["mean"], found[name]["deviation"]) == SPREADS[name]
-        assert max(curve) == RECORDS[name].num_iterations
+    assert list(found) == list(CURVES) and RECORDS.keys() - {"demo"} <= found.keys()
+    assert DEVIATIONS.keys() == {name for name in found if "deviations" in found[name]}
+    for name, (every, last, *losses) in CURVES.items():
+        row, steps = found[name], [*map(str, range(0, last, every)), str(last)]
+        assert row["losses"] == dict(zip(steps, losses, strict=True))
+        assert row["seconds"] == dict(zip(steps, SECONDS[name], strict=True))
+        if name in DEVIATIONS:
+            assert row["deviations"] == dict(zip(steps, DEVIATIONS[name], strict=True))
+        assert (row["mean"], row["deviation"], row["runs"], row["minutes"]) == SPREADS[name]
+        # The official minutes of the last record are 0.14 s less than its logs' mean.
+        assert row["seconds"][str(last)] == pytest.approx(60 * row["minutes"], abs=0.2)
+        if name in RECORDS:
+            assert (RECORDS[name].num_iterations, RECORDS[name].val_loss_every) == (last, every)
 
 
 @pytest.fixture
@@ -186,6 +221,27 @@ def test_on_fineweb_the_console_holds_published_losses_and_the_log_does_not(on_f
     assert after[250][0] == "    published: 4.0085, difference -0.7212"
     assert after[250][1].startswith("    inside the published spread, 3.2783 +- 2 x 0.0050; ")
     assert "published" not in log and list(val_losses(log)) == [0, 125, 250]
+
+
+def test_where_all_runs_are_public_the_console_holds_their_mean_and_deviation():
+    """Also of records that train_gpt.py may lack: the settings are another's."""
+    hp = replace(RECORDS["2025-01-26_BatchSize"], num_iterations=1695)
+
+    def printed(record, step, loss):
+        return program.against_published({record: hp}, record, hp, step, loss).splitlines()
+
+    first, second, third = DEVIATIONS
+    line = "    published: 4.4489 +- 0.0063 (7 runs), difference -0.0100"
+    assert printed(first, 125, 4.4389) == [line]
+    line = "    published: 10.8258 +- 0.0000 (14 runs), difference +0.0000"
+    assert printed(second, 0, 10.8258) == [line]
+    assert printed(second, 1695, 3.2820) == [
+        "    published: 3.2787 +- 0.0016 (14 runs), difference +0.0033",
+        "    outside the published spread, 3.2787 +- 2 x 0.0016",
+    ]
+    line = "    published: 4.2938 +- 0.0188 (10 runs), difference +0.0188"
+    assert printed(third, 500, 4.3126) == [line]
+    assert printed(third, 125, 4.6) == []
 
 
 @pytest.mark.parametrize(

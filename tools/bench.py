@@ -61,12 +61,8 @@ class Run:
         self.hp, self.device = hp, device
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1
         sample = train_gpt.RECORDS["demo"].train_files  # where nothing has been fetched
-        data = hp.train_files if glob(hp.train_files) else sample
-        stream = data, hp.seq_len, hp.batch_seqs, RANK, RANKS
-        options = {"num_batches": hp.num_iterations, "epochs": 0, "vocab_size": hp.vocab_size}
-        options |= {"longest": hp.max_document_tokens * hp.align_to_documents, "device": device}
-        runs = (train_gpt.distributed_data_generator(*stream, **options) for _ in itertools.count())
-        self.batches = itertools.chain.from_iterable(runs)  # of the run, again and again
+        self.data = hp.train_files if glob(hp.train_files) else sample
+        self.batches, self.made = {}, 0
         notes, before = [], torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start = clock(device)
         self.model = model = train_gpt.build(hp, device)
@@ -74,26 +70,43 @@ class Run:
         train_gpt.warm_up(model, self.optimizers, device, log=notes.append)
         seconds = {"warm-up": clock(device) - start}
         self.kernels = [(kernel, kernel.use) for kernel in train_gpt.KERNELS.values()]
-        batch = f"{hp.batch_seqs} x {hp.seq_len} tokens, {hp.batch_seqs // RANKS} a process"
-        self.report = {"record": args.record, "flags": shlex.join(flags), "data": data}
+        lengths = sorted({train_gpt.moment(step, hp).seq_len for step in self.steps})
+        sizes = " or ".join(map(str, lengths))
+        batch = f"{hp.batch_seqs} x {sizes} tokens, {hp.batch_seqs // RANKS} a process"
+        self.report = {"record": args.record, "flags": shlex.join(flags), "data": self.data}
         self.report |= {"batch": batch, "compiled": model.compiled}
         self.report |= {"notes": "\n".join(notes), "start_s": seconds}
         self.report |= {"memory_gb": {k: (v - before) / 1e9 for k, v in self.peaks().items()}}
         self.report |= {"newton_schulz_tflop": 1e-12 * newton_schulz_flops(model), "windows": []}
 
     def step(self, step: int) -> Tensor:
-        """A step of training as train() makes it, on the next batch; its inputs (n, T)."""
+        """A step of training as train() makes it, on the next batch of its size; its inputs (n, T).
+        Where Adam learns at each second step only, every second call makes such a step."""
         for kernel, use in self.kernels:  # another run may have chosen otherwise
             kernel.use = use
-        inputs, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
+        if step not in self.batches:
+            again = map(self.batches_of, itertools.repeat(train_gpt.moment(step, self.hp)))
+            self.batches[step] = itertools.chain.from_iterable(again)
+        every, self.made = self.hp.adam_every, self.made + 1
+        inputs, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches[step]))
+        step += self.made % every - step % every
         train_gpt.train_step(self.model, self.optimizers, inputs, targets, step)
         return inputs
+
+    def batches_of(self, now: train_gpt.Moment):
+        """As many batches as a run has, all as they are at a moment."""
+        hp = self.hp
+        sizes = now.seq_len, hp.batch_seqs, RANK, RANKS
+        limits = {"num_batches": hp.num_iterations, "epochs": 0, "vocab_size": hp.vocab_size}
+        limits["longest"] = now.longest if hp.align_to_documents else None
+        return train_gpt.distributed_data_generator(self.data, *sizes, **limits, device=self.device)
 
     def peaks(self) -> dict[str, int]:
         """Bytes allocated at the last window; on a CPU, those of the process so far."""
         hp, device, last, found = self.hp, self.device, self.steps[-1], {}
         tokens = torch.arange(hp.val_seq_len, device=device)[None] % hp.vocab_size
-        validation = self.model, (tokens.int(), tokens), train_gpt.get_window_size(last, hp), device
+        now = train_gpt.moment(hp.num_iterations, hp)
+        validation = self.model, (tokens.int(), tokens), now, device
         for name in ("training", "validation"):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -103,15 +116,15 @@ class Run:
 
     def row(self, step: int, blocks: list[float], inputs: list[Tensor], ceiling: float) -> dict:
         """A window of the report; blocks are of ms/step, inputs those of all timed steps."""
-        hp, ms, window = self.hp, median(blocks), train_gpt.get_window_size(step, self.hp)
-        flops = model_flops(self.model, torch.cat(inputs), window)
+        hp, ms, now = self.hp, median(blocks), train_gpt.moment(step, self.hp)
+        flops = model_flops(self.model, torch.cat(inputs), now)
         total = torch.tensor(flops, dtype=torch.float64, device=self.device)
         program.all_reduce_([total])
         matmul, attention = (1e-12 * total / len(inputs)).tolist()
         rate = 1e3 * (matmul + attention) / ms
-        row = {"step": step, "window": window, "ms_per_step": ms}
+        row = {"step": step, "window": now.window, "ms_per_step": ms}
         row |= {"ms_per_micro_batch": ms * RANKS / hp.batch_seqs}
-        row |= {"tokens_per_s": 1e3 * hp.batch_seqs * hp.seq_len / ms}
+        row |= {"tokens_per_s": 1e3 * hp.batch_seqs * now.seq_len / ms}
         row |= {"matmul_tflop": matmul, "attention_tflop": attention, "tflop_per_s": rate}
         return row | {"ceiling": ceiling, "of_ceiling": rate / RANKS / ceiling, "blocks": blocks}
 
@@ -170,17 +183,18 @@ def trace_steps(run: Run, count: int) -> dict:
 # Arithmetic on paper, and rates
 
 
-def model_flops(model: train_gpt.GPT, inputs: Tensor, window: int) -> tuple[float, float]:
-    """Operations that a step on inputs (n, T) needs in matmuls and in attention, whatever is run.
+def model_flops(model: train_gpt.GPT, inputs: Tensor, now) -> tuple[float, float]:
+    """Operations that a step on inputs (n, T) needs in matmuls and in attention, whatever is run,
+    at a moment or with a long window.
 
     Matmuls: 6 for each token and matrix element (2 forward, 4 backward), with the padded head and
     without embeddings, which are looked up. Attention: 12 * heads * head_dim for each pair of a
     token and a key that it sees, in each layer that attends, under that layer's window. Masked
     pairs, recomputation, norms and the like are not counted.
     """
-    hp, groups, pairs = model.hp, train_gpt.members(model), {"none": 0}
+    hp, groups, pairs, now = model.hp, train_gpt.members(model), {"none": 0}, model.at(now)
     own = torch.arange(1, inputs.size(1) + 1, device=inputs.device)
-    for name, tokens in {"long": window, "short": window // 2}.items():
+    for name, tokens in {"long": now.window, "short": now.short}.items():
         size = torch.tensor(tokens, device=inputs.device)
         firsts = [train_gpt.first_visible(row, size, hp.window_rule) for row in inputs]
         pairs[name] = sum((own - first).sum().item() for first in firsts)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from sample import last_window, load_model, parse_with_checkpoint
+from sample import last_moment, load_model, parse_with_checkpoint
 
 import program  # which sample found, as the others
 import train_gpt
@@ -86,7 +86,7 @@ def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
     tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     texts = {
-        "config.json": hf_config(hp, last_window(saved, hp)),
+        "config.json": hf_config(hp, last_moment(saved, hp).window),
         "generation_config.json": {"eos_token_id": END_OF_TEXT, "use_cache": False},
         "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **special},
         "vocab.json": tokens,

@@ -22,13 +22,14 @@ import os
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sample import gpt2_encoding, last_window, load_model, parse_with_checkpoint
+from sample import gpt2_encoding, last_moment, load_model, parse_with_checkpoint
 from torch import Tensor
 from tqdm import tqdm
 
@@ -93,17 +94,18 @@ def pack(lengths: list[int], size: int) -> Iterator[list[tuple[int, int]]]:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: GPT, documents: list[list[int]], starts: list[int], window: int, rank=0, world_size=1
+    model: GPT, documents: list[list[int]], starts: list[int], when, rank=0, world_size=1
 ) -> Tensor:
     """Summed log-likelihood of each document's tokens from its start on: (n,), float64, on CPU.
 
-    All ranks work, and all know all of them then.
+    It is that at a moment, or with a long window. All ranks work, and all know all of them then.
     """
     device = model.skip_weights.device
     lengths = [len(document) - 1 for document in documents]  # nothing is to follow the last token
     longest = -(-max(lengths) // BLOCK) * BLOCK
     size = max(SEQUENCE[device.type], longest)
-    window = max(window, 2 * (longest + BLOCK))  # the short one is half of it
+    now, wide = model.at(when), longest + BLOCK
+    now = replace(now, window=max(now.window, wide), short=max(now.short, wide))
     scores = torch.zeros(len(documents), dtype=torch.float64)
     sequences = list(pack(lengths, size))[rank::world_size]
     for sequence in tqdm(sequences, disable=None if rank == 0 else True, leave=False):
@@ -116,7 +118,7 @@ def log_likelihoods(
             owners += [i] * (len(document) - start)
         tokens += [END_OF_TEXT] * (size - len(tokens))
         tokens, places, targets = (torch.tensor(t).to(device) for t in (tokens, places, targets))
-        x = model.hidden(tokens.int(), window)[places]
+        x = model.hidden(tokens.int(), now)[places]
         chunk = 256 if device.type == "cpu" else 4096  # whose float32 logits are 0.8 GB
         for rows, right, of in zip(
             x.split(chunk), targets.split(chunk), torch.tensor(owners).split(chunk), strict=True
@@ -164,8 +166,8 @@ def evaluate(parsed, store) -> None:
     starts = [q[1] for q in questions for _ in q[0]]
     ranks = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
     start = program.clock(device)
-    window = last_window(loaded.saved, hp)
-    scores = log_likelihoods(model, documents, starts, window, *ranks)
+    now = last_moment(loaded.saved, hp)
+    scores = log_likelihoods(model, documents, starts, now, *ranks)
     acc, acc_norm = accuracies(questions, scores)
     error = (acc_norm * (1 - acc_norm) / len(questions)) ** 0.5
     seconds = program.clock(device) - start

@@ -273,10 +273,8 @@ def plot(groups: list[list[Run]], path: Path) -> None:
         if record in program.published() and runs[0].on_fineweb and record not in drawn:
             drawn.add(record)
             known = program.published()[record]
-            first_ms, last_ms = known["step_ms"]
-            steps, losses = np.array([*map(int, known["losses"])]), [*known["losses"].values()]
-            # A step's published time grows from first_ms to last_ms: this is its sum so far.
-            seconds = steps * (first_ms + (last_ms - first_ms) * steps / steps[-1] / 2) / 1000
+            losses, seconds = ([*known[name].values()] for name in ("losses", "seconds"))
+            steps = [*map(int, known["losses"])]
             style = {"color": color, "linestyle": "--", "linewidth": 2}
             for axis, x in zip(axes, (seconds, steps), strict=True):
                 axis.plot(x, losses, label=f"{record}, published", **style)

@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in (
 import program  # noqa: E402
 import train_gpt  # noqa: E402
 from gpt2 import gpt2_encoding  # noqa: E402
-from train_gpt import BLOCK, END_OF_TEXT, GPT, Hyperparameters, UserError  # noqa: E402
+from train_gpt import BLOCK, END_OF_TEXT, GPT, Hyperparameters, Moment, UserError  # noqa: E402
 
 
 def parse_with_checkpoint(parser: argparse.ArgumentParser, argv: list[str] | None):
@@ -45,9 +45,9 @@ def parse_with_checkpoint(parser: argparse.ArgumentParser, argv: list[str] | Non
     return args, hp, loaded
 
 
-def last_window(saved: dict, hp: Hyperparameters) -> int:
-    """A checkpoint's window in tokens: that of its step, or of the last one if it names none."""
-    return train_gpt.moment(saved.get("step", hp.num_iterations), hp).window
+def last_moment(saved: dict, hp: Hyperparameters) -> Moment:
+    """A checkpoint's moment: that of its step, or of the last one if it names none."""
+    return train_gpt.moment(saved.get("step", hp.num_iterations), hp)
 
 
 def load_model(hp: Hyperparameters, saved: dict, device: torch.device) -> GPT:
@@ -65,19 +65,20 @@ class Memory:
     def __init__(self):
         self.keys = self.values = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """Of n new tokens, (1, H, n, D), under a mask (n, T) over the T newest."""
+    def __call__(self, q, k, v, mask: Tensor, scale: float, key_offset: bool) -> Tensor:
+        """Of n new tokens, (1, H, n, D), under a mask (n, T) over the T newest. What is remembered
+        are keys as they were before the offset, of one token more than is visible."""
         if self.keys is not None:
             k, v = torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2)
         self.keys, self.values = k[:, :, -mask.size(1) :], v[:, :, -mask.size(1) :]
-        return train_gpt.attend(q, self.keys, self.values, mask, scale)
+        return train_gpt.attend(q, self.keys, self.values, mask, scale, key_offset)
 
 
 class Decoder:
     """A model that remembers what its window holds: a token costs the same after any number."""
 
-    def __init__(self, model: GPT, window: int):
-        self.model, self.window, self.position = model, window, 0
+    def __init__(self, model: GPT, when: Moment | int):
+        self.model, self.now, self.position = model, model.at(when), 0
         self.recent = torch.empty(0, dtype=torch.int32, device=model.skip_weights.device)
         # Layers attend in turn, and all of them each time.
         attending = [layer for layer in model.layers if layer.window != "none"]
@@ -89,16 +90,18 @@ class Decoder:
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """The logits after these tokens, which follow those before."""
-        model, device = self.model, self.recent.device
+        model, device, now = self.model, self.recent.device, self.now
         for new in torch.tensor(tokens, dtype=torch.int32, device=device).split(BLOCK):
             # Whole blocks leave, so that those of the mask stay where they are.
-            unseen = max(0, (len(self.recent) - self.window) // BLOCK * BLOCK)
-            self.recent = torch.cat([self.recent[unseen:], new])
-            masks = model.masks(
-                self.recent, self.window, partial(train_gpt.dense_mask, rows=len(new))
-            )
-            rotary = train_gpt.rotary_table(len(new), model.hp, device, self.position)
-            x = model.trunk(*model.embedded(new), rotary, masks, attend=self.attend)
+            unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
+            before = self.recent[unseen:]
+            self.recent = torch.cat([before, new])
+            masks = model.masks(self.recent, now, partial(train_gpt.dense_mask, rows=len(new)))
+            rotary = model.rotary_of(len(new), now, device, self.position)
+            # An embedding may contain something of the one before.
+            x, values = model.embedded(torch.cat([before[-1:], new]))
+            values = {name: value[-len(new) :] for name, value in values.items()}
+            x = model.trunk(x[-len(new) :], values, rotary, masks, attend=self.attend)
             self.position += len(new)
         return model.lm_head.logits(x[-1:])[0]
 
@@ -106,15 +109,15 @@ class Decoder:
 class Rereader:
     """The same without a memory: it reads everything again for each token."""
 
-    def __init__(self, model: GPT, window: int):
-        self.model, self.window, self.tokens = model, window, []
+    def __init__(self, model: GPT, when: Moment | int):
+        self.model, self.when, self.tokens = model, when, []
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """As Decoder's."""
         self.tokens += tokens
         blocks = self.tokens + [0] * (-len(self.tokens) % BLOCK)
         blocks = torch.tensor(blocks, dtype=torch.int32, device=self.model.skip_weights.device)
-        x = self.model.hidden(blocks, self.window)
+        x = self.model.hidden(blocks, self.when)
         return self.model.lm_head.logits(x[len(self.tokens) - 1 :][:1])[0]
 
 
@@ -176,7 +179,7 @@ def sample(parsed, store) -> None:
     prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
     device = program.start_device(hp.device, store)
     model = load_model(replace(hp, compile="off"), loaded.saved, device)
-    window = last_window(loaded.saved, hp)
+    now = last_moment(loaded.saved, hp)
     seed = torch.seed() % 2**32 if args.seed is None else args.seed
     generator = torch.Generator().manual_seed(seed)
     note = partial(print, file=sys.stderr, flush=True)
@@ -186,7 +189,7 @@ def sample(parsed, store) -> None:
         if i:
             print("-" * 80)
         choice = encoding.n_vocab, args.temperature, args.top_k, generator
-        tokens = generate(reader(model, window), prompt, args.tokens, *choice)
+        tokens = generate(reader(model, now), prompt, args.tokens, *choice)
         print(args.prompt, end="")
         for text in text_of(tokens, encoding):
             print(text, end="", flush=True)

@@ -1,0 +1,231 @@
+"""The records as data: rows of layers, of stages and of settings, and what such rows may be.
+
+A record holds what it sets otherwise than train_gpt.py's Hyperparameters, whose defaults are
+2025-01-26_BatchSize. Numbers are those of the sources in the public logs, in
+github.com/KellerJordan/modded-nanogpt; tools/published.json has what the records reached.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+
+from program import HERE, UserError, number_rows
+
+# -----------------------------------------------------------------------------
+# What a layer is, and a stage
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the model: what this layer attends with and what is added to it."""
+
+    window: str  # "long", "short" (half of long), or "none": no attention
+    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
+    skip_from: int | None = None  # which earlier layer's output is added to the input
+    backout: bool = False  # a share of its output is subtracted before the last norm
+
+
+# A layer is written as its window and words, joined by "+": long+v0+x5. A word sets a field. Values
+# of embedding tables (v0) and of the first layer (vfirst): arXiv 2410.17897.
+LAYER_WORDS = {"vfirst": ("values", "first"), "backout": ("backout", True)}
+LAYER_WORDS |= {f"v{i}": ("values", str(i)) for i in range(10)}
+LAYER_WORDS |= {f"x{i}": ("skip_from", i) for i in range(100)}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the schedule: what holds in a part of the run."""
+
+    length: int = 1  # tokens in a training sequence, in seq_lens
+    window: int = 0  # the long window in tokens; 0: as window_rule has it
+    lr: float = 1.0  # multiplies every learning rate
+    cap: int = 0  # longer documents are cut; 0: at max_document_tokens
+    targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
+    # the last of several falls to 0 within the stage
+
+
+def layer_fields(text: str) -> dict:
+    """The fields of Layer that a row's window and words set; {} for what is no row."""
+    window, *words = text.split("+")
+    fields = dict(LAYER_WORDS.get(word, ("unknown", word)) for word in words)
+    legal = window in ("long", "short", "none") and len(fields) == len(words)
+    legal &= "unknown" not in fields and not (window == "none" and "values" in fields)
+    return {"window": window, **fields} if legal else {}
+
+
+def layer_table(hp) -> tuple[Layer, ...]:
+    """The rows in use: num_layers of them from both ends, each skip connection between what are
+    mirror images then. A table that names other layers by their numbers is used whole."""
+    rows, table = hp.layers.split(","), []
+    n, half, last = hp.num_layers, hp.num_layers // 2, len(rows) - 1
+    if n > len(rows):
+        raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
+    places = [*range(n - half), *range(len(rows) - half, len(rows))]
+    for place, text in enumerate(rows) if n < len(rows) else ():
+        row = layer_fields(text)
+        if row.get("skip_from", last - place) != last - place or "backout" in row:
+            reason = f"{text!r} is of --layers that name each other: give a shorter --layers"
+            raise UserError(f"--num_layers {n}: {reason}")
+    for i, place in enumerate(places):
+        row = layer_fields(rows[place])
+        if row and n < len(rows) and "skip_from" in row:
+            row["skip_from"] = n - 1 - i
+        skip = row.get("skip_from")
+        if not row or (skip is not None and (i < n - half or skip >= i)):
+            shown = "LAYERS_2025 shows the form"
+            raise UserError(f"--layers: {rows[place]!r} cannot be layer {i}; {shown}")
+        table.append(Layer(**row))
+    if sum(row.backout for row in table) > 1:
+        raise UserError("--layers: only one layer can have the word backout")
+    return tuple(table)
+
+
+@cache
+def stage_table(stages: str) -> tuple[Stage, ...]:
+    """The rows of the setting; UserError for what is no stage."""
+    table = []
+    for _, numbers in number_rows(stages, "stages", [f.name for f in fields(Stage)]):
+        whole = {k: int(numbers[k]) for k in ("length", "window", "cap") if k in numbers}
+        numbers["targets"] = tuple(np.atleast_1d(numbers.get("targets", 1.0)).tolist())
+        stage = Stage(**numbers | whole)
+        least = stage.length - 1, stage.window, stage.cap, stage.lr, *stage.targets
+        if min(least) < 0 or len(stage.targets) > 3:
+            raise UserError(f"--stages: {stage} cannot be; STAGES_2026 shows the form")
+        table.append(stage)
+    return tuple(table) or (Stage(),)
+
+
+# -----------------------------------------------------------------------------
+# The records
+
+LAYERS_2024 = ",".join(["long+vfirst"] * 6 + [f"long+vfirst+x{i}" for i in range(5, -1, -1)])
+LAYERS_2025 = (
+    "long+v0,short+v1,short+v2,short,long,short,"
+    "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
+)
+LAYERS_2026 = (
+    "short+v1,short+v2,short,long,short,short,none+x3,short+backout,short+v0,short+v1,long+v2"
+)
+
+# Stages, and the groups of parameters that learn by Adam, as program.number_rows reads them.
+STAGES_2026 = (
+    "length=1+window=384+lr=1+targets=1/.5/.25,length=2+window=896+lr=1.52+targets=1/.5,"
+    "length=3+window=1408+lr=1.73,length=3+window=1664+lr=1.73"
+)
+ADAM_2026 = (
+    "head+lr=.008+beta1=.5+decay=.75,embed+lr=.008+beta1=.5+decay=.75,"
+    "values+lr=.6+beta1=.75+decay=.025,scalar+lr=.04+beta1=.9+beta2=.99,x0+lr=.04+beta1=.65,"
+    "gates+lr=.008+beta1=.9+beta2=.99+decay=.005,smear+lr=8e-5+beta1=.9+beta2=.99,"
+    "skip+lr=4e-4+beta1=.9+beta2=.99"
+)
+
+WINDOW_WARMUP = dict(
+    num_iterations=1750,
+    cooldown_frac=640 / 1750,
+    lr_final=0.0,
+    window_rule="tokens",
+    window_min=64,
+    window_step=64,
+    seq_len=65536,
+    val_seq_len=65536,
+    layers=LAYERS_2024,
+    vocab_size=50304,
+    init_bound=1.0,
+    attn_scale=0.0,
+    rope="full",
+    rope_base=10000.0,
+    logit_softcap=30.0,
+    adam_eps=1e-8,
+    momentum_damped=False,
+    fp8=False,
+)
+ROWS = {
+    "2024-11-19_FlexAttention": WINDOW_WARMUP
+    | dict(
+        num_iterations=1875,
+        cooldown_frac=562 / 1875,
+        window_min=1024,
+        window_span=0,
+        adam_betas=(0.9, 0.95),
+        muon_lr=0.04,
+        momentum_warmup_steps=500,
+    ),
+    "2024-11-24_WindowWarmup": WINDOW_WARMUP,
+    "2025-01-26_BatchSize": {},
+    "2025-08-23_SparseAttnGate": dict(
+        num_iterations=1695,
+        cooldown_frac=0.45,
+        align_to_documents=True,
+        max_document_tokens=0,
+        vocab_size=50304,
+        attention_gate=True,
+        loss_sum=True,
+        adam_rule="cautious",
+        norm_eps=2.0**-23,
+        muon_mul=(1.0, 1.0, 1.0),
+        x_s=448 / 768**0.5,
+        grad_s=448.0,
+    ),
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": dict(
+        num_iterations=1840,
+        cooldown_frac=0.5,
+        stages=STAGES_2026,
+        extension_frac=40 / 1840,
+        lr_lag=1,
+        last_window=2560,
+        window_rule="distance",
+        seq_len=16384,
+        align_to_documents=True,
+        layers=LAYERS_2026,
+        num_layers=11,
+        vocab_size=50304,
+        qkv_init=2.0,
+        value_init=0.0,
+        head_init=0.005,
+        tied_frac=2 / 3,
+        attn_scale=0.1,
+        yarn=True,
+        key_offset=True,
+        attention_gate=True,
+        value_gate=True,
+        skip_gate=True,
+        smear=True,
+        scaled_projections=True,
+        residual_lambda=1.1,
+        x0_apart=True,
+        norm_eps=2.0**-23,
+        logit_sigmoid=(23.0, 5.0, 7.5),
+        loss_sum=True,
+        adam_rule="cautious",
+        adam_groups=ADAM_2026,
+        adam_every=2,
+        muon_lr=0.023,
+        muon_mul=(2.0, 4.0, 2.0),
+        muon_beta2=0.95,
+        muon_decay=1.2,
+        polar_express=True,
+        momentum_cooldown_steps=50,
+        x_s=448 / 100,
+        w_s=448 / 1.6,
+        grad_s=448 / 0.75,
+        val_loss_every=250,
+    ),
+    # The same recipe, sized for two CPU cores and a few minutes.
+    "demo": dict(
+        num_iterations=128,
+        window_span=256,
+        seq_len=256,
+        val_seq_len=1024,
+        val_tokens=65536,
+        num_layers=4,
+        num_heads=2,
+        head_dim=64,
+        model_dim=128,
+        norm_eps=2.0**-23,
+        train_files=f"{HERE}/data/kjv_train_*.bin",
+        val_files=f"{HERE}/data/kjv_val_*.bin",
+        val_loss_every=64,
+        save_every=128,
+    ),
+}
