@@ -89,21 +89,32 @@ def show(value) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value).removeprefix(f"{HERE}/")
 
 
-def number_rows(text: str, name: str, known: tuple[str, ...]) -> list[tuple[str, dict]]:
+def number_rows(text: str, name: str, known: tuple[str, ...], lists=()) -> list[tuple[str, dict]]:
     """The rows of a setting such as "head+lr=.008+beta1=.5,embed+lr=.6": of each row its name, if
-    it begins with one, and its numbers, a tuple for 1/2/3. UserError for what is no such row."""
+    it begins with one, and its numbers by known fields. Of fields in `lists` it is a tuple, written
+    1/2/3. UserError for what is no such row."""
     rows = []
     for row in text.split(",") if text else ():
-        words = row.split("+")
-        first = words.pop(0) if words and "=" not in words[0] else ""
+        first, *words = row.split("+") if "=" not in row.split("+")[0] else ("", *row.split("+"))
+        numbers = {}
         try:
-            values = dict(word.split("=") for word in words)
-            numbers = {key: tuple(map(float, v.split("/"))) for key, v in values.items()}
+            for word in words:
+                field_name, value = word.split("=")
+                values = tuple(map(float, value.split("/")))
+                if field_name not in known or field_name in numbers:
+                    raise ValueError
+                if not all(0 <= v < math.inf for v in values):
+                    raise ValueError
+                if field_name not in lists:
+                    (values,) = values
+                numbers[field_name] = values
         except ValueError as error:
-            raise UserError(f"--{name}: {row!r} is not FIELD=NUMBER+FIELD=NUMBER") from error
-        if unknown := numbers.keys() - set(known):
-            raise UserError(f"--{name}: {unknown.pop()!r} is none of {' '.join(known)}")
-        rows.append((first, {k: v if len(v) > 1 else v[0] for k, v in numbers.items()}))
+            forms = " ".join(f"{field}=NUMBER" for field in known)
+            raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +") from error
+        rows.append((first, numbers))
+    names = [first for first, _ in rows if first]
+    if len(set(names)) < len(names):
+        raise UserError(f"--{name} {text}: a row comes twice")
     return rows
 
 
@@ -217,12 +228,16 @@ def print_records(records: dict, names: list[str], differing: bool = False) -> N
     """Print some of the records with their numbers, a column each; or only those that differ."""
     numbers = [vars(records[name]) for name in names]
     rows = {key: [show(settings[key]) for settings in numbers] for key in numbers[0]}
-    tables = itertools.zip_longest(*(cell.split(",") for cell in rows.pop("layers")), fillvalue="-")
-    rows |= {f"layer {i}": cells for i, cells in enumerate(tables)}
+    for setting_name, title in (("layers", "layer"), ("stages", "stage"), ("adam_groups", "adam")):
+        parts = [cell.split(",") for cell in rows.pop(setting_name)]
+        tables = itertools.zip_longest(*parts, fillvalue="-")
+        rows |= {f"{title} {i}": [c or "-" for c in cells] for i, cells in enumerate(tables)}
     rows["published minutes"] = [str(published().get(n, {}).get("minutes", "-")) for n in names]
     rows = {k: cells for k, cells in rows.items() if not differing or len(set(cells)) > 1}
+    widths = [2 + max(map(len, column)) for column in zip(names, *rows.values(), strict=True)]
     for name, cells in [("", names), *rows.items()]:
-        print(f"{name:<24}" + "".join(f"{cell:<40}" for cell in cells).rstrip())
+        columns = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        print(f"{name:<24}" + "".join(columns).rstrip())
 
 
 # -----------------------------------------------------------------------------
@@ -360,9 +375,11 @@ class Metrics:
     under way: that costs no waiting.
     """
 
-    def __init__(self, path: Path, norms: list[str], first_step: int):
-        """Begin, or go on after a checkpoint's step: rows of later ones will come again."""
-        self.norms, self.row, self.result, self.step_tokens = norms, {}, None, 0
+    def __init__(self, path: Path, norms: list[str], first_step: int, tokens: int = 0):
+        """Begin, or go on after a checkpoint's step, and its tokens: rows of later steps will come
+        again."""
+        self.norms, self.row, self.result = norms, {}, None
+        self.tokens, self.step_tokens = tokens, 0
         self.last, self.ended, kept = (0.0, 0.0), 0.0, 0
         self.file = path.open("ab", buffering=0)
         if path.is_file():
@@ -375,8 +392,10 @@ class Metrics:
 
     def begin(self, row: dict, step_tokens: int, result: Tensor) -> None:
         """A step is under way: what is known of its row, and loss, `stop` and norms to come."""
-        self.row = row | {"memory_mib": peak_memory(result.device)[0] >> 20}
-        self.result, self.step_tokens = to_host(result), step_tokens
+        self.tokens, self.step_tokens = self.tokens + step_tokens, step_tokens
+        memory = peak_memory(result.device)[0] >> 20
+        self.row = row | {"tokens": self.tokens, "memory_mib": memory}
+        self.result = to_host(result)
 
     def fetch(self, since: float) -> tuple[float, float]:
         """Loss and `stop` of the last step begun, whose row is complete then but for a validation;

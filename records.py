@@ -5,10 +5,8 @@ A record holds what it sets otherwise than train_gpt.py's Hyperparameters, whose
 github.com/KellerJordan/modded-nanogpt; tools/published.json has what the records reached.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
-
-import numpy as np
 
 from program import HERE, UserError, number_rows
 
@@ -84,15 +82,14 @@ def layer_table(hp) -> tuple[Layer, ...]:
 @cache
 def stage_table(stages: str) -> tuple[Stage, ...]:
     """The rows of the setting; UserError for what is no stage."""
-    table = []
-    for _, numbers in number_rows(stages, "stages", [f.name for f in fields(Stage)]):
-        whole = {k: int(numbers[k]) for k in ("length", "window", "cap") if k in numbers}
-        numbers["targets"] = tuple(np.atleast_1d(numbers.get("targets", 1.0)).tolist())
-        stage = Stage(**numbers | whole)
-        least = stage.length - 1, stage.window, stage.cap, stage.lr, *stage.targets
-        if min(least) < 0 or len(stage.targets) > 3:
-            raise UserError(f"--stages: {stage} cannot be; STAGES_2026 shows the form")
-        table.append(stage)
+    table, names = [], tuple(f.name for f in fields(Stage))
+    for first, numbers in number_rows(stages, "stages", names, lists=("targets",)):
+        stage = Stage(**numbers)
+        whole = stage.length, stage.window, stage.cap
+        wrong = first or not numbers or stage.length < 1 or len(stage.targets) > 3
+        if wrong or any(number % 1 for number in whole):
+            raise UserError(f"--stages {stages}: {stage} cannot be; STAGES_2026 shows the form")
+        table.append(replace(stage, length=int(whole[0]), window=int(whole[1]), cap=int(whole[2])))
     return tuple(table) or (Stage(),)
 
 

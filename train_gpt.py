@@ -4,23 +4,22 @@
     python train_gpt.py                                      # one GPU; without one, a small demo
     python train_gpt.py --help                               # every setting is a flag
 
-The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
-published at a mean validation loss of 3.2787 (81 runs) in 2.997 minutes of training on 8 H100s.
-Its numbers and ideas come from github.com/KellerJordan/modded-nanogpt and the people named there.
-BENCHMARKS.md says what this implementation has reached, on what and with which torch.
+The default is the NanoGPT-speedrun record 2025-01-26_BatchSize; --record names others. Numbers and
+ideas come from github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md
+says what this implementation has reached, on what and with which torch.
 
 The file reads like the life of a batch, and importing it does nothing:
 
-    Configuration    what a run is, as data: settings, records, layer table
+    Configuration    every setting of a run, with its flag
     Numerics         FP8 matmuls, the linear layer that uses them, and what calls Triton twins
     Optimizers       Muon and Adam as update rules, and the table of which parameter has which
     Model            masks, attention, layers, and a head whose loss never stores the logits
-    Data             shards, and batches that depend on the step alone
-    Schedules        learning rate, momentum and window as functions of the step
-    Run              checkpoints, command line, the timed loop, main()
+    Schedules        learning rate, windows, batch and targets as functions of the step
+    Run              checkpoints, the timed loop, main()
 
-kernels.py beside it has Triton twins of three functions; where it or Triton is missing, the plain
-functions do the same. program.py has what is not about training: flags, errors, ranks, logs.
+records.py has the records, as data: settings, layers, stages. loader.py cuts batches from shards.
+kernels.py has Triton twins of three functions; where it or Triton is missing, the plain functions
+do the same. program.py has what is not about training: flags, errors, ranks, logs.
 """
 
 import argparse
@@ -54,8 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 import program
 import records
-from loader import END_OF_TEXT, FINEWEB, distributed_data_generator
-from loader import load_data_shard as load_data_shard
+from loader import END_OF_TEXT, FINEWEB, distributed_data_generator, load_data_shard  # noqa: F401
 from program import HERE, UserError, all_reduce_, clock, of_machine, of_run, setting, show
 from records import Layer, Stage, layer_table, stage_table
 
@@ -71,11 +69,8 @@ BLOCK = 128  # tokens in a block of the attention mask; sequences are whole bloc
 # -----------------------------------------------------------------------------
 # Configuration: a setting is a row; records.py has rows of layers, stages and records
 
-
 SWITCH = ("auto", "on", "off")  # auto: by what the machine has
-ADAM_RULES = "torch", "cautious"
 Pair, Triple = tuple[float, float], tuple[float, float, float]
-WINDOW_RULES = "blocks", "tokens", "distance"  # see first_visible
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,9 @@ class Hyperparameters:
     extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
     lr_lag: int = setting(0, "steps by which a stage's learning rate begins later", 0)
     last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
-    window_rule: str = setting("blocks", "unit of the window", choices=WINDOW_RULES)
+    window_rule: str = setting(
+        "blocks", "see first_visible", choices=("blocks", "tokens", "distance")
+    )
     window_min: int = setting(128, "long attention window at step 0, in tokens")
     window_span: int = setting(1728, "blocks: final window; tokens: growth from window_min", 0)
     window_step: int = setting(128, "the window is a multiple of this many tokens")
@@ -136,7 +133,7 @@ class Hyperparameters:
     # So small that, while output projections are zero, scalars take full steps by rounding noise.
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
     adam_betas: Pair = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
-    adam_rule: str = setting("torch", "whose Adam; see adam and cautious_adam", choices=ADAM_RULES)
+    adam_rule: str = setting("torch", "which Adam; see adam", choices=("torch", "cautious"))
     adam_groups: str = setting("", "rows of Adam's groups, where the following does not hold")
     adam_every: int = setting(1, "Adam takes so many steps' gradients at a time", 1, 2)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
@@ -172,30 +169,28 @@ class Hyperparameters:
 
 
 LEARNING_FIELDS = program.names_of(Hyperparameters, "learning")
-SAVED_FIELDS = program.names_of(Hyperparameters, "learning", "run")
-
 RECORDS = {name: Hyperparameters(**settings) for name, settings in records.ROWS.items()}
 
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for values that no run can have."""
     program.check_ranges(hp)
-    if hp.val_tokens % hp.val_seq_len:
-        raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
-    if hp.tied_frac and hp.vocab_size % 128:
-        raise UserError(f"--tied_frac: wants a multiple of 128, not --vocab_size {hp.vocab_size}")
-    if hp.logit_sigmoid[0] and not hp.logit_sigmoid[2]:
-        raise UserError("--logit_sigmoid: c must be above 0")
-    if hp.key_offset and hp.rope != "half":
-        raise UserError("--key_offset on: wants the channels that --rope half leaves alone")
-    if hp.adam_every > 1 and hp.grad_clip:
-        raise UserError(f"--grad_clip: not with --adam_every {hp.adam_every}, whose steps differ")
-    for name in ("num_iterations", "save_every"):
-        if value := getattr(hp, name) % hp.adam_every:
-            value, every = getattr(hp, name), f"of --adam_every {hp.adam_every}"
-            raise UserError(f"--{name} {value}: must be a multiple {every}: gradients would wait")
+    every, (a, _, c), stages = hp.adam_every, hp.logit_sigmoid, stage_table(hp.stages)
+    own_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
+    whole = f"must be a multiple of --adam_every {every}"
+    for name, wrong, rule in (
+        ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
+        ("num_iterations", hp.num_iterations % every, whole),
+        ("save_every", hp.save_every % every, whole),
+        ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
+        ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
+        ("yarn", hp.yarn and not own_windows, "wants a window in each of --stages"),
+        ("key_offset", hp.key_offset and hp.rope != "half", "wants --rope half"),
+        ("logit_sigmoid", a and not c, "its third number must be above 0"),
+    ):
+        if wrong:
+            raise UserError(f"--{name} {show(getattr(hp, name))}: {rule}")
     layer_table(hp)
-    stage_table(hp.stages)
     parameter_table(hp)
 
 
@@ -396,6 +391,11 @@ def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: 
 MUON_STEPS = muon_updates, normuon_, cautious_step_
 
 
+def number(value: float, like: Tensor) -> Tensor:
+    """It as a tensor (): compiled functions are not compiled anew for another value."""
+    return torch.full((), value, device=like.device)
+
+
 # An update rule is rule(buckets, lr, now, ...): of buckets (see Bucket) whose rows have one shape,
 # with the group's learning rate `lr` at this moment, and the Moment `now`. It reads bucket.grads,
 # the mean gradient (n, ...) of this rank's n rows. What it keeps in bucket.state is saved and
@@ -404,12 +404,7 @@ MUON_STEPS = muon_updates, normuon_, cautious_step_
 # take(weights, sent), two lists.
 
 
-def number(value: float, like: Tensor) -> Tensor:
-    """It as a tensor (): compiled functions are not compiled anew for another value."""
-    return torch.full((), value, device=like.device)
-
-
-def muon(buckets, lr: float, now, hp: "Hyperparameters", steps=MUON_STEPS):
+def muon(buckets, lr: float, now, hp: Hyperparameters, steps=MUON_STEPS):
     """Nesterov momentum whose update is orthogonalised, for matrices (n, rows, cols). With a
     muon_beta2 it is NorMuon; with a muon_decay, weights decay cautiously, by lr^2. `steps` are the
     compiled MUON_STEPS."""
@@ -443,33 +438,24 @@ def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
             weight.copy_(new)
 
 
-def cautious_adam(buckets, lr: float, now, betas, eps: float, decay=0.0, step_=cautious_adam_):
-    """Adam with cautious weight decay, as the records since July 2025 have it; see its step."""
-    weights = [bucket.weights() for bucket in buckets]
-    for bucket, weight in zip(buckets, weights, strict=True):
-        if not bucket.state:
-            bucket.state["step"] = torch.zeros((), device=weight.device)
+def adam(buckets, lr: float, now, betas, eps: float, decay=0.0, step_=None):
+    """Adam, for rows of any shape: with a (compiled) cautious_adam_ as the records since July 2025
+    have it; else torch's fused one, without decay."""
+    weights, states = [bucket.weights() for bucket in buckets], [bucket.state for bucket in buckets]
+    for state, weight in zip(states, weights, strict=True):
+        if not state:
+            state["step"] = torch.zeros((), device=weight.device)
             for key in ("exp_avg", "exp_avg_sq"):
-                bucket.state[key] = torch.zeros_like(weight, dtype=torch.float32)
-    grads, state = [bucket.grads for bucket in buckets], [bucket.state for bucket in buckets]
-    step_(weights, grads, state, number(lr, weights[0]), betas, eps, decay)
-    return weights, copy_new
-
-
-def adam(buckets, lr: float, now, betas: tuple[float, float], eps: float):
-    """torch's fused Adam, without decay, as the records until January 2025 have it."""
-    weights = [bucket.weights() for bucket in buckets]
-    for bucket, weight in zip(buckets, weights, strict=True):
-        if not bucket.state:
-            bucket.state["step"] = torch.zeros((), device=weight.device)
-            bucket.state["exp_avg"] = torch.zeros_like(weight)
-            bucket.state["exp_avg_sq"] = torch.zeros_like(weight)
-    keys = "exp_avg", "exp_avg_sq", "step"
-    moments, squares, steps = ([bucket.state[key] for bucket in buckets] for key in keys)
+                state[key] = torch.zeros_like(weight, dtype=torch.float32 if step_ else None)
     grads, (beta1, beta2) = [bucket.grads for bucket in buckets], betas
-    options = {"amsgrad": False, "maximize": False, "fused": True, "weight_decay": 0.0}
-    options |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-    torch_adam(weights, grads, moments, squares, [], steps, **options)
+    if step_:
+        step_(weights, grads, states, number(lr, weights[0]), betas, eps, decay)
+    else:
+        kept = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        moments, squares, steps = kept
+        options = {"amsgrad": False, "maximize": False, "fused": True, "weight_decay": 0.0}
+        options |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+        torch_adam(weights, grads, moments, squares, [], steps, **options)
     return weights, copy_new
 
 
@@ -514,10 +500,8 @@ def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float)
     tables = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
     usual = tables.get(name, hp.scalar_lr), *hp.adam_betas, 0.0
     lr, *betas, decay = (dict(zip(ADAM_FIELDS, usual, strict=True)) | own).values()
-    rule = partial(adam, betas=betas, eps=hp.adam_eps)
-    if hp.adam_rule == "cautious":
-        step_ = compile_(cautious_adam_)
-        rule = partial(cautious_adam, betas=betas, eps=hp.adam_eps, decay=decay, step_=step_)
+    step_ = compile_(cautious_adam_) if hp.adam_rule == "cautious" else None
+    rule = partial(adam, betas=betas, eps=hp.adam_eps, decay=decay, step_=step_)
     if name not in tables:
         return Group(name, patterns, rule, lr, 0, math.inf, every=hp.adam_every)
     complete = "forward" if name == "head" and not hp.tied_frac else "end"
@@ -529,6 +513,8 @@ def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
     own = dict(program.number_rows(hp.adam_groups, "adam_groups", ADAM_FIELDS))
     if wrong := own.keys() - (PATTERNS.keys() - {"muon"}):
         raise UserError(f"--adam_groups: {wrong.pop()!r} is no group that learns by Adam")
+    if any(row.get(beta, 0) >= 1 for row in own.values() for beta in ("beta1", "beta2")):
+        raise UserError(f"--adam_groups {hp.adam_groups}: a beta must be below 1")
     patterns = dict(PATTERNS)
     for name, other in ELSEWHERE.items():
         if name not in own:
@@ -707,11 +693,8 @@ class Optimizers:
 
     @torch.no_grad()
     def step(self, now: "Moment") -> list[Tensor]:
-        """Update the weights of all groups that learn at a moment, then empty their gradients.
-
-        Every 25 of Adam's steps, and to clip, the answer holds the norms (groups,) of the mean
-        gradient.
-        """
+        """Update all groups that learn at a moment, and empty their gradients. Every 25 of Adam's
+        steps, and to clip, the answer holds the norms (groups,) of the mean gradient."""
         for bucket in self.missing:
             bucket.launch()
         self.missing = {}
@@ -722,7 +705,7 @@ class Optimizers:
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
         buckets_of = {group.name: buckets for group, buckets in self.groups}
         for own, tied in zip(buckets_of["embed"], buckets_of["head"], strict=True):
-            if self.hp.tied_frac and not (now.tied or own.state):  # it goes on as the head did
+            if self.hp.tied_frac and not now.tied and not own.state:  # it goes on as the head did
                 own.state = {key: value.clone() for key, value in tied.state.items()}
         pending, learning = [], [row for row in self.groups if row[0].learns(now)]
         for group, buckets in learning:
@@ -885,9 +868,7 @@ def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
     return frequency, factor
 
 
-def rotary_table(
-    length: int, hp: Hyperparameters, device, start=0, windows: tuple[int, ...] = ()
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=()) -> tuple:
     """cos and sin (T, 1, head_dim), float32, of the positions from start on, for rotate_normed: of
     each angle (cos, cos) and (sin, -sin). With hp.yarn also a factor () on q, for long windows that
     have had these sizes.
@@ -942,10 +923,10 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
         self.key_offset = hp.key_offset and layer.window == "long"
-        gate = partial(torch.zeros, hp.num_heads, GATE_CHANNELS)
         gates_values = hp.value_gate and layer.values not in (None, "first")
-        self.gate = nn.Parameter(gate()) if hp.attention_gate else None
-        self.value_gate = nn.Parameter(gate()) if gates_values else None
+        zeros = partial(torch.zeros, hp.num_heads, GATE_CHANNELS)
+        self.gate = nn.Parameter(zeros()) if hp.attention_gate else None
+        self.value_gate = nn.Parameter(zeros()) if gates_values else None
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend):
         """x (1, T, C), and what is mixed into v, of its size, to the result and v as it was."""
@@ -957,18 +938,15 @@ class CausalSelfAttention(nn.Module):
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
         q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
         k = recomputed(rotate_normed, k, cos, sin, self.eps)
-        own = v
-        if value is not None:
-            value = value.view_as(v)
+        own, table = v, None if value is None else value.view_as(v)
         if self.value_gate is not None:
-            value = 2 * gate_of(x, self.value_gate)[..., None] * value
+            table = 2 * gate_of(x, self.value_gate)[..., None] * table
         if self.mixes_first:
             share = self.lambdas[-1]
-            v = (1 - share) * v + share * (v if value is None else value)
+            v = (1 - share) * v + share * (v if table is None else table)
         else:
-            v = v if scales else self.lambdas[0] * v
-            if value is not None:
-                v = v + (value if scales else self.lambdas[1] * value)
+            kept, added = (1.0, 1.0) if scales else self.lambdas
+            v = kept * v if table is None else kept * v + added * table
         out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset).transpose(1, 2)
         if self.gate is not None:
             out = out * gate_of(x, self.gate)[..., None]
@@ -1030,9 +1008,7 @@ class Block(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([hp.residual_lambda, *of_x0]))
         self.x0_lambda = nn.Parameter(torch.zeros(1)) if hp.x0_apart else None
 
-    def forward(
-        self, x: Tensor, x0: Tensor, value: Tensor | None, skip, rotary, mask, give_v, attend=attend
-    ):
+    def forward(self, x, x0, value: Tensor | None, skip, rotary, mask, give_v, attend=attend):
         """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
         of zeros where nothing uses it. skip is (weight, output)."""
         if skip is not None:
@@ -1104,29 +1080,23 @@ def softcapped_cross_entropy(logits, targets, softcap, shares=None, grad_scale=N
     With shares (K,) and targets (T, K) of next_targets, the gradient is that of the losses of all K
     targets times their shares, and the loss returned is that of the next token alone.
     """
-    a, b, c = softcap
-    targets = targets.view(len(targets), -1)
+    (a, b, c), targets = softcap, targets.view(len(targets), -1)
+    share = (targets >= 0) * (1.0 if shares is None else shares)  # (T, K)
     if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
         z = a * torch.sigmoid(1 / c * (logits.float() + b))
         z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, targets[:, :1]).float() + b))
         p = torch.exp(z - a)
         total = p.sum(dim=1, keepdim=True)
         loss = (total.log() + a - z_of_target).sum()
-        column, p = torch.arange(p.size(1), device=p.device), p / total
-        if shares is None:
-            p = p - (column == targets).float()
-        else:
-            share = shares * (targets >= 0)
-            p = p * share.sum(dim=1, keepdim=True)
-            for k in range(len(shares)):
-                p = p - share[:, k, None] * (column == targets[:, k, None])
+        column, p = torch.arange(p.size(1), device=p.device), p / total * share.sum(1, keepdim=True)
+        for k in range(share.size(1)):
+            p = p - share[:, k, None] * (column == targets[:, k, None])
     else:  # z and p are stored, and overwritten where that is possible
         z = logits.float()
         z = torch.add(z.new_full((), b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
         p = torch.softmax(z, dim=-1)
         loss = -p.gather(1, targets[:, :1]).log().sum()
-        share = p.new_ones(len(p), 1) if shares is None else shares * (targets >= 0)
-        p = p if shares is None else p.mul_(share.sum(dim=1, keepdim=True))
+        p = p if shares is None else p.mul_(share.sum(1, keepdim=True))
         p.scatter_add_(1, targets.clamp(min=0), -share)
     if grads is not None:
         grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(1 / c * grad_scale)
@@ -1179,12 +1149,9 @@ HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 
 
 def loss_chunk(x, w, targets, softcap, grad_scale, grad_w, scales, steps=HEAD_STEPS, shares=None):
-    """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x.
-
-    That of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8
-    scales (of x, w and the logits' gradient) w is what head_in_fp8 makes of it. For shares see
-    softcapped_cross_entropy.
-    """
+    """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x. That
+    of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8 scales (of
+    x, w and the logits' gradient) w is what head_in_fp8 makes of it. For shares see HeadLoss."""
     _, forward, backward = steps
     loss, x, grads = forward(x, w, targets, sigmoid_form(softcap), shares, grad_scale, scales)
     return loss, None if grads is None else backward(x, w, grads, grad_w, scales)
@@ -1199,21 +1166,16 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, targets, softcap, scales=None, steps=HEAD_STEPS, shares=None, summed=False
-    ):
+    def forward(ctx, x, weight, targets, cap, scales=None, steps=HEAD_STEPS, shares=None, summed=0):
         w = steps[0](weight, scales[1]) if scales else weight.type_as(x)
-        with_grad, size = ctx.needs_input_grad[0], loss_chunk_len(x.device)
-        grads = (
-            (1.0 if summed else 1 / len(x), gradient_buffer(weight)) if with_grad else (None,) * 2
-        )
+        with_grad, size, grads = ctx.needs_input_grad[0], loss_chunk_len(x.device), (None, None)
+        if with_grad:
+            grads = 1.0 if summed else 1 / len(x), gradient_buffer(weight)
         if shares is not None:
             targets = next_targets(targets, len(shares))
-        chunks, options = (
-            zip(x.split(size), targets.split(size), strict=True),
-            (scales, steps, shares),
-        )
-        results = [loss_chunk(part, w, t, softcap, *grads, *options) for part, t in chunks]
+        chunks = zip(x.split(size), targets.split(size), strict=True)
+        more = *grads, scales, steps, shares
+        results = [loss_chunk(part, w, t, cap, *more) for part, t in chunks]
         if with_grad:
             ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
         return sum(loss for loss, _ in results) / len(x)
@@ -1232,9 +1194,6 @@ class Head(CastedLinear):
         self.weight.data.normal_(std=hp.head_init) if hp.head_init else nn.init.zeros_(self.weight)
         own_form = hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
         self.softcap, self.steps, self.summed = sigmoid_form(own_form), HEAD_STEPS, hp.loss_sum
-
-    def compile_steps(self, compile_) -> None:
-        self.steps = tuple(map(compile_, HEAD_STEPS))
 
     def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
         """Mean loss () of x (T, C) and targets (T,) int64; for its gradients see HeadLoss."""
@@ -1267,15 +1226,13 @@ class GPT(nn.Module):
         for table in value_embeds.values():
             table.weight.data *= hp.value_init
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
-        half = hp.num_layers // 2  # layers that may have a skip connection
-        self.skip_weights = nn.Parameter(torch.full((half,), -1.5 if hp.skip_gate else 1.0))
-        gates = nn.Parameter(torch.zeros(half, GATE_CHANNELS)) if hp.skip_gate else None
-        self.skip_gates, self.smear_gate, self.backout_lambda = gates, None, None
-        if hp.smear:
-            self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
-            self.smear_lambda = nn.Parameter(torch.zeros(1))
-        if any(row.backout for row in self.layers):
-            self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
+        upper = hp.num_layers // 2  # layers that may have a skip connection
+        self.skip_weights = nn.Parameter(torch.full((upper,), -1.5 if hp.skip_gate else 1.0))
+        backs_out, zeros = any(row.backout for row in self.layers), torch.zeros
+        self.skip_gates = nn.Parameter(zeros(upper, GATE_CHANNELS)) if hp.skip_gate else None
+        self.smear_gate = nn.Parameter(zeros(1, GATE_CHANNELS)) if hp.smear else None
+        self.smear_lambda = nn.Parameter(zeros(1)) if hp.smear else None
+        self.backout_lambda = nn.Parameter(torch.tensor([0.5])) if backs_out else None
         self.lm_head = Head(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
@@ -1298,7 +1255,7 @@ class GPT(nn.Module):
             with contextlib.suppress(AttributeError):  # of a torch that has no such setting
                 # Else layers are compiled anew at each start, because of their autograd.Functions.
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-            self.lm_head.compile_steps(self.compile_)
+            self.lm_head.steps = tuple(map(self.compile_, HEAD_STEPS))
             for block in self.blocks:
                 block.compile(dynamic=False)
         return self
@@ -1348,10 +1305,7 @@ class GPT(nn.Module):
 
     def hidden(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
         """Tokens (T,), T whole blocks, at a moment or with a long window, to (T, C) after the last
-        norm.
-
-        Masks and rotary angles depend on the tokens alone: they are made here, once for all layers.
-        """
+        norm. Masks and rotary angles are made here, once for all layers."""
         if not self.use_flex and len(input_seq) > 16384:
             raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
         now = self.at(when)
@@ -1371,14 +1325,11 @@ class GPT(nn.Module):
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip = None
             if row.skip_from is not None:
-                take, weight = (
-                    outputs.pop if last_use[row.skip_from] == i else outputs.get,
-                    weights[i - upper],
-                )
+                weight, last = weights[i - upper], last_use[row.skip_from] == i
                 if self.skip_gates is not None:
-                    gate = gate_of(x0, self.skip_gates[i - upper, None])
-                    weight = torch.sigmoid(weight) * 2 * gate
-                skip = weight, take(row.skip_from)
+                    gate = 2 * gate_of(x0, self.skip_gates[i - upper, None])
+                    weight = torch.sigmoid(weight) * gate
+                skip = weight, (outputs.pop if last else outputs.get)(row.skip_from)
             give_v = mixes_first and "first" not in values
             mask, value = masks.get(row.window), values.get(row.values)
             x, v = block(x, x0, value, skip, rotary, mask, give_v, attend)
@@ -1410,13 +1361,17 @@ def scheduled_steps(hp: Hyperparameters) -> int:
     return hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
 
 
+def stage_starts(hp: Hyperparameters) -> list[int]:
+    """The first step of each row of the stage table. Stages are equal shares of the scheduled
+    steps; if there is an extension, the last row is its own."""
+    rows, steps = len(stage_table(hp.stages)), scheduled_steps(hp)
+    shares = rows - (hp.extension_frac > 0 and rows > 1)
+    return [round(steps * k / shares) for k in range(rows)]
+
+
 def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
-    """The rows of the stage table that have begun; the last one holds. Stages are equal shares of
-    the scheduled steps; if there is an extension, the last row is its own."""
-    table, steps = stage_table(hp.stages), scheduled_steps(hp)
-    shares = len(table) - (hp.extension_frac > 0 and len(table) > 1)
-    begun = sum(step >= round(steps * k / shares) for k in range(shares))
-    return table[: begun + (step >= steps and shares < len(table))]
+    """The rows of the stage table that have begun; the last one holds."""
+    return stage_table(hp.stages)[: sum(step >= start for start in stage_starts(hp))]
 
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
@@ -1450,11 +1405,10 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
 
 def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
     """Loss weights of the next token and of those after it; the last of several falls to 0."""
-    begun, steps = stages_until(step, hp), scheduled_steps(hp)
+    begun, starts = stages_until(step, hp), [*stage_starts(hp), hp.num_iterations]
+    start, end = starts[len(begun) - 1 : len(begun) + 1]
     *first, last = begun[-1].targets
-    shares = len(stage_table(hp.stages)) - 1 or 1
-    passed = step * shares / steps - (len(begun) - 1) if first else 0.0
-    return *first, last * (1 - passed)
+    return *first, last * (end - step) / max(end - start, 1) if first else last
 
 
 def is_tied(step: int, hp: Hyperparameters) -> bool:
@@ -1496,17 +1450,8 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
     )
 
 
-def training_batches(hp: Hyperparameters, pattern: str, rank, world_size, first_step, device):
-    """This rank's parts of all batches of a run from a step on."""
-    sizes = (lambda step: moment(step, hp).seq_len), hp.batch_seqs, rank, world_size, first_step
-    limits = hp.num_iterations, hp.epochs, hp.vocab_size
-    longest = (lambda step: moment(step, hp).longest) if hp.align_to_documents else None
-    return distributed_data_generator(pattern, *sizes, *limits, longest, device)
-
-
 # -----------------------------------------------------------------------------
-# Run: checkpoints, command line, the timed loop, main()
-
+# Run: checkpoints, the timed loop, main()
 
 # Of older checkpoints: what was so before it was a setting, and settings that are ignored.
 BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
@@ -1536,9 +1481,8 @@ def load_checkpoint(path: str | Path) -> dict:
 
 def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
     """The settings (flags over the record's, or over a checkpoint's own) and the flags given, with
-    `record`, its name, `checkpoint`, the path, and `saved`, what the checkpoint holds.
-
-    UserError for an unknown flag or a bad value."""
+    `record`, its name, `checkpoint`, the path, and `saved`, what the checkpoint holds. UserError
+    for an unknown flag or a bad value."""
     about = f"{__doc__.splitlines()[0]} In brackets: values of 2025-01-26_BatchSize."
     args = program.command_line(about, RECORDS, Hyperparameters).parse_args(argv)
     args.checkpoint, args.saved = program.where_to_start(args, load_checkpoint)
@@ -1653,8 +1597,9 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
 
     def once(now: Moment) -> None:
         evaluate(model, [val.int(), val], now, device)  # first: its blocks of memory are larger
-        x = tokens[None, : now.seq_len]
-        for step in range(now.step, now.step + hp.adam_every):
+        x, every = tokens[None, : now.seq_len], hp.adam_every
+        first = min(now.step, hp.num_iterations - 1) // every * every
+        for step in range(first, first + every):  # until no gradient waits for a step of Adam's
             train_step(model, optimizers, x.int(), x, step)
 
     for now in list(kinds.values())[0 if model.compiled else -1 :]:
@@ -1686,9 +1631,11 @@ class Run:
         hp, device, on_gpu = self.hp, self.device, self.device.type == "cuda"
         self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
         ranks = self.rank, self.world_size
-        self.batches = training_batches(hp, hp.train_files, *ranks, self.first_step, device)
-        lengths = (moment(step, hp).seq_len for step in range(self.first_step))
-        self.tokens = hp.batch_seqs * sum(lengths)
+        size, limits = hp.batch_seqs, (hp.num_iterations, hp.epochs, hp.vocab_size)
+        longest = (lambda step: moment(step, hp).longest) if hp.align_to_documents else None
+        stream = hp.train_files, (lambda step: moment(step, hp).seq_len), size, *ranks
+        more = self.first_step, *limits, longest, device
+        self.batches = distributed_data_generator(*stream, *more)
         self.optimizers = Optimizers(self.model, hp, *ranks)
         self.log = log = program.Logger(hp, device, self.rank, self.first_step, going_on)
         self.folder = Path("logs", log.run_id)
@@ -1720,7 +1667,8 @@ class Run:
             saved.clear()  # as large as the model and more
         path = log.path.with_suffix(".jsonl") if self.rank == 0 else log.path
         norms = [f"grad_norm_{group.name}" for group in parameter_table(hp)]
-        self.metrics = program.Metrics(path, norms, self.first_step)
+        tokens = size * sum(moment(step, hp).seq_len for step in range(self.first_step))
+        self.metrics = program.Metrics(path, norms, self.first_step, tokens)
 
     def loop(self) -> None:
         """Train to the last step, or until a signal comes. The clock stands still meanwhile where
@@ -1759,12 +1707,10 @@ class Run:
                 loss, stop = metrics.fetch(start)  # of the step before: no waiting
                 self.check_loss(loss, step)
                 metrics.write()
-                step_tokens = hp.batch_seqs * now.seq_len
-                self.tokens += step_tokens
-                row = vars(now) | {"step": step + 1, "tokens": self.tokens}
-                metrics.begin(row, step_tokens, result)
+                row = vars(now) | {"step": step + 1}
+                metrics.begin(row, hp.batch_seqs * now.seq_len, result)
                 ms = 1e3 * (self.seconds + time.perf_counter() - start)
-                rate = self.tokens / ms
+                rate = metrics.tokens / ms
                 progress = f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s"
                 self.log.step(self.line(step + 1, ms), progress)
         self.log.bar.close()
@@ -1798,7 +1744,8 @@ class Run:
         """Save all that it takes to go on after the step."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             self.check_loss(math.nan, step)
-        settings = {name: getattr(self.hp, name) for name in SAVED_FIELDS}
+        names = program.names_of(Hyperparameters, "learning", "run")
+        settings = {name: getattr(self.hp, name) for name in names}
         state = {"record": self.record, "hyperparameters": settings, "run_id": self.log.run_id}
         state |= {"step": step, "seconds": self.seconds, "random": torch.get_rng_state()}
         state |= {"code": program.source(), "kernels": kernels_in_use()}

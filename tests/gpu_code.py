@@ -258,9 +258,10 @@ train_gpt.LOSS_ROWS = TOKENS  # all rows of a chunk at once
 
 
 def layer_graphs(hp):
-    """A layer that has all there is: an earlier output, and values from elsewhere."""
+    """The layer that has most: an earlier output, values from elsewhere, a long window."""
     rows = train_gpt.layer_table(hp)
-    row = next(row for row in rows if row.skip_from is not None and row.values is not None)
+    features = [(row.values is not None, row.skip_from is not None, row.window) for row in rows]
+    row = rows[features.index(max(features, key=lambda f: (f[0] + f[1], f[2] == "long")))]
     shape = 1, hp.seq_len, hp.model_dim
     x, x0, value, skip = (
         torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(4)
@@ -270,7 +271,8 @@ def layer_graphs(hp):
     rotary = train_gpt.rotary_table(hp.seq_len, hp, "cpu")
     if row.values == "first":
         value = value.view(1, hp.seq_len, hp.num_heads, hp.head_dim)
-    arguments = x, x0, value, (torch.ones(()), skip), rotary, mask, False
+    skip = None if row.skip_from is None else (torch.ones(()), skip)
+    arguments = x, x0, value, skip, rotary, mask, False
     yield "layer", captured(train_gpt.Block(hp, row), *arguments)
 
 
@@ -279,6 +281,9 @@ def loss_graphs(hp):
     """The steps of the head and its loss, one by one, as a run compiles them."""
     vocab, fp8 = train_gpt.padded_vocab(hp), hp.fp8 and CAPABILITY >= 89
     x, targets = torch.empty(TOKENS, hp.model_dim, dtype=torch.bfloat16), torch.zeros(TOKENS).long()
+    count = max(len(stage.targets) for stage in train_gpt.stage_table(hp.stages))
+    several = train_gpt.next_targets(targets, count) if count > 1 else targets
+    shares = torch.ones(count) if count > 1 else None
     weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
     w, scales = weight.bfloat16(), (hp.x_s, hp.w_s, hp.grad_s) if fp8 else None
     quantize, forward, backward = train_gpt.HEAD_STEPS
@@ -286,8 +291,9 @@ def loss_graphs(hp):
         yield "head in float8", captured(quantize, weight, hp.w_s)
         w = quantize(weight, hp.w_s)
     grads = torch.empty(TOKENS, vocab, dtype=torch.float8_e5m2 if fp8 else torch.bfloat16)
-    softcap = train_gpt.sigmoid_form(hp.logit_softcap)
-    yield "loss", captured(forward, x, w, targets, softcap, None, 1 / hp.seq_len, scales)
+    form = hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
+    softcap, scale = train_gpt.sigmoid_form(form), 1.0 if hp.loss_sum else 1 / hp.seq_len
+    yield "loss", captured(forward, x, w, several, softcap, shares, scale, scales)
     inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn) if fp8 else x
     yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
     arguments = x, weight.bfloat16(), targets, softcap, None, None, None
@@ -305,8 +311,13 @@ def muon_graphs(hp, square_only=False):
             continue
         counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
         grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
-        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped
-        yield f"muon {' x '.join(map(str, shape))}", captured(train_gpt.muon_updates, *arguments)
+        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, hp.polar_express
+        name = " x ".join(map(str, shape))
+        yield f"muon {name}", captured(train_gpt.muon_updates, *arguments)
+        if hp.muon_beta2:
+            updates, rows = torch.zeros(counts[0], *shape).bfloat16(), shape[0] >= shape[1]
+            second = torch.zeros(counts[0], *((shape[0], 1) if rows else (1, shape[1])))
+            yield f"normuon {name}", captured(train_gpt.normuon_, updates, second, hp.muon_beta2)
 
 
 def main(record: str, kernels: str, *parts: str) -> None:

@@ -68,6 +68,25 @@ def test_loss_equals_float64(dtype, rows, vocab, cap):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_of_several_targets_equals_float64(dtype):
+    """The gradient is that of a weighted sum, the loss that of the first target; -1 is none."""
+    logits, shares = (9 * randn(4, 9000)).to(dtype), (1.0, 0.5, 0.25)
+    targets = torch.tensor([[0, 8999, 0], [17, 17, 8192], [8191, 3, -1], [5, -1, -1]])
+    exact, total = logits.double().requires_grad_(), 0.0
+    capped = reference.soft_capped(exact, (23.0, 5.0, 7.5))
+    for row, own in zip(capped, targets.tolist(), strict=True):
+        for share, target in zip(shares, own, strict=True):
+            total -= share * torch.log_softmax(row, 0)[target] if target >= 0 else 0.0
+    total.backward()
+    softcap = 23.0, 5.0, 7.5
+    loss = kernels.fused_loss(logits, targets, softcap, torch.tensor(shares), 0.25, logits)
+    first = F.cross_entropy(capped, targets[:, 0], reduction="sum").item()
+    assert loss.item() == pytest.approx(first, rel=1e-6)
+    assert relative_error(logits, 0.25 * exact.grad) < TOLERANCE[dtype]
+
+
+@interpreted
 def test_loss_in_float8_clamps_where_the_cast_would_give_inf():
     """The interpreter forgets to carry when it rounds up to a power of two, and cuts off below
     2^-14: such values are left out."""

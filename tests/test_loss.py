@@ -72,6 +72,36 @@ def test_compiled_loss_equals_float64(cap):
     assert relative_error(head.weight.grad, grad_w) < 1e-6
 
 
+def objective_in_float64(x, weight, targets, cap, shares):
+    """The sum over tokens of each target's loss, times its share; none lies beyond the end."""
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    capped, total = reference.soft_capped(x64 @ w64.T, cap), 0.0
+    for t in range(len(targets)):
+        for k, share in enumerate(shares):
+            if t + k < len(targets):
+                total -= share * torch.log_softmax(capped[t], 0)[targets[t + k]]
+    total.backward()
+    return x64.grad, w64.grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 0.4), (1.0, 0.5, 0.25)])
+def test_several_targets_have_the_gradients_of_a_weighted_sum(shares, compiled):
+    """Over three chunks of tokens; the value is the mean loss of the next token alone."""
+    x, head, targets = case(600)
+    steps = HEAD_STEPS
+    if compiled:  # by PyTorch itself, row by row as on a CPU
+        steps = [torch.compile(step, backend="eager", dynamic=False) for step in HEAD_STEPS]
+        x, targets = x.detach()[:32].requires_grad_(), targets[:32]
+    several = torch.tensor(shares) if len(shares) > 1 else None
+    loss = HeadLoss.apply(x, head.weight, targets, SHIFTED, None, steps, several, True)
+    loss.backward()
+    assert loss.item() == pytest.approx(in_float64(x, head.weight, targets, SHIFTED)[0], rel=1e-6)
+    grad_x, grad_w = objective_in_float64(x, head.weight, targets, SHIFTED, shares)
+    assert relative_error(x.grad, grad_x) < 2e-5
+    assert relative_error(head.weight.grad, grad_w) < 2e-5
+
+
 def test_compiled_mlp_equals_float64():
     """Compiled, ReLU squared keeps its result alone."""
     generator = torch.Generator().manual_seed(0)

@@ -30,7 +30,10 @@ MODELING = Path(__file__).with_name("modeling_speedrun.py")
 SHARED = ("model_dim", "num_heads", "head_dim", "rope", "rope_base", "norm_eps", "window_rule")
 
 
-# What the modelling file knows: another word of the layer table, or another weight, is refused.
+# What the modelling file does not know is refused: these settings, another field of a layer,
+# another weight.
+UNKNOWN = "attention_gate", "value_gate", "skip_gate", "smear", "key_offset", "yarn"
+UNKNOWN += "scaled_projections", "logit_sigmoid"
 LAYER_FIELDS = {"window", "values", "skip_from"}
 WEIGHTS = re.compile(
     r"(value_embeds\.embed\.\d|embed|lm_head)\.weight|skip_weights"
@@ -47,7 +50,11 @@ def check_known(hp: Hyperparameters, saved: dict) -> None:
         for name, value in asdict(layer).items()
         if name not in LAYER_FIELDS and value != plain[name]
     }
-    words |= {name for name in saved["model"] if not WEIGHTS.fullmatch(name)}
+    usual = Hyperparameters()
+    words |= {name for name in UNKNOWN if getattr(hp, name) != getattr(usual, name)}
+    words |= {"window_rule"} if hp.window_rule == "distance" else set()
+    if not words:  # else it would be a long list
+        words = {name for name in saved["model"] if not WEIGHTS.fullmatch(name)}
     if words:
         names = ", ".join(sorted(words))
         raise UserError(f"{MODELING} does not know {names}: add it there, or export another model")

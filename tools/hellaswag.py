@@ -100,8 +100,11 @@ def log_likelihoods(
 
     It is that at a moment, or with a long window. All ranks work, and all know all of them then.
     """
-    device = model.skip_weights.device
-    lengths = [len(document) - 1 for document in documents]  # nothing is to follow the last token
+    device, hp = model.skip_weights.device, model.hp
+    # Where a token takes something from the one before, whatever its document is, two ends of text
+    # come before each document: the second one is the same after any neighbour.
+    gap = 2 * (hp.smear or hp.key_offset)
+    lengths = [gap + len(document) - 1 for document in documents]  # nothing follows the last token
     longest = -(-max(lengths) // BLOCK) * BLOCK
     size = max(SEQUENCE[device.type], longest)
     now, wide = model.at(when), longest + BLOCK
@@ -112,8 +115,8 @@ def log_likelihoods(
         tokens, places, targets, owners = [], [], [], []
         for i, place in sequence:
             document, start = documents[i], starts[i]
-            tokens += document[:-1]
-            places += range(place + start - 1, place + len(document) - 1)
+            tokens += [*[END_OF_TEXT] * gap, *document[:-1]]
+            places += range(place + gap + start - 1, place + gap + len(document) - 1)
             targets += document[start:]
             owners += [i] * (len(document) - start)
         tokens += [END_OF_TEXT] * (size - len(tokens))
