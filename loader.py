@@ -58,26 +58,29 @@ class Shard:
         """`length` tokens at a position or after it: pieces (start, stop), and the position for the
         next sequence; None if the shard ends before.
 
-        Without `longest`, one piece, and the next one begins with its last token. If longest is 0,
-        it begins with a document. Else a piece is a document's first tokens, at most `longest`, and
-        what the last document has left is dropped, as on the leaderboard since September 2025.
+        Without `longest`, one piece, and the next one begins with its last token. Else a sequence
+        begins with a document, and the next one with a later document. If longest is 0, it is one
+        piece. Else a piece is a document's first tokens, at most `longest`, and what the last
+        document has left is dropped, as on the leaderboard since September 2025.
         """
-        start = position
-        if longest is not None:
-            first = np.searchsorted(self.documents, position)
-            start = self.documents[first] if first < len(self.documents) else len(self.tokens)
+        if longest is None:
+            stop = position + length
+            return ([(position, stop)], stop - 1) if stop <= len(self.tokens) else None
+        documents = self.documents
+        first = np.searchsorted(documents, position)
         if not longest:
-            stop = start + length
-            return None if stop > len(self.tokens) else ([(start, stop)], stop - 1)
+            start = documents[first] if first < len(documents) else len(self.tokens)
+            after = np.searchsorted(documents, start + length - 1)
+            return ([(start, start + length)], documents[after]) if after < len(documents) else None
         if longest not in self.ends:  # the tokens up to each document's end
-            lengths = np.diff(self.documents, append=len(self.tokens))
+            lengths = np.diff(documents, append=len(self.tokens))
             self.ends[longest] = np.minimum(lengths, longest).cumsum()
         ends = self.ends[longest]
         end = length + (ends[first - 1] if first else 0)
         last = np.searchsorted(ends, end)
         if last >= len(ends):
             return None
-        starts = self.documents[first : last + 1]
+        starts = documents[first : last + 1]
         stops = starts + np.diff(ends[first : last + 1], prepend=end - length)
         stops[-1] -= ends[last] - end
         return list(zip(starts, stops, strict=True)), starts[-1] + 1
