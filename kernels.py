@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from records import softcap_of, stage_table
+
 
 def obstacle(device: torch.device) -> str:
     """Why Triton cannot run there; empty if it can."""
@@ -80,22 +82,22 @@ def fused_loss(logits, targets, softcap, shares=None, grad_scale=None, grads=Non
     out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
     inputs = logits, targets, losses if shares is None else shares, losses, out
     sizes = logits.size(1), *softcap, scale, torch.finfo(out.dtype).max, with_grad
-    options = {"TARGETS": targets[0].numel(), "WITH_SHARES": shares is not None}
+    options = {"TARGETS": targets.numel() // len(targets), "WITH_SHARES": shares is not None}
     softcap_kernel[(len(logits),)](*inputs, *sizes, **options, COLUMNS=8192, num_warps=16)
     return losses.sum()
 
 
 def loss_example(hp, device, dtype, fp8):
     """Some rows of logits, as many targets for each as hp ever has, and where the gradient goes."""
-    vocab, cap = -(-hp.vocab_size // 128) * 128, hp.logit_softcap
+    vocab, cap = -(-hp.vocab_size // 128) * 128, softcap_of(hp)
     logits = 4 * torch.randn(1024, vocab, device=device, dtype=dtype)
-    count = 1 + hp.stages.partition(",")[0].count("/")
+    count = max(len(stage.targets) for stage in stage_table(hp.stages))
     targets = torch.randint(hp.vocab_size, (1024, count), device=device)
     targets[-1, 1:] = -1
     shares = torch.linspace(1, 0.25, count, device=device) if count > 1 else None
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
     scale = (hp.grad_s if fp8 else 1.0) / (1 if hp.loss_sum else hp.seq_len)
-    softcap = hp.logit_sigmoid if hp.logit_sigmoid[0] else (2 * cap, 0.0, cap / 2)
+    softcap = cap if isinstance(cap, tuple) else (2 * cap, 0.0, cap / 2)
     return logits, targets, softcap, shares, scale, grads
 
 

@@ -88,20 +88,22 @@ class Shard:
     def batch(self, position: int, count: int, length: int, longest: int | None):
         """So many sequences, one after the other, and the next position; None if the shard ends
         before. As published, one whose whole documents are not cut is left a batch earlier."""
-        left = longest == 0 and position + 2 * count * (length - 1) + 1 >= len(self.tokens)
         sequences = []
-        for _ in range(0 if left else count):
+        if longest == 0 and position + 2 * count * (length - 1) + 1 >= len(self.tokens):
+            return None
+        for _ in range(count):
             found = self.sequence(position, length, longest)
             if found is None:
                 return None
             pieces, position = found
             sequences.append(pieces)
-        return (sequences, position) if sequences else None
+        return sequences, position
 
 
 def plan_batches(shards: list[Shard], size_of: Callable, batch_seqs: int, vocab_size: int):
     """The batches of the steps, cut forward through the shards, again and again: of each the epoch,
-    from 1 on, the shard and its sequences. size_of(step) is the length of sequences, and `longest`.
+    from 1 on, the shard and its sequences. size_of(step) is a sequence's length, targets included,
+    and `longest`.
     It ends where no shard has room for a step's batch. Shards are checked when they are first read.
     """
     step = 0
@@ -160,7 +162,8 @@ def distributed_data_generator(
 
     found = list(itertools.islice(plan(epochs if num_batches else 1), num_batches or None))
     if len(found) < max(num_batches, 1):
-        if found and epochs:
+        fits = any(s.batch(0, batch_seqs, *size_of(len(found))) for s in shards)
+        if found and fits:
             passes = f" in {epochs} epochs" * (epochs > 1)
             text = f"{pattern} holds {len(found)} batches{passes}"
             raise UserError(f"{text}, the run reads {num_batches}: add shards, or raise --epochs")

@@ -95,7 +95,8 @@ def number_rows(text: str, name: str, known: tuple[str, ...], lists=()) -> list[
     1/2/3. UserError for what is no such row."""
     rows = []
     for row in text.split(",") if text else ():
-        first, *words = row.split("+") if "=" not in row.split("+")[0] else ("", *row.split("+"))
+        words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
+        first = "" if "=" in words[0] else words.pop(0)
         numbers = {}
         try:
             for word in words:
@@ -109,7 +110,7 @@ def number_rows(text: str, name: str, known: tuple[str, ...], lists=()) -> list[
                     (values,) = values
                 numbers[field_name] = values
         except ValueError as error:
-            forms = " ".join(f"{field}=NUMBER" for field in known)
+            forms = " ".join(f"{key}=NUMBER" for key in known)
             raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +") from error
         rows.append((first, numbers))
     names = [first for first, _ in rows if first]
@@ -189,11 +190,10 @@ def where_to_start(args: argparse.Namespace, load: Callable) -> tuple[str | Path
 
 @cache
 def published() -> dict[str, dict]:
-    """What records reached on 8 H100s: minutes by the clock of their day, ms a step at the first
-    and last steps, mean and deviation of the last validation loss over so many runs (2024-11-19:
-    of one, and about), and by step losses and seconds of training. Where all runs have public
-    logs these are means, and losses have deviations; else they are one run's. {} without the file.
-    """
+    """What records reached on 8 H100s: minutes by the clock of their day, mean and deviation of the
+    last validation loss over so many runs (2024-11-19: of one, and about), and by step losses and
+    seconds of training. Where all runs have public logs these are means, and losses have
+    deviations; else they are one run's. {} without the file."""
     path = HERE / "tools" / "published.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 

@@ -11,14 +11,14 @@ from functools import cache
 from program import HERE, UserError, number_rows
 
 # -----------------------------------------------------------------------------
-# What a layer is, and a stage
+# What rows may be: of layers, of stages, of Adam's groups
 
 
 @dataclass(frozen=True)
 class Layer:
     """One row of the model: what this layer attends with and what is added to it."""
 
-    window: str  # "long", "short" (half of long), or "none": no attention
+    window: str  # "long", "short" (half of the stage's long one), or "none": no attention
     values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
     skip_from: int | None = None  # which earlier layer's output is added to the input
     backout: bool = False  # a share of its output is subtracted before the last norm
@@ -46,10 +46,10 @@ class Stage:
 def layer_fields(text: str) -> dict:
     """The fields of Layer that a row's window and words set; {} for what is no row."""
     window, *words = text.split("+")
-    fields = dict(LAYER_WORDS.get(word, ("unknown", word)) for word in words)
-    legal = window in ("long", "short", "none") and len(fields) == len(words)
-    legal &= "unknown" not in fields and not (window == "none" and "values" in fields)
-    return {"window": window, **fields} if legal else {}
+    found = dict(LAYER_WORDS.get(word, ("unknown", word)) for word in words)
+    legal = window in ("long", "short", "none") and len(found) == len(words)
+    legal &= "unknown" not in found and not (window == "none" and "values" in found)
+    return {"window": window, **found} if legal else {}
 
 
 def layer_table(hp) -> tuple[Layer, ...]:
@@ -88,9 +88,36 @@ def stage_table(stages: str) -> tuple[Stage, ...]:
         whole = stage.length, stage.window, stage.cap
         wrong = first or not numbers or stage.length < 1 or len(stage.targets) > 3
         if wrong or any(number % 1 for number in whole):
-            raise UserError(f"--stages {stages}: {stage} cannot be; STAGES_2026 shows the form")
+            rule = "whole numbers for length (from 1), window and cap; at most 3 targets"
+            raise UserError(f"--stages {stages}: a row is of {rule}; STAGES_2026 shows the form")
         table.append(replace(stage, length=int(whole[0]), window=int(whole[1]), cap=int(whole[2])))
     return tuple(table) or (Stage(),)
+
+
+ADAM_FIELDS = "lr", "beta1", "beta2", "decay"
+ADAM_NAMES = "head", "embed", "values", "scalar", "gates", "x0", "smear", "skip"
+
+
+def adam_table(hp) -> dict[str, dict[str, float]]:
+    """Of the groups in the setting adam_groups, by their names, the numbers that are theirs alone.
+    UserError for what is no such group, or cannot be."""
+    table = dict(number_rows(hp.adam_groups, "adam_groups", ADAM_FIELDS))
+    for name, row in table.items():
+        rule = ""
+        if name not in ADAM_NAMES:
+            rule = f"a row begins with one of {' '.join(ADAM_NAMES)}"
+        elif max(row.get("beta1", 0), row.get("beta2", 0)) >= 1:
+            rule = "a beta must be below 1"
+        elif "decay" in row and hp.adam_rule != "cautious":
+            rule = "decay wants --adam_rule cautious"
+        if rule:
+            raise UserError(f"--adam_groups {hp.adam_groups}: {rule}")
+    return table
+
+
+def softcap_of(hp) -> float | tuple[float, float, float]:
+    """What train_gpt.py's sigmoid_form takes: logit_sigmoid, if it is set, or logit_softcap."""
+    return hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
 
 
 # -----------------------------------------------------------------------------

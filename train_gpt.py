@@ -55,7 +55,7 @@ import program
 import records
 from loader import END_OF_TEXT, FINEWEB, distributed_data_generator, load_data_shard  # noqa: F401
 from program import HERE, UserError, all_reduce_, clock, of_machine, of_run, setting, show
-from records import Layer, Stage, layer_table, stage_table
+from records import ADAM_FIELDS, Layer, Stage, adam_table, layer_table, softcap_of, stage_table
 
 try:  # Triton comes with PyTorch's CUDA build
     from kernels import TWINS, fault, obstacle, shared_memory_is_small
@@ -69,7 +69,7 @@ BLOCK = 128  # tokens in a block of the attention mask; sequences are whole bloc
 # -----------------------------------------------------------------------------
 # Configuration: a setting is a row; records.py has rows of layers, stages and records
 
-SWITCH = ("auto", "on", "off")  # auto: by what the machine has
+SWITCH, WINDOW_RULES = ("auto", "on", "off"), ("blocks", "tokens", "distance")
 Pair, Triple = tuple[float, float], tuple[float, float, float]
 
 
@@ -85,9 +85,7 @@ class Hyperparameters:
     extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
     lr_lag: int = setting(0, "steps by which a stage's learning rate begins later", 0)
     last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
-    window_rule: str = setting(
-        "blocks", "see first_visible", choices=("blocks", "tokens", "distance")
-    )
+    window_rule: str = setting("blocks", "what a window counts", choices=WINDOW_RULES)
     window_min: int = setting(128, "long attention window at step 0, in tokens")
     window_span: int = setting(1728, "blocks: final window; tokens: growth from window_min", 0)
     window_step: int = setting(128, "the window is a multiple of this many tokens")
@@ -110,7 +108,7 @@ class Hyperparameters:
     qkv_init: float = setting(1.0, "factor on that for q, k and v", 0)
     value_init: float = setting(1.0, "standard deviation of value embeddings at first", 0)
     head_init: float = setting(0.0, "standard deviation of the head at first", 0)
-    tied_frac: float = setting(0.0, "share of the steps in which head and embedding are one", 0, 1)
+    tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
     attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
@@ -142,7 +140,7 @@ class Hyperparameters:
     muon_lr: float = setting(0.05, "Muon's learning rate for hidden matrices")
     muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors for tall, wide, square matrices", 0)
     muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
-    muon_decay: float = setting(0.0, "Muon's cautious weight decay, in learning rates", 0)
+    muon_decay: float = setting(0.0, "Muon's cautious weight decay, times lr^2", 0)
     polar_express: bool = setting(False, "orthogonalise by Polar Express, not by Newton-Schulz")
     momentum_start: float = setting(0.85, "Muon's momentum at step 0")
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
@@ -181,6 +179,12 @@ def check(hp: Hyperparameters) -> None:
     for name, wrong, rule in (
         ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
         ("num_iterations", hp.num_iterations % every, whole),
+        ("extension_frac", scheduled_steps(hp) < 1, "leaves no step before the extension"),
+        (
+            "stages",
+            any(s.cap for s in stages) > hp.align_to_documents,
+            "cap wants aligned documents",
+        ),
         ("save_every", hp.save_every % every, whole),
         ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
         ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
@@ -255,7 +259,7 @@ class FP8Linear(torch.autograd.Function):
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias whose float32 weight is cast to its input's dtype at use.
+    """A linear layer without bias whose weight is cast to its input's dtype at use.
 
     With use_fp8, in training, and where the hardware can: x * x_s and w * w_s enter the matmul as
     float8_e4m3fn, and the output's gradient * grad_s enters the backward ones as float8_e5m2.
@@ -320,11 +324,8 @@ POLAR_EXPRESS = (
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5, polar_express=False) -> Tensor:
-    """G (..., rows, cols) with its singular vectors kept and its singular values near 1.
-
-    Zero stays zero. bfloat16 on CUDA, else G's own dtype. Source: Keller Jordan's Muon,
-    kellerjordan.github.io/posts/muon.
-    """
+    """G (..., rows, cols) with its singular vectors kept and its singular values near 1; zero stays
+    zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon."""
     in_bfloat16 = activation_dtype(G.device) == torch.bfloat16
     X = (G.bfloat16() if in_bfloat16 else G).reshape(-1, *G.shape[-2:])
     tall = X.size(-2) > X.size(-1)
@@ -383,8 +384,8 @@ def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: 
         step, (beta1, beta2) = kept["step"].add_(1), betas
         first = kept["exp_avg"].lerp_(grad.float(), 1 - beta1)
         second = kept["exp_avg_sq"].lerp_(grad.float().square(), 1 - beta2)
-        size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-        update, old = size * first / (second.sqrt() + eps), weight.float()
+        step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+        update, old = step_size * first / (second.sqrt() + eps), weight.float()
         weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
@@ -410,12 +411,11 @@ def muon(buckets, lr: float, now, hp: Hyperparameters, steps=MUON_STEPS):
     compiled MUON_STEPS."""
     (rows, cols), (updates_of, norm_, step_) = buckets[0].row_shape, steps
     for bucket in buckets:
-        if not bucket.state:
+        if "momentum_buffer" not in bucket.state:
             bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
-            if hp.muon_beta2:
-                shape = (rows, 1) if rows >= cols else (1, cols)
-                zeros = bucket.grads.new_zeros(len(bucket.grads), *shape)
-                bucket.state["second_moment"] = zeros
+        if hp.muon_beta2 and "second_moment" not in bucket.state:
+            shape = (rows, 1) if rows >= cols else (1, cols)
+            bucket.state["second_moment"] = bucket.grads.new_zeros(len(bucket.grads), *shape)
     grads = [bucket.grads for bucket in buckets]
     momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
     options = number(now.momentum, grads[0]), hp.momentum_damped, hp.polar_express
@@ -439,11 +439,11 @@ def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
 
 
 def adam(buckets, lr: float, now, betas, eps: float, decay=0.0, step_=None):
-    """Adam, for rows of any shape: with a (compiled) cautious_adam_ as the records since July 2025
-    have it; else torch's fused one, without decay."""
+    """Adam, for rows of any shape: with a (compiled) cautious_adam_ and moments in float32; else
+    torch's fused one, without decay."""
     weights, states = [bucket.weights() for bucket in buckets], [bucket.state for bucket in buckets]
     for state, weight in zip(states, weights, strict=True):
-        if not state:
+        if "step" not in state:
             state["step"] = torch.zeros((), device=weight.device)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(weight, dtype=torch.float32 if step_ else None)
@@ -469,8 +469,8 @@ class Group:
     lr: float
     row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
     least_rows: float  # a bucket has at least so many rows, and one for each rank
-    complete: str = "backward"  # gradients arrive in the last backward pass; "forward": before it;
-    # "end": after it
+    complete: str = "backward"  # gradients are there in the last backward pass, or at its "end", or
+    # since the "forward" pass
     every: int = 1  # it learns from the sum of so many steps' gradients
 
     def learns(self, now: "Moment") -> bool:
@@ -492,7 +492,6 @@ PATTERNS = {
     "skip": ("skip_gates",),
 }
 ELSEWHERE = {"gates": "muon", "x0": "scalar", "smear": "scalar", "skip": "scalar"}
-ADAM_FIELDS = "lr", "beta1", "beta2", "decay"
 
 
 def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float) -> Group:
@@ -510,12 +509,7 @@ def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float)
 
 def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
     """The groups, in the order in which their gradients leave and their weights are updated."""
-    own = dict(program.number_rows(hp.adam_groups, "adam_groups", ADAM_FIELDS))
-    if wrong := own.keys() - (PATTERNS.keys() - {"muon"}):
-        raise UserError(f"--adam_groups: {wrong.pop()!r} is no group that learns by Adam")
-    if any(row.get(beta, 0) >= 1 for row in own.values() for beta in ("beta1", "beta2")):
-        raise UserError(f"--adam_groups {hp.adam_groups}: a beta must be below 1")
-    patterns = dict(PATTERNS)
+    own, patterns = adam_table(hp), dict(PATTERNS)
     for name, other in ELSEWHERE.items():
         if name not in own:
             patterns[other] += patterns.pop(name)
@@ -587,7 +581,7 @@ class Bucket:
 
     def launch(self) -> None:
         """Begin to sum the gradients over all ranks; of a bfloat16 table, see gradient_buffer."""
-        grads = [getattr(p, "grad32", p.grad).to(p.dtype) for p in self.params]
+        grads = [gradient_buffer(p).to(p.dtype) for p in self.params]
         self.grads = self.sent = self.share(grads, whole=True)
         if self.world_size > 1:
             self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
@@ -625,8 +619,8 @@ class Optimizers:
     """The update rules at work on all parameters. The order of a step is that of all ranks:
 
     1. Gradients leave in the order of the table, each bucket as soon as it is complete and those
-       before it have left: the head's before the last backward pass begins, the matrices' while it
-       runs, from the last layer to the first, those of tables and scalars at its end.
+       before it have left: the head's before the last backward pass begins (a tied one's at its
+       end), the matrices' while it runs, from the last layer to the first, the others' at its end.
     2. In the same order each rank updates its share, and sends what has changed: while gradients of
        the tables travel, it orthogonalises its matrices.
     3. At last all ranks take over what was sent.
@@ -703,10 +697,10 @@ class Optimizers:
             norms = [self.grad_norms(now) * grad_scale]
         if self.hp.grad_clip:
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
-        buckets_of = {group.name: buckets for group, buckets in self.groups}
-        for own, tied in zip(buckets_of["embed"], buckets_of["head"], strict=True):
-            if self.hp.tied_frac and not now.tied and not own.state:  # it goes on as the head did
-                own.state = {key: value.clone() for key, value in tied.state.items()}
+        if self.hp.tied_frac and not now.tied:  # the embedding goes on with the head's state
+            buckets_of = {group.name: buckets for group, buckets in self.groups}
+            for head, embed in zip(buckets_of["head"], buckets_of["embed"], strict=True):
+                embed.state = embed.state or {k: v.clone() for k, v in head.state.items()}
         pending, learning = [], [row for row in self.groups if row[0].learns(now)]
         for group, buckets in learning:
             for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
@@ -719,7 +713,7 @@ class Optimizers:
         for bucket, sent, take in pending:
             take(bucket.params, sent())
         params = [p for _, buckets in learning for bucket in buckets for p in bucket.params]
-        torch._foreach_zero_([getattr(p, "grad32", p.grad) for p in params])
+        torch._foreach_zero_([gradient_buffer(p) for p in params])
         return norms
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -760,7 +754,7 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
     if rule == "blocks":
         in_window = (position // BLOCK + 1 - (window // BLOCK).clamp(min=1)) * BLOCK
     elif rule == "distance":
-        in_window = position - window // BLOCK * BLOCK
+        in_window = position - (window // BLOCK).clamp(min=1) * BLOCK
     else:
         in_window = position + 1 - window.clamp(min=1)
     return torch.maximum(document, in_window)
@@ -882,8 +876,9 @@ def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=()) 
     frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
     frequency, factor = yarn(frequency, windows if hp.yarn else ())
     angle = torch.arange(start, start + length, device=device)[:, None, None] * frequency
-    cos, sin, factor = angle.cos(), angle.sin(), number(factor, angle) if hp.yarn else None
-    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1), factor
+    cos, sin = angle.cos(), angle.sin()
+    of_q = number(factor, angle) if hp.yarn else None
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1), of_q
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor=None) -> Tensor:
@@ -1192,8 +1187,7 @@ class Head(CastedLinear):
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp.model_dim, padded_vocab(hp), hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         self.weight.data.normal_(std=hp.head_init) if hp.head_init else nn.init.zeros_(self.weight)
-        own_form = hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
-        self.softcap, self.steps, self.summed = sigmoid_form(own_form), HEAD_STEPS, hp.loss_sum
+        self.softcap, self.steps, self.summed = softcap_of(hp), HEAD_STEPS, hp.loss_sum
 
     def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
         """Mean loss () of x (T, C) and targets (T,) int64; for its gradients see HeadLoss."""
@@ -1204,32 +1198,32 @@ class Head(CastedLinear):
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, C) to logits (T, padded vocabulary) between 0 and a, in float32, never from FP8."""
-        a, b, c = self.softcap
+        a, b, c = sigmoid_form(self.softcap)
         return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
 
 class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss.
 
-    Parameters have their published names, so published checkpoints load. On a CPU all is float32;
-    on CUDA embeddings and activations are bfloat16, matrices float32 and cast at use.
+    Parameters have the names of 2025-01-26, whose published checkpoints load. On a CPU all is
+    float32; on CUDA embeddings, a tied head and activations are bfloat16.
     """
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         self.hp, self.layers = hp, layer_table(hp)
         tables = sorted({row.values for row in self.layers} - {None, "first"})
-        table = partial(nn.Embedding, hp.vocab_size)
-        self.embed, width = table(hp.model_dim), hp.num_heads * hp.head_dim
-        value_embeds = nn.ModuleDict({i: table(width) for i in tables})
+        new_table = partial(nn.Embedding, hp.vocab_size)
+        self.embed, width = new_table(hp.model_dim), hp.num_heads * hp.head_dim
+        value_embeds = nn.ModuleDict({i: new_table(width) for i in tables})
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         for table in value_embeds.values():
             table.weight.data *= hp.value_init
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
-        upper = hp.num_layers // 2  # layers that may have a skip connection
-        self.skip_weights = nn.Parameter(torch.full((upper,), -1.5 if hp.skip_gate else 1.0))
+        skips = hp.num_layers // 2  # the upper layers may have a skip connection
+        self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
         backs_out, zeros = any(row.backout for row in self.layers), torch.zeros
-        self.skip_gates = nn.Parameter(zeros(upper, GATE_CHANNELS)) if hp.skip_gate else None
+        self.skip_gates = nn.Parameter(zeros(skips, GATE_CHANNELS)) if hp.skip_gate else None
         self.smear_gate = nn.Parameter(zeros(1, GATE_CHANNELS)) if hp.smear else None
         self.smear_lambda = nn.Parameter(zeros(1)) if hp.smear else None
         self.backout_lambda = nn.Parameter(torch.tensor([0.5])) if backs_out else None
@@ -1247,8 +1241,9 @@ class GPT(nn.Module):
         """
         self.to(device)
         self.use_flex = device.type == "cuda"
-        for table in (self.embed, self.value_embeds, *[self.lm_head] * bool(self.hp.tied_frac)):
-            table.to(activation_dtype(device))
+        for table in (self.embed, self.value_embeds, self.lm_head):
+            if table is not self.lm_head or self.hp.tied_frac:
+                table.to(activation_dtype(device))
         if compiled:
             self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
@@ -1265,9 +1260,9 @@ class GPT(nn.Module):
         embed, head = self.embed.weight, self.lm_head.weight
         if tied != self.tied:
             embed.data = head.data if tied else head.data.clone()
-            name = "grad32" if embed.dtype == torch.bfloat16 else "grad"
-            setattr(embed, name, gradient_buffer(head) if tied else None)
-            gradient_buffer(embed)
+            gradient_buffer(head)
+            for name in ("grad", "grad32"):  # one of them is the buffer
+                setattr(embed, name, getattr(head, name, None) if tied else None)
         self.tied = tied
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1288,7 +1283,7 @@ class GPT(nn.Module):
 
     def masks(self, input_seq: Tensor, now: "Moment", make_mask) -> dict:
         """Those that the layers of input_seq (T,) attend with, by the names of their windows."""
-        is_short = torch.arange(2, device=input_seq.device)
+        is_short = torch.arange(2, device=input_seq.device)  # nothing is copied from the host
         windows = now.window + (now.short - now.window) * is_short
         first = first_visible(input_seq, windows, self.hp.window_rule)
         used = {row.window for row in self.layers}
@@ -1304,8 +1299,8 @@ class GPT(nn.Module):
         return self.rotary[key]
 
     def hidden(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
-        """Tokens (T,), T whole blocks, at a moment or with a long window, to (T, C) after the last
-        norm. Masks and rotary angles are made here, once for all layers."""
+        """Tokens (T,), whole blocks, at a moment or with a long window, to (T, C), after a norm.
+        Masks and rotary angles are made here, once for all layers."""
         if not self.use_flex and len(input_seq) > 16384:
             raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
         now = self.at(when)
@@ -1319,15 +1314,15 @@ class GPT(nn.Module):
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
         values, outputs, weights = dict(value_embeds), {}, self.skip_weights.unbind()
-        upper = len(self.layers) - len(weights)  # the first layer that may have a skip connection
+        first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         mixes_first = any(row.values == "first" for row in self.layers)
         last_use = {row.skip_from: i for i, row in enumerate(self.layers)}  # then memory is freed
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip = None
             if row.skip_from is not None:
-                weight, last = weights[i - upper], last_use[row.skip_from] == i
+                weight, last = weights[i - first_skip], last_use[row.skip_from] == i
                 if self.skip_gates is not None:
-                    gate = 2 * gate_of(x0, self.skip_gates[i - upper, None])
+                    gate = 2 * gate_of(x0, self.skip_gates[i - first_skip, None])
                     weight = torch.sigmoid(weight) * gate
                 skip = weight, (outputs.pop if last else outputs.get)(row.skip_from)
             give_v = mixes_first and "first" not in values
@@ -1398,8 +1393,8 @@ def get_window_size(step: int, hp: Hyperparameters) -> int:
 def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
     """Muon's momentum at the step: a linear ramp, then flat, and perhaps the ramp back."""
     ramp = min(step / hp.momentum_warmup_steps, 1.0)
-    if hp.momentum_cooldown_steps:
-        ramp = min(ramp, (hp.num_iterations - step) / hp.momentum_cooldown_steps)
+    if cooldown := hp.momentum_cooldown_steps:
+        ramp = min(ramp, (hp.num_iterations - step) / cooldown)
     return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
 
 
@@ -1412,9 +1407,11 @@ def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
 
 
 def is_tied(step: int, hp: Hyperparameters) -> bool:
-    """Whether head and embedding are one: for a share of the steps, up to a step of Adam's."""
+    """Whether head and embedding are one: for a share of the scheduled steps, and on to a step of
+    Adam's; with a share of 1 always."""
     steps, every = math.ceil(scheduled_steps(hp) * hp.tied_frac), hp.adam_every
-    return hp.tied_frac > 0 and step < math.ceil((steps + 1) / every) * every
+    last = math.ceil((steps + 1) / every) * every - 1
+    return hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= last)
 
 
 @dataclass(frozen=True)
@@ -1582,7 +1579,7 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
 def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
     """Choose kernels, then run the shapes and windows of the run on made-up tokens.
 
-    The weights end as they began. Uncompiled, the last window will do. Compilation leaves cycles of
+    The weights end as they began. Uncompiled, the longest will do. Compilation leaves cycles of
     Python objects, which hold gigabytes of a GPU's memory: they are collected, and one more round
     then takes the memory that the run will need.
     """
@@ -1592,7 +1589,9 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     for step in range(hp.num_iterations + 1):
         now = moment(step, hp)
         kinds[now.window, now.seq_len, len(now.targets), now.tied] = now
-    tokens = torch.arange(1, max(now.seq_len, hp.val_seq_len) + 1, device=device) % hp.vocab_size
+    longest = max(kinds.values(), key=lambda now: now.seq_len)  # the last one of these
+    size = max(longest.seq_len, hp.val_seq_len)
+    tokens = torch.arange(1, size + 1, device=device) % hp.vocab_size
     val = tokens[None, : hp.val_seq_len]
 
     def once(now: Moment) -> None:
@@ -1602,12 +1601,12 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
         for step in range(first, first + every):  # until no gradient waits for a step of Adam's
             train_step(model, optimizers, x.int(), x, step)
 
-    for now in list(kinds.values())[0 if model.compiled else -1 :]:
+    for now in kinds.values() if model.compiled else [longest]:
         once(now)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        once(now)
+        once(longest)
     model.load_state_dict(initial)
     optimizers.load_state_dict({})
 
@@ -1631,10 +1630,9 @@ class Run:
         hp, device, on_gpu = self.hp, self.device, self.device.type == "cuda"
         self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
         ranks = self.rank, self.world_size
-        size, limits = hp.batch_seqs, (hp.num_iterations, hp.epochs, hp.vocab_size)
         longest = (lambda step: moment(step, hp).longest) if hp.align_to_documents else None
-        stream = hp.train_files, (lambda step: moment(step, hp).seq_len), size, *ranks
-        more = self.first_step, *limits, longest, device
+        stream = hp.train_files, (lambda step: moment(step, hp).seq_len), hp.batch_seqs, *ranks
+        more = self.first_step, hp.num_iterations, hp.epochs, hp.vocab_size, longest, device
         self.batches = distributed_data_generator(*stream, *more)
         self.optimizers = Optimizers(self.model, hp, *ranks)
         self.log = log = program.Logger(hp, device, self.rank, self.first_step, going_on)
@@ -1667,7 +1665,7 @@ class Run:
             saved.clear()  # as large as the model and more
         path = log.path.with_suffix(".jsonl") if self.rank == 0 else log.path
         norms = [f"grad_norm_{group.name}" for group in parameter_table(hp)]
-        tokens = size * sum(moment(step, hp).seq_len for step in range(self.first_step))
+        tokens = hp.batch_seqs * sum(moment(step, hp).seq_len for step in range(self.first_step))
         self.metrics = program.Metrics(path, norms, self.first_step, tokens)
 
     def loop(self) -> None:
@@ -1714,8 +1712,8 @@ class Run:
                 progress = f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s"
                 self.log.step(self.line(step + 1, ms), progress)
         self.log.bar.close()
-        sizes = (size >> 20 for size in program.peak_memory(self.device))
-        self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*sizes))
+        allocated, reserved = (size >> 20 for size in program.peak_memory(self.device))
+        self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
         if save:
             command = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
             print("read what it writes:", shlex.join([command, "tools/sample.py", str(path)]))

@@ -85,7 +85,11 @@ def test_help_and_records_name_every_setting(capsys):
     records = capsys.readouterr().out
     for f in dataclasses.fields(Hyperparameters):
         assert f"--{f.name} " in text
-        assert re.search(rf"^{f.name} +", records, re.M) or f.name == "layers"
+        assert re.search(rf"^{f.name} +", records, re.M) or f.name in (
+            "layers",
+            "stages",
+            "adam_groups",
+        )
     assert re.search(r"^layer 11 +long\+vfirst\+x0 +long\+vfirst\+x0 +long\+v2\+x0 ", records, re.M)
     assert "2025-01-26_BatchSize" in records and "1770" in records
 
