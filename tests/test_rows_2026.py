@@ -119,6 +119,25 @@ def test_head_and_embedding_are_one_up_to_step_1201(randomize):
     assert gradient_buffer(head).all() and not gradient_buffer(embed).any()
 
 
+def test_row_b_begins_with_the_published_weights():
+    """Bounds of uniform weights, deviations of normal ones, and constants."""
+    width = 96
+    w = dict(GPT(replace(B, model_dim=width, num_heads=2, head_dim=48)).named_parameters())
+    root = width**-0.5
+    for name, bound in (("attn.qkv_w", 3**0.5 * root), ("mlp.c_fc.weight", 0.75**0.5 * root)):
+        assert w[f"blocks.3.{name}"].abs().max().item() == pytest.approx(bound, rel=0.01)
+        assert w[f"blocks.3.{name}"].std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert w["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.01)
+    assert torch.equal(w["embed.weight"], w["lm_head.weight"])
+    constants = {"attn.lambdas": [0.5, 1.0], "lambdas": [1.1], "x0_lambda": [0.0]}
+    for name, values in constants.items():
+        assert w[f"blocks.8.{name}"].tolist() == pytest.approx(values)
+    assert w["backout_lambda"].item() == 0.5 and set(w["skip_weights"].tolist()) == {-1.5}
+    zeros = {name for name, p in w.items() if not p.any()}
+    names = ("c_proj.weight", "gate", "gates", "x0_lambda", "smear_lambda")
+    assert zeros == {n for n in w if n.endswith(names) or n.startswith("value_embeds")}
+
+
 # -----------------------------------------------------------------------------
 # Updates
 
