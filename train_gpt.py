@@ -1589,7 +1589,7 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     for step in range(hp.num_iterations + 1):
         now = moment(step, hp)
         kinds[now.window, now.seq_len, len(now.targets), now.tied] = now
-    longest = max(kinds.values(), key=lambda now: now.seq_len)  # the last one of these
+    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last one of these
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device) % hp.vocab_size
     val = tokens[None, : hp.val_seq_len]

@@ -254,5 +254,5 @@ def test_a_run_needs_only_torch_numpy_tqdm_and_the_standard_library():
         names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
         packages[name] = {n.split(".")[0] for n in names} - set(sys.stdlib_module_names)
     kernels = packages.pop("kernels")
-    assert kernels == {"torch", "triton"}
+    assert kernels == {"torch", "triton", "records"}
     assert set().union(*packages.values()) - {*packages, "kernels"} == {"torch", "numpy", "tqdm"}
