@@ -18,8 +18,11 @@ SCRIPT = Path(__file__).with_name("gpu_code.py")
 PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
 GRAPHS = {"layer", "layer backward", "head in float8", "loss", "loss backward"}
 GRAPHS |= {"loss of validation", "muon 768 x 768"}
-# Bytes of registers that PyTorch's own attention kernels spill there, whatever is fused with them.
-SPILLED = {"h100": {"flex_attention_backward": 48}}
+# Bytes of registers that are spilled there: by PyTorch's own attention kernels, whatever is fused
+# with them, and by a product of gates' 72 numbers, in a kernel for large matrices.
+SPILLED = {
+    "h100": {r"triton_tem_\w*flex_attention_backward": 48, "muon 6 x 12 symmetric_kernel": 304}
+}
 
 
 def rows_of(card: str, record: str, kernels: str, *parts: str) -> list[dict]:
@@ -44,8 +47,8 @@ def check(card: str, rows: list[dict]) -> set[str]:
     for (graph, name), tried in configurations.items():
         fitting = [row for row in tried if "too large" not in row]
         assert fitting, tried
-        own = name if name.startswith("triton_tem") else ""
-        allowed = [n for part, n in SPILLED.get(card, {}).items() if part in own]
+        spilled = SPILLED.get(card, {}).items()
+        allowed = [n for pattern, n in spilled if re.search(pattern, f"{graph} {name}")]
         for row in fitting:
             assert ".f64" not in row["instructions"], f"float64 in {graph}: {row}"
         assert min(row["stack"] for row in fitting) <= sum(allowed), f"{graph} spills: {fitting}"
