@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from records import softcap_of, stage_table
+from records import padded_vocab, softcap_of, stage_table
 
 
 def obstacle(device: torch.device) -> str:
@@ -89,7 +89,7 @@ def fused_loss(logits, targets, softcap, shares=None, grad_scale=None, grads=Non
 
 def loss_example(hp, device, dtype, fp8):
     """Some rows of logits, as many targets for each as hp ever has, and where the gradient goes."""
-    vocab, cap = -(-hp.vocab_size // 128) * 128, softcap_of(hp)
+    vocab = padded_vocab(hp)
     logits = 4 * torch.randn(1024, vocab, device=device, dtype=dtype)
     count = max(len(stage.targets) for stage in stage_table(hp.stages))
     targets = torch.randint(hp.vocab_size, (1024, count), device=device)
@@ -97,8 +97,7 @@ def loss_example(hp, device, dtype, fp8):
     shares = torch.linspace(1, 0.25, count, device=device) if count > 1 else None
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
     scale = (hp.grad_s if fp8 else 1.0) / (1 if hp.loss_sum else hp.seq_len)
-    softcap = cap if isinstance(cap, tuple) else (2 * cap, 0.0, cap / 2)
-    return logits, targets, softcap, shares, scale, grads
+    return logits, targets, softcap_of(hp), shares, scale, grads
 
 
 # -----------------------------------------------------------------------------

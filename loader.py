@@ -103,8 +103,8 @@ class Shard:
 def plan_batches(shards: list[Shard], size_of: Callable, batch_seqs: int, vocab_size: int):
     """The batches of the steps, cut forward through the shards, again and again: of each the epoch,
     from 1 on, the shard and its sequences. size_of(step) is a sequence's length, targets included,
-    and `longest`.
-    It ends where no shard has room for a step's batch. Shards are checked when they are first read.
+    and `longest`. It ends where no shard has room for a step's batch. Shards are checked when they
+    are first read.
     """
     step = 0
     for epoch in itertools.count(1):
@@ -167,10 +167,8 @@ def distributed_data_generator(
             passes = f" in {epochs} epochs" * (epochs > 1)
             text = f"{pattern} holds {len(found)} batches{passes}"
             raise UserError(f"{text}, the run reads {num_batches}: add shards, or raise --epochs")
-        most, need = (
-            max(len(s.tokens) for s in shards),
-            (size_of(len(found))[0] - 1) * batch_seqs + 1,
-        )
+        length, most = size_of(len(found))[0], max(len(s.tokens) for s in shards)
+        need = (length - 1) * batch_seqs + 1
         raise UserError(f"{pattern}: a shard has at most {most} tokens, a batch needs {need}")
     share = batch_seqs // world_size
 

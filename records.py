@@ -60,9 +60,10 @@ def layer_table(hp) -> tuple[Layer, ...]:
     if n > len(rows):
         raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
     places = [*range(n - half), *range(len(rows) - half, len(rows))]
-    for place, text in enumerate(rows) if n < len(rows) else ():
+    for place, text in enumerate(rows):
         row = layer_fields(text)
-        if row.get("skip_from", last - place) != last - place or "backout" in row:
+        named = row.get("skip_from", last - place) != last - place or "backout" in row
+        if named and n < len(rows):
             reason = f"{text!r} is of --layers that name each other: give a shorter --layers"
             raise UserError(f"--num_layers {n}: {reason}")
     for i, place in enumerate(places):
@@ -95,17 +96,16 @@ def stage_table(stages: str) -> tuple[Stage, ...]:
 
 
 ADAM_FIELDS = "lr", "beta1", "beta2", "decay"
-ADAM_NAMES = "head", "embed", "values", "scalar", "gates", "x0", "smear", "skip"
 
 
-def adam_table(hp) -> dict[str, dict[str, float]]:
+def adam_table(hp, known) -> dict[str, dict[str, float]]:
     """Of the groups in the setting adam_groups, by their names, the numbers that are theirs alone.
-    UserError for what is no such group, or cannot be."""
+    UserError for a name that is not known, or what cannot be."""
     table = dict(number_rows(hp.adam_groups, "adam_groups", ADAM_FIELDS))
     for name, row in table.items():
         rule = ""
-        if name not in ADAM_NAMES:
-            rule = f"a row begins with one of {' '.join(ADAM_NAMES)}"
+        if name not in known:
+            rule = f"a row begins with one of {' '.join(sorted(known))}"
         elif max(row.get("beta1", 0), row.get("beta2", 0)) >= 1:
             rule = "a beta must be below 1"
         elif "decay" in row and hp.adam_rule != "cautious":
@@ -115,9 +115,20 @@ def adam_table(hp) -> dict[str, dict[str, float]]:
     return table
 
 
-def softcap_of(hp) -> float | tuple[float, float, float]:
-    """What train_gpt.py's sigmoid_form takes: logit_sigmoid, if it is set, or logit_softcap."""
-    return hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
+def padded_vocab(hp) -> int:
+    """Rows of the head: whole blocks of 128."""
+    return -(-hp.vocab_size // 128) * 128
+
+
+def sigmoid_form(softcap: float | tuple[float, float, float]) -> tuple[float, float, float]:
+    """(a, b, c) of logits that become a * sigmoid((logit + b) / c). A number stands for the form
+    softcap * tanh(logit / softcap), which is that less a constant: softmax does not see it."""
+    return softcap if isinstance(softcap, tuple) else (2 * softcap, 0.0, softcap / 2)
+
+
+def softcap_of(hp) -> tuple[float, float, float]:
+    """The sigmoid_form of logit_sigmoid, if it is set, or else of logit_softcap."""
+    return sigmoid_form(hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap)
 
 
 # -----------------------------------------------------------------------------

@@ -55,7 +55,17 @@ import program
 import records
 from loader import END_OF_TEXT, FINEWEB, distributed_data_generator, load_data_shard  # noqa: F401
 from program import HERE, UserError, all_reduce_, clock, of_machine, of_run, setting, show
-from records import ADAM_FIELDS, Layer, Stage, adam_table, layer_table, softcap_of, stage_table
+from records import (
+    ADAM_FIELDS,
+    Layer,
+    Stage,
+    adam_table,
+    layer_table,
+    padded_vocab,
+    sigmoid_form,
+    softcap_of,
+    stage_table,
+)
 
 try:  # Triton comes with PyTorch's CUDA build
     from kernels import TWINS, fault, obstacle, shared_memory_is_small
@@ -174,17 +184,14 @@ def check(hp: Hyperparameters) -> None:
     """Raise UserError for values that no run can have."""
     program.check_ranges(hp)
     every, (a, _, c), stages = hp.adam_every, hp.logit_sigmoid, stage_table(hp.stages)
+    caps = any(stage.cap for stage in stages)
     own_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
     whole = f"must be a multiple of --adam_every {every}"
     for name, wrong, rule in (
         ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
         ("num_iterations", hp.num_iterations % every, whole),
         ("extension_frac", scheduled_steps(hp) < 1, "leaves no step before the extension"),
-        (
-            "stages",
-            any(s.cap for s in stages) > hp.align_to_documents,
-            "cap wants aligned documents",
-        ),
+        ("stages", caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
         ("save_every", hp.save_every % every, whole),
         ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
         ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
@@ -509,7 +516,7 @@ def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float)
 
 def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
     """The groups, in the order in which their gradients leave and their weights are updated."""
-    own, patterns = adam_table(hp), dict(PATTERNS)
+    own, patterns = adam_table(hp, PATTERNS.keys() - {"muon"}), dict(PATTERNS)
     for name, other in ELSEWHERE.items():
         if name not in own:
             patterns[other] += patterns.pop(name)
@@ -1043,17 +1050,6 @@ def loss_chunk_len(device: torch.device) -> int:
     return 8192 if memory_is_small(device) else 16384
 
 
-def padded_vocab(hp: Hyperparameters) -> int:
-    """Rows of the head: whole blocks of 128."""
-    return -(-hp.vocab_size // 128) * 128
-
-
-def sigmoid_form(softcap: float | tuple[float, float, float]) -> tuple[float, float, float]:
-    """(a, b, c) of logits that become a * sigmoid((logit + b) / c). A number stands for the form
-    softcap * tanh(logit / softcap), which is that less a constant: softmax does not see it."""
-    return softcap if isinstance(softcap, tuple) else (2 * softcap, 0.0, softcap / 2)
-
-
 def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
     """Whether a head that shall train in FP8 does: on a CPU it does not."""
     return wanted and device.type == "cuda" and fp8_supported(device)
@@ -1161,7 +1157,9 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, cap, scales=None, steps=HEAD_STEPS, shares=None, summed=0):
+    def forward(
+        ctx, x, weight, targets, softcap, scales=None, steps=HEAD_STEPS, shares=None, summed=False
+    ):
         w = steps[0](weight, scales[1]) if scales else weight.type_as(x)
         with_grad, size, grads = ctx.needs_input_grad[0], loss_chunk_len(x.device), (None, None)
         if with_grad:
@@ -1170,7 +1168,7 @@ class HeadLoss(torch.autograd.Function):
             targets = next_targets(targets, len(shares))
         chunks = zip(x.split(size), targets.split(size), strict=True)
         more = *grads, scales, steps, shares
-        results = [loss_chunk(part, w, t, cap, *more) for part, t in chunks]
+        results = [loss_chunk(part, w, t, softcap, *more) for part, t in chunks]
         if with_grad:
             ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
         return sum(loss for loss, _ in results) / len(x)
@@ -1198,7 +1196,7 @@ class Head(CastedLinear):
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, C) to logits (T, padded vocabulary) between 0 and a, in float32, never from FP8."""
-        a, b, c = sigmoid_form(self.softcap)
+        a, b, c = self.softcap
         return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
 
@@ -1673,7 +1671,7 @@ class Run:
         the run validates or saves."""
         hp, metrics, stop = self.hp, self.metrics, 0.0
         # Batches arrive in one place: nothing is allocated for them in a step.
-        most = max(moment(step, hp).seq_len for step in range(hp.num_iterations))
+        most = hp.seq_len * max(stage.length for stage in stage_table(hp.stages))
         size, dtypes = hp.batch_seqs // self.world_size * most, (torch.int32, torch.int64)
         places = [torch.empty(size, dtype=dtype, device=self.device) for dtype in dtypes]
         gc.freeze()  # what is there by now stays: no collection need walk through it

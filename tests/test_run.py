@@ -110,7 +110,8 @@ def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, ca
     console = capsys.readouterr().out
     losses = val_losses(console)
     assert abs(losses[0] - 10.8258) <= (0.01 if "2026" in record else 0)  # a tied head is not zero
-    assert losses[4] < 10.5 and losses[8] < (9.9 if "2026" in record else 8.5)
+    most = (10.5, 9.9) if "2026" in record else (10.2, 8.5)  # there Adam has made half the steps
+    assert losses[4] < most[0] and losses[8] < most[1]
     assert "published" not in console  # other data than FineWeb
 
 
