@@ -21,14 +21,24 @@ class Layer:
     window: str  # "long", "short" (half of the stage's long one), or "none": no attention
     values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
     skip_from: int | None = None  # which earlier layer's output is added to the input
+    source: int | None = None  # which earlier layer's output attention reads, if not the input
+    paired: bool = False  # two heads attend as one of twice as many positions
     backout: bool = False  # a share of its output is subtracted before the last norm
+
+    @property
+    def mask(self) -> str:
+        """The name of the mask that it attends with."""
+        return f"{self.window}+pair" if self.paired else self.window
 
 
 # A layer is written as its window and words, joined by "+": long+v0+x5. A word sets a field. Values
 # of embedding tables (v0) and of the first layer (vfirst): arXiv 2410.17897.
 LAYER_WORDS = {"vfirst": ("values", "first"), "backout": ("backout", True)}
+LAYER_WORDS |= {"pair": ("paired", True)}  # 2026-01-07_PairedHeadAttention
+NAMING = {"backout", "source"}  # fields that tie a table to its length
 LAYER_WORDS |= {f"v{i}": ("values", str(i)) for i in range(10)}
 LAYER_WORDS |= {f"x{i}": ("skip_from", i) for i in range(100)}
+LAYER_WORDS |= {f"in{i}": ("source", i) for i in range(100)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ def layer_fields(text: str) -> dict:
     window, *words = text.split("+")
     found = dict(LAYER_WORDS.get(word, ("unknown", word)) for word in words)
     legal = window in ("long", "short", "none") and len(found) == len(words)
-    legal &= "unknown" not in found and not (window == "none" and "values" in found)
+    legal &= "unknown" not in found
+    legal &= window != "none" or not found.keys() & {"values", "source", "paired"}
     return {"window": window, **found} if legal else {}
 
 
@@ -62,7 +73,7 @@ def layer_table(hp) -> tuple[Layer, ...]:
     places = [*range(n - half), *range(len(rows) - half, len(rows))]
     for place, text in enumerate(rows):
         row = layer_fields(text)
-        named = row.get("skip_from", last - place) != last - place or "backout" in row
+        named = row.get("skip_from", last - place) != last - place or row.keys() & NAMING
         if named and n < len(rows):
             reason = f"{text!r} is of --layers that name each other: give a shorter --layers"
             raise UserError(f"--num_layers {n}: {reason}")
@@ -70,10 +81,11 @@ def layer_table(hp) -> tuple[Layer, ...]:
         row = layer_fields(rows[place])
         if row and n < len(rows) and "skip_from" in row:
             row["skip_from"] = n - 1 - i
-        skip = row.get("skip_from")
-        if not row or (skip is not None and (i < n - half or skip >= i)):
+        skip, source = row.get("skip_from"), row.get("source", -1)
+        if not row or source >= i or (skip is not None and (i < n - half or skip >= i)):
             shown = "LAYERS_2025 shows the form"
             raise UserError(f"--layers: {rows[place]!r} cannot be layer {i}; {shown}")
+        row["paired"] = hp.paired_heads and "paired" in row
         table.append(Layer(**row))
     if sum(row.backout for row in table) > 1:
         raise UserError("--layers: only one layer can have the word backout")
@@ -140,19 +152,34 @@ LAYERS_2025 = (
     "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
 )
 LAYERS_2026 = (
-    "short+v1,short+v2,short,long,short,short,none+x3,short+backout,short+v0,short+v1,long+v2"
+    "short+v1+pair,short+v2,short+pair,long,short,short+pair,none+x3,"
+    "short+backout,short+v0,short+v1+pair,long+v2"
+)
+LAYERS_UNTIED = (
+    "short+v0+pair,short+v1,short+pair,long,short,short+pair,none+x3,"
+    "short+backout,short+v2,short+v3+pair,long+v4"
+)
+LAYERS_HC = (  # hyper-connections, made simple
+    "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
+    "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
 
 # Stages, and the groups of parameters that learn by Adam, as program.number_rows reads them.
-STAGES_2026 = (
-    "length=1+window=384+lr=1+targets=1/.5/.25,length=2+window=896+lr=1.52+targets=1/.5,"
-    "length=3+window=1408+lr=1.73,length=3+window=1664+lr=1.73"
+LATER_STAGES = (
+    ",length=2+window=896+lr=1.52+targets=1/.5,length=3+window=1408+lr=1.73,"
+    "length=3+window=1664+lr=1.73"
 )
-ADAM_2026 = (
+STAGES_2026 = "length=1+window=384+lr=1+targets=1/.5/.25" + LATER_STAGES
+STAGES_HC = "length=1+window=384+lr=1+cap=896+targets=1/.5/.25" + LATER_STAGES
+ADAM_TABLES = (
     "head+lr=.008+beta1=.5+decay=.75,embed+lr=.008+beta1=.5+decay=.75,"
-    "values+lr=.6+beta1=.75+decay=.025,scalar+lr=.04+beta1=.9+beta2=.99,x0+lr=.04+beta1=.65,"
+    "values+lr=.6+beta1=.75+decay=.025,scalar+lr=.04+beta1=.9+beta2=.99,"
     "gates+lr=.008+beta1=.9+beta2=.99+decay=.005,smear+lr=8e-5+beta1=.9+beta2=.99,"
-    "skip+lr=4e-4+beta1=.9+beta2=.99"
+    "skip+lr=4e-4+beta1=.9+beta2=.99,"
+)
+ADAM_2026 = ADAM_TABLES + "x0+lr=.04+beta1=.65"
+ADAM_HC = ADAM_TABLES + (
+    "x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,post+lr=.008+beta1=.9"
 )
 
 WINDOW_WARMUP = dict(
@@ -174,6 +201,52 @@ WINDOW_WARMUP = dict(
     adam_eps=1e-8,
     momentum_damped=False,
     fp8=False,
+)
+BIGRAM_HASH = dict(
+    num_iterations=1600,
+    cooldown_frac=0.55,
+    stages=STAGES_2026,
+    extension_frac=40 / 1600,
+    lr_lag=1,
+    last_window=2560,
+    window_rule="distance",
+    seq_len=16384,
+    align_to_documents=True,
+    layers=LAYERS_2026,
+    num_layers=11,
+    vocab_size=50304,
+    qkv_init=2.0,
+    value_init=0.0,
+    head_init=0.005,
+    tied_frac=2 / 3,
+    attn_scale=0.1,
+    yarn=True,
+    key_offset=True,
+    paired_heads=True,
+    attention_gate=True,
+    value_gate=True,
+    skip_gate=True,
+    smear=True,
+    bigram_rows=5 * 50304,
+    scaled_projections=True,
+    residual_lambda=1.1,
+    x0_apart=True,
+    norm_eps=2.0**-23,
+    logit_sigmoid=(23.0, 5.0, 7.5),
+    loss_sum=True,
+    adam_rule="cautious",
+    adam_groups=ADAM_2026,
+    adam_every=2,
+    muon_lr=0.023,
+    muon_mul=(2.0, 4.0, 1.0),
+    muon_beta2=0.95,
+    muon_decay=1.2,
+    polar_express=True,
+    momentum_cooldown_steps=50,
+    x_s=448 / 100,
+    w_s=448 / 1.6,
+    grad_s=448 / 0.75,
+    val_loss_every=250,
 )
 ROWS = {
     "2024-11-19_FlexAttention": WINDOW_WARMUP
@@ -202,49 +275,37 @@ ROWS = {
         x_s=448 / 768**0.5,
         grad_s=448.0,
     ),
-    "2026-01-04_MixedPrecisionInterweavedOptimizer": dict(
+    # 2026-01-19 without two of its techniques. Its source stores q, k, v and output as one matrix,
+    # which is tall.
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": BIGRAM_HASH
+    | dict(
+        paired_heads=False,
+        bigram_rows=0,
         num_iterations=1840,
         cooldown_frac=0.5,
-        stages=STAGES_2026,
         extension_frac=40 / 1840,
-        lr_lag=1,
-        last_window=2560,
-        window_rule="distance",
-        seq_len=16384,
-        align_to_documents=True,
-        layers=LAYERS_2026,
-        num_layers=11,
-        vocab_size=50304,
-        qkv_init=2.0,
-        value_init=0.0,
-        head_init=0.005,
-        tied_frac=2 / 3,
-        attn_scale=0.1,
-        yarn=True,
-        key_offset=True,
-        attention_gate=True,
-        value_gate=True,
-        skip_gate=True,
-        smear=True,
-        scaled_projections=True,
-        residual_lambda=1.1,
-        x0_apart=True,
-        norm_eps=2.0**-23,
-        logit_sigmoid=(23.0, 5.0, 7.5),
-        loss_sum=True,
-        adam_rule="cautious",
-        adam_groups=ADAM_2026,
-        adam_every=2,
-        muon_lr=0.023,
         muon_mul=(2.0, 4.0, 2.0),
-        muon_beta2=0.95,
-        muon_decay=1.2,
-        polar_express=True,
-        momentum_cooldown_steps=50,
-        x_s=448 / 100,
-        w_s=448 / 1.6,
-        grad_s=448 / 0.75,
-        val_loss_every=250,
+    ),
+    "2026-01-19_BigramHashEmbedding": BIGRAM_HASH,
+    "2026-01-26-UntieValueEmbeddings": BIGRAM_HASH
+    | dict(num_iterations=1575, extension_frac=40 / 1575, layers=LAYERS_UNTIED),
+    "2026-03-06_SimplifyHC": BIGRAM_HASH
+    | dict(
+        num_iterations=1490,
+        cooldown_frac=0.6,
+        lr_final=0.15,
+        stages=STAGES_HC,
+        extension_frac=40 / 1490,
+        lr_lag=0,
+        layers=LAYERS_HC,
+        qkv_init=1.0,
+        out_init=1.0,
+        value_init=0.01,
+        gate_by_values=True,
+        bigram_lambda=0.05,
+        sublayer_lambdas=True,
+        residual_lambda=1.1**0.5,
+        adam_groups=ADAM_HC,
     ),
     # The same recipe, sized for two CPU cores and a few minutes.
     "demo": dict(

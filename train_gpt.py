@@ -116,6 +116,7 @@ class Hyperparameters:
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
     init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
     qkv_init: float = setting(1.0, "factor on that for q, k and v", 0)
+    out_init: float = setting(0.0, "and for attention's output projection", 0)
     value_init: float = setting(1.0, "standard deviation of value embeddings at first", 0)
     head_init: float = setting(0.0, "standard deviation of the head at first", 0)
     tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
@@ -124,12 +125,17 @@ class Hyperparameters:
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
     yarn: bool = setting(False, "fit rotary frequencies and attn_scale to growing windows")
     key_offset: bool = setting(False, "with long windows, half of a key is the token's before")
+    paired_heads: bool = setting(False, "pair the heads of layers with the word pair")
     attention_gate: bool = setting(False, "gate each head's output")
     value_gate: bool = setting(False, "gate value embeddings for each head")
+    gate_by_values: bool = setting(False, "these gates read the value embedding, too")
     skip_gate: bool = setting(False, "gate skip connections")
     smear: bool = setting(False, "add a share of the token before to each embedding")
+    bigram_rows: int = setting(0, "rows of a table of embeddings of two tokens, 0: none", 0)
+    bigram_lambda: float = setting(0.1, "share of these that each layer adds at first")
     scaled_projections: bool = setting(False, "attention's lambdas scale what enters and leaves")
     residual_lambda: float = setting(1.0, "factor on a layer's input at first", 0)
+    sublayer_lambdas: bool = setting(False, "factors on what enters and leaves attention and MLP")
     x0_apart: bool = setting(False, "the factors on x0 are a group of parameters of their own")
     # PyTorch's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
     norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
@@ -186,17 +192,20 @@ def check(hp: Hyperparameters) -> None:
     every, (a, _, c), stages = hp.adam_every, hp.logit_sigmoid, stage_table(hp.stages)
     caps = any(stage.cap for stage in stages)
     own_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
-    whole = f"must be a multiple of --adam_every {every}"
     for name, wrong, rule in (
         ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
-        ("num_iterations", hp.num_iterations % every, whole),
         ("extension_frac", scheduled_steps(hp) < 1, "leaves no step before the extension"),
         ("stages", caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
-        ("save_every", hp.save_every % every, whole),
+        ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
         ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
         ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
         ("yarn", hp.yarn and not own_windows, "wants a window in each of --stages"),
         ("key_offset", hp.key_offset and hp.rope != "half", "wants --rope half"),
+        ("paired_heads", hp.paired_heads and hp.num_heads % 2, "wants an even --num_heads"),
+        ("gate_by_values", hp.gate_by_values and not hp.value_gate, "wants --value_gate on"),
+        ("bigram_rows", hp.bigram_rows == 1, "one row stands for no bigram: 0, or 2 and more"),
+        ("sublayer_lambdas", hp.sublayer_lambdas and not hp.x0_apart, "wants --x0_apart on"),
+        ("layers", hp.sublayer_lambdas and hp.layers[:4] == "none", "layer 0 wants attention"),
         ("logit_sigmoid", a and not c, "its third number must be above 0"),
     ):
         if wrong:
@@ -462,6 +471,7 @@ def adam(buckets, lr: float, now, betas, eps: float, decay=0.0, step_=None):
         moments, squares, steps = kept
         options = {"amsgrad": False, "maximize": False, "fused": True, "weight_decay": 0.0}
         options |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+        grads = [grad.type_as(weight) for grad, weight in zip(grads, weights, strict=True)]
         torch_adam(weights, grads, moments, squares, [], steps, **options)
     return weights, copy_new
 
@@ -485,20 +495,24 @@ class Group:
         return (now.step + 1) % self.every == 0 and not (now.tied and self.name == "embed")
 
 
-# The parameters of each group, in the order of a step. Parameters of the last four groups belong to
-# the group in ELSEWHERE, unless hp.adam_groups has a row for their own.
+# The parameters of each group, in the order of a step. Those of a group in ELSEWHERE belong to the
+# group that is named there, unless hp.adam_groups has a row for their own.
 PATTERNS = {
     "head": ("lm_head.weight",),
     "muon": ("blocks.*.weight", "blocks.*.qkv_w"),
     "embed": ("embed.weight",),
-    "values": ("value_embeds.*",),
+    "values": ("value_embeds.*", "bigram_embed.weight"),
     "scalar": ("skip_weights", "blocks.*lambdas", "smear_lambda", "backout_lambda"),
     "gates": ("blocks.*gate",),
     "x0": ("blocks.*.x0_lambda",),
+    "bigram": ("blocks.*.bigram_lambda",),
+    "residual": ("blocks.*.residual_lambda",),
+    "post": ("blocks.*.post_lambda",),
     "smear": ("smear_gate",),
     "skip": ("skip_gates",),
 }
-ELSEWHERE = {"gates": "muon", "x0": "scalar", "smear": "scalar", "skip": "scalar"}
+ELSEWHERE = {"gates": "muon", "x0": "scalar", "bigram": "scalar", "residual": "scalar"}
+ELSEWHERE |= {"post": "scalar", "smear": "scalar", "skip": "scalar"}
 
 
 def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float) -> Group:
@@ -550,11 +564,16 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def gradient_buffer(weight: Tensor) -> Tensor:
     """Where the gradient of a vocabulary table is summed in place: weight.grad, made once.
 
-    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms.
+    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms. Buffers
+    of tables that are joined (see ValueEmbeds) are made together, and are parts of one.
     """
     name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
     if getattr(weight, name, None) is None:
-        setattr(weight, name, torch.zeros_like(weight, dtype=torch.float32))
+        whole, parts = getattr(weight, "joined", (weight, []))
+        buffer = torch.zeros_like(whole, dtype=torch.float32)
+        setattr(whole, name, buffer)
+        for i, part in enumerate(parts):
+            setattr(part, name, buffer.chunk(len(parts))[i])
     return getattr(weight, name)
 
 
@@ -587,8 +606,11 @@ class Bucket:
         return self.share([p.detach() for p in self.params])
 
     def launch(self) -> None:
-        """Begin to sum the gradients over all ranks; of a bfloat16 table, see gradient_buffer."""
-        grads = [gradient_buffer(p).to(p.dtype) for p in self.params]
+        """Begin to sum the gradients over all ranks. They travel in the parameters' dtype; on one
+        rank there is no copy of what gradient_buffer holds."""
+        grads = [gradient_buffer(p) for p in self.params]
+        if self.world_size > 1:
+            grads = [grad.type_as(p) for grad, p in zip(grads, self.params, strict=True)]
         self.grads = self.sent = self.share(grads, whole=True)
         if self.world_size > 1:
             self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
@@ -869,10 +891,10 @@ def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
     return frequency, factor
 
 
-def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=()) -> tuple:
-    """cos and sin (T, 1, head_dim), float32, of the positions from start on, for rotate_normed: of
+def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=(), pair=1) -> tuple:
+    """cos and sin (T, 1, head_dim), float32, of the tokens from start on, for rotate_normed: of
     each angle (cos, cos) and (sin, -sin). With hp.yarn also a factor () on q, for long windows that
-    have had these sizes.
+    have had these sizes. With pair=2 a token has two positions, for paired heads: (T, 2, head_dim).
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
@@ -882,22 +904,24 @@ def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=()) 
     exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
     frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
     frequency, factor = yarn(frequency, windows if hp.yarn else ())
-    angle = torch.arange(start, start + length, device=device)[:, None, None] * frequency
+    position = torch.arange(pair * start, pair * (start + length), device=device)
+    angle = position.view(length, pair, 1) * frequency
     cos, sin = angle.cos(), angle.sin()
     of_q = number(factor, angle) if hp.yarn else None
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1), of_q
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor=None) -> Tensor:
-    """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
+    """norm(x) (1, T, H, D) with channels d and d + D/2 turned by a rotary_table's angles; if a
+    token has two positions, even heads turn by the first and odd heads by the second.
 
-    (1, T, H, D) to (1, H, T, D). The halves change places by a flip: compiled code then reads them
-    in another order, where a cat would read everything twice.
+    The halves change places by a flip: compiled code then reads them in another order, where a cat
+    would read everything twice.
     """
-    normed = norm(x, eps).float()
+    normed = norm(x, eps).float().unflatten(2, (-1, cos.size(1)))
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turned = normed * cos + swapped * sin
-    return (turned if factor is None else turned * factor).type_as(x).transpose(1, 2)
+    turned = normed * cos[:, None] + swapped * sin[:, None]
+    return (turned if factor is None else turned * factor).type_as(x).flatten(2, 3)
 
 
 GATE_CHANNELS = 12  # of its input, of which a gate is made
@@ -923,9 +947,12 @@ class CausalSelfAttention(nn.Module):
         lambdas = [0.5, 1.0, *of_v] if hp.scaled_projections else of_v
         self.lambdas = nn.Parameter(torch.tensor(lambdas))
         self.c_proj = CastedLinear(width, hp.model_dim)
-        nn.init.zeros_(self.c_proj.weight)
-        self.key_offset = hp.key_offset and layer.window == "long"
+        self.c_proj.weight.data *= hp.init_bound * hp.out_init
+        if not hp.out_init:
+            nn.init.zeros_(self.c_proj.weight)  # no negative zeros
+        self.paired, self.key_offset = layer.paired, hp.key_offset and layer.window == "long"
         gates_values = hp.value_gate and layer.values not in (None, "first")
+        self.gates_by_values = hp.gate_by_values and not layer.paired
         zeros = partial(torch.zeros, hp.num_heads, GATE_CHANNELS)
         self.gate = nn.Parameter(zeros()) if hp.attention_gate else None
         self.value_gate = nn.Parameter(zeros()) if gates_values else None
@@ -938,18 +965,25 @@ class CausalSelfAttention(nn.Module):
             qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
         qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
+        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)
         k = recomputed(rotate_normed, k, cos, sin, self.eps)
         own, table = v, None if value is None else value.view_as(v)
         if self.value_gate is not None:
-            table = 2 * gate_of(x, self.value_gate)[..., None] * table
+            half, read = GATE_CHANNELS // 2, x
+            if self.gates_by_values:
+                read = torch.cat([x[..., :half], table.flatten(2)[..., :half]], dim=-1)
+            table = 2 * gate_of(read, self.value_gate)[..., None] * table
         if self.mixes_first:
             share = self.lambdas[-1]
             v = (1 - share) * v + share * (v if table is None else table)
         else:
             kept, added = (1.0, 1.0) if scales else self.lambdas
             v = kept * v if table is None else kept * v + added * table
-        out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset).transpose(1, 2)
+        if self.paired:  # the first half of the heads at a token's first position
+            q, k, v = (t.reshape(1, -1, t.size(2) // 2, t.size(3)) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (1, H, T, D)
+        out = attend(q, k, v, mask, self.scale, self.key_offset).transpose(1, 2)
+        out = out.reshape(own.shape)
         if self.gate is not None:
             out = out * gate_of(x, self.gate)[..., None]
         return F.linear(out.flatten(2), out_w.type_as(x)), own
@@ -997,7 +1031,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: an earlier output, a learned mix with x0, then attention, then the MLP.
+    """One layer: an earlier output, a learned mix with what every layer gets, attention, the MLP.
 
     All that differs from layer to layer comes as an argument, so equal ones are compiled once.
     """
@@ -1006,21 +1040,48 @@ class Block(nn.Module):
         super().__init__()
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
         self.mlp, self.eps = MLP(hp), hp.norm_eps
-        of_x0 = [] if hp.x0_apart else [0.0]
-        self.lambdas = nn.Parameter(torch.tensor([hp.residual_lambda, *of_x0]))
-        self.x0_lambda = nn.Parameter(torch.zeros(1)) if hp.x0_apart else None
+        # Factors on the layer's input and x0; or on what attention and the MLP get and give: then a
+        # layer without attention has one of each, and mixes in neither x0 nor bigrams.
+        first, each = hp.residual_lambda, hp.sublayer_lambdas
+        mixes, sublayers = self.attn is not None or not each, 1 if self.attn is None else 2
+        of_input = torch.tensor([first] if hp.x0_apart else [first, 0.0])
+        self.lambdas = None if each else nn.Parameter(of_input)
+        self.residual_lambda = nn.Parameter(torch.full((sublayers,), first)) if each else None
+        self.post_lambda = nn.Parameter(torch.ones(sublayers)) if each else None
+        self.x0_lambda = nn.Parameter(torch.zeros(1)) if mixes and hp.x0_apart else None
+        of_bigram = nn.Parameter(torch.tensor([hp.bigram_lambda]))
+        self.bigram_lambda = of_bigram if mixes and hp.bigram_rows else None
 
-    def forward(self, x, x0, value: Tensor | None, skip, rotary, mask, give_v, attend=attend):
+    def added(self, x: Tensor, out: Tensor, sublayer: int) -> Tensor:
+        """x and what attention (0) or the MLP (-1) gives."""
+        if self.residual_lambda is None:
+            return x + out
+        return self.residual_lambda[sublayer] * x + self.post_lambda[sublayer] * out
+
+    def mixed(self, x: Tensor, x0: Tensor, bigram: Tensor | None) -> Tensor:
+        """x, and shares of x0 and of a bigram's embedding."""
+        x = x + (self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]) * x0
+        return x if bigram is None else x + self.bigram_lambda[0] * bigram
+
+    def forward(
+        self, x, x0, value, skip, rotary, mask, give_v, attend=attend, bigram=None, source=None
+    ):
         """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
-        of zeros where nothing uses it. skip is (weight, output)."""
+        of zeros where nothing uses it. skip is (weight, output). Attention reads `source`, an
+        earlier output, or else x."""
+        v = None
         if skip is not None:
             x = x + skip[0] * skip[1]
-        of_x0 = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
-        x, v = self.lambdas[0] * x + of_x0 * x0, None
+        if self.lambdas is not None:
+            x = self.mixed(self.lambdas[0] * x, x0, bigram)
         if self.attn is not None:
-            out, v = self.attn(recomputed(norm, x, self.eps), value, rotary, mask, attend)
-            x = x + out
-        return x + self.mlp(recomputed(norm, x, self.eps)), v if give_v else None
+            read = recomputed(norm, x if source is None else source, self.eps)
+            out, v = self.attn(read, value, rotary, mask, attend)
+            x = self.added(x, out, 0)
+            if self.lambdas is None:
+                x = self.mixed(x, x0, bigram)
+        out = self.mlp(recomputed(norm, x, self.eps))
+        return self.added(x, out, -1), v if give_v else None
 
 
 def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -1033,6 +1094,45 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         rows.requires_grad_().register_hook(accumulate)
     return rows
+
+
+class ValueEmbeds(nn.ModuleDict):
+    """Tables (V, C) by their names whose weights are parts of one, so that one lookup reads them
+    all. They are joined anew whenever they move to a device or change their dtype."""
+
+    def __init__(self, tables: dict[str, nn.Embedding]):
+        super().__init__(tables)
+        self.join()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.join()
+        return self
+
+    def join(self) -> None:
+        parts = [table.weight for table in self.values()]
+        if parts:
+            self.weight = torch.cat([part.detach() for part in parts])
+            for part, rows in zip(parts, self.weight.chunk(len(parts)), strict=True):
+                part.data = rows
+                part.joined = self.weight.joined = self.weight, parts
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Of tokens (T,), the rows (T, C) of each table."""
+        if not len(self):
+            return {}
+        first = torch.arange(len(self), device=tokens.device, dtype=tokens.dtype)
+        rows = lookup(self, (tokens + self.weight.size(0) // len(self) * first[:, None]).flatten())
+        return dict(zip(self, rows.view(len(self), len(tokens), -1).unbind(), strict=True))
+
+
+def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
+    """Of each token (T,) and the one before a row of a table, (T,) int32. The last row is that of
+    the first token, and stands for this token in the row of the second one. Products of int32 wrap
+    (2026-01-19_BigramHashEmbedding)."""
+    first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
+    tokens = torch.cat([first, tokens[1:].int()])
+    return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
 
 
 # Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
@@ -1213,14 +1313,17 @@ class GPT(nn.Module):
         tables = sorted({row.values for row in self.layers} - {None, "first"})
         new_table = partial(nn.Embedding, hp.vocab_size)
         self.embed, width = new_table(hp.model_dim), hp.num_heads * hp.head_dim
-        value_embeds = nn.ModuleDict({i: new_table(width) for i in tables})
+        value_embeds = ValueEmbeds({i: new_table(width) for i in tables})
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         for table in value_embeds.values():
             table.weight.data *= hp.value_init
+        zeros, new_table = torch.zeros, partial(nn.Embedding.from_pretrained, freeze=False)
+        bigrams = new_table(zeros(hp.bigram_rows, hp.model_dim))
+        self.bigram_embed = bigrams if hp.bigram_rows else None
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
         skips = hp.num_layers // 2  # the upper layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
-        backs_out, zeros = any(row.backout for row in self.layers), torch.zeros
+        backs_out = any(row.backout for row in self.layers)
         self.skip_gates = nn.Parameter(zeros(skips, GATE_CHANNELS)) if hp.skip_gate else None
         self.smear_gate = nn.Parameter(zeros(1, GATE_CHANNELS)) if hp.smear else None
         self.smear_lambda = nn.Parameter(zeros(1)) if hp.smear else None
@@ -1229,7 +1332,7 @@ class GPT(nn.Module):
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
         self.use_flex, self.compiled, self.compile_, self.tied = False, False, as_is, False
-        self.rotary: dict[tuple, tuple] = {}  # the last rotary_table, by its arguments
+        self.rotary: dict[tuple, dict] = {}  # the last of rotary_of, by its arguments
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
@@ -1239,8 +1342,8 @@ class GPT(nn.Module):
         """
         self.to(device)
         self.use_flex = device.type == "cuda"
-        for table in (self.embed, self.value_embeds, self.lm_head):
-            if table is not self.lm_head or self.hp.tied_frac:
+        for table in (self.embed, self.value_embeds, self.bigram_embed, self.lm_head):
+            if table is not None and (table is not self.lm_head or self.hp.tied_frac):
                 table.to(activation_dtype(device))
         if compiled:
             self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
@@ -1264,14 +1367,16 @@ class GPT(nn.Module):
         self.tied = tied
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens' (T,) embeddings (T, C), smeared, and those of each value table."""
-        tables = self.value_embeds["embed"].items()
-        values = {name: lookup(table, input_seq) for name, table in tables}
-        x = lookup(self.embed, input_seq)
+        """The tokens' (T,) embeddings (T, C), smeared, and what else layers add: the rows of each
+        value table, and of the table of bigrams, by the name "bigram"."""
+        x, more = lookup(self.embed, input_seq), self.value_embeds["embed"](input_seq)
         if self.smear_gate is not None:  # in whatever document the token before is
             share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
             x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
-        return x, values
+        if self.bigram_embed is not None:
+            rows = bigram_hash(input_seq, self.hp.bigram_rows)
+            more["bigram"] = lookup(self.bigram_embed, rows)
+        return x, more
 
     def at(self, when: "Moment | int | Tensor") -> "Moment":
         """A moment; of a long window in tokens, the moment after training, with this window."""
@@ -1280,20 +1385,29 @@ class GPT(nn.Module):
         return replace(moment(self.hp.num_iterations, self.hp), window=when, short=when // 2)
 
     def masks(self, input_seq: Tensor, now: "Moment", make_mask) -> dict:
-        """Those that the layers of input_seq (T,) attend with, by the names of their windows."""
+        """Those that the layers of input_seq (T,) attend with, by the names of Layer.mask. Where
+        heads are paired, a token has two positions: a document begins at the first of them, and
+        windows count positions."""
         is_short = torch.arange(2, device=input_seq.device)  # nothing is copied from the host
         windows = now.window + (now.short - now.window) * is_short
-        first = first_visible(input_seq, windows, self.hp.window_rule)
-        used = {row.window for row in self.layers}
-        rows = zip(("long", "short"), first, strict=True)
-        return {name: make_mask(row) for name, row in rows if name in used}
+        used, firsts = {row.mask for row in self.layers}, {}
+        for paired in sorted({row.paired for row in self.layers}):
+            tokens, names = input_seq, ("long", "short")
+            if paired:
+                second = torch.full_like(tokens, -1)
+                tokens, names = torch.stack([tokens, second], dim=1), ("long+pair", "short+pair")
+            first = first_visible(tokens.flatten(), windows, self.hp.window_rule)
+            firsts |= zip(names, first, strict=True)
+        return {name: make_mask(first) for name, first in firsts.items() if name in used}
 
-    def rotary_of(self, length: int, now: "Moment", device, start=0) -> tuple:
-        """The rotary_table of a moment; the last one is kept."""
+    def rotary_of(self, length: int, now: "Moment", device, start=0) -> dict[bool, tuple]:
+        """The rotary_tables of a moment, for heads that are paired or not; the last are kept."""
         windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
         key = length, start, windows, device
         if key not in self.rotary:
-            self.rotary = {key: rotary_table(length, self.hp, device, start, windows)}
+            table = partial(rotary_table, length, self.hp, device, start, windows)
+            kinds = {row.paired for row in self.layers}
+            self.rotary = {key: {paired: table(pair=1 + paired) for paired in kinds}}
         return self.rotary[key]
 
     def hidden(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
@@ -1306,26 +1420,34 @@ class GPT(nn.Module):
         rotary = self.rotary_of(len(input_seq), now, input_seq.device)
         return self.trunk(*self.embedded(input_seq), rotary, masks)
 
-    def trunk(self, x: Tensor, value_embeds: dict[str, Tensor], rotary, masks, attend=attend):
-        """From embeddings (T, C) to what the head reads (T, C). Value embeddings come by the names
-        of their tables, masks by those of windows."""
+    def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks, attend=attend):
+        """From embeddings (T, C), and what `embedded` gives besides, to what the head reads (T, C).
+        Masks come by their names, rotary tables as rotary_of gives them."""
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        values, outputs, weights = dict(value_embeds), {}, self.skip_weights.unbind()
+        values, outputs, weights = dict(more), {}, self.skip_weights.unbind()
+        bigram = values.pop("bigram")[None] if "bigram" in values else None
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         mixes_first = any(row.values == "first" for row in self.layers)
-        last_use = {row.skip_from: i for i, row in enumerate(self.layers)}  # then memory is freed
+        last_use = {}  # of each output that a later layer wants
+        for i, row in enumerate(self.layers):
+            last_use |= {row.skip_from: i, row.source: i}
+        if bigram is not None and self.hp.sublayer_lambdas:  # then attention reads it, too
+            x = x + self.blocks[0].bigram_lambda[0] * bigram
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            skip = None
+            skip, source = None, outputs.get(row.source)
             if row.skip_from is not None:
-                weight, last = weights[i - first_skip], last_use[row.skip_from] == i
+                weight = weights[i - first_skip]
                 if self.skip_gates is not None:
                     gate = 2 * gate_of(x0, self.skip_gates[i - first_skip, None])
                     weight = torch.sigmoid(weight) * gate
-                skip = weight, (outputs.pop if last else outputs.get)(row.skip_from)
+                skip = weight, outputs[row.skip_from]
+            for done in [of for of in outputs if last_use[of] == i]:
+                del outputs[done]
             give_v = mixes_first and "first" not in values
-            mask, value = masks.get(row.window), values.get(row.values)
-            x, v = block(x, x0, value, skip, rotary, mask, give_v, attend)
+            of_row = values.get(row.values), skip, rotary[row.paired], masks.get(row.mask), give_v
+            own_bigram = None if i == 0 and self.hp.sublayer_lambdas else bigram
+            x, v = block(x, x0, *of_row, attend, own_bigram, source)
             if v is not None:
                 values["first"] = v
             if i in last_use:
@@ -1732,7 +1854,8 @@ class Run:
         loss = evaluate(self.model, self.val_batch, moment(step, self.hp), self.device)
         self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
         self.check_loss(loss, step)
-        if note := program.against_published(RECORDS, self.record, self.hp, step, loss):
+        reached = step, loss, self.seconds, self.world_size * (self.device.type == "cuda")
+        if note := program.against_published(RECORDS, self.record, self.hp, *reached):
             self.log.bar.write(note)
         return {"step": step, "val_loss": loss}
 

@@ -258,22 +258,30 @@ train_gpt.LOSS_ROWS = TOKENS  # all rows of a chunk at once
 
 
 def layer_graphs(hp):
-    """The layer that has most: an earlier output, values from elsewhere, a long window."""
-    rows = train_gpt.layer_table(hp)
-    features = [(row.values is not None, row.skip_from is not None, row.window) for row in rows]
-    row = rows[features.index(max(features, key=lambda f: (f[0] + f[1], f[2] == "long")))]
-    shape = 1, hp.seq_len, hp.model_dim
-    x, x0, value, skip = (
-        torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(4)
-    )
-    tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
-    mask = train_gpt.flex_mask(train_gpt.first_visible(tokens, torch.tensor(896), hp.window_rule))
-    rotary = train_gpt.rotary_table(hp.seq_len, hp, "cpu")
-    if row.values == "first":
-        value = value.view(1, hp.seq_len, hp.num_heads, hp.head_dim)
-    skip = None if row.skip_from is None else (torch.ones(()), skip)
-    arguments = x, x0, value, skip, rotary, mask, False
-    yield "layer", captured(train_gpt.Block(hp, row), *arguments)
+    """The layer that has most: earlier outputs, values from elsewhere, a long window; and the same
+    of those whose heads are paired."""
+    shape, table = (1, hp.seq_len, hp.model_dim), train_gpt.layer_table(hp)
+
+    def features(row) -> tuple[int, bool]:
+        more = row.values, row.skip_from, row.source
+        return sum(field is not None for field in more), row.window == "long"
+
+    for paired in sorted({row.paired for row in table}):
+        row = max([row for row in table if row.paired == paired], key=features)
+        x, x0, value, skip, bigram, source = (
+            torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(6)
+        )
+        tokens = torch.zeros(hp.seq_len * (1 + paired), dtype=torch.int32)
+        first = train_gpt.first_visible(tokens, torch.tensor(896), hp.window_rule)
+        rotary = train_gpt.rotary_table(hp.seq_len, hp, "cpu", pair=1 + paired)
+        if row.values == "first":
+            value = value.view(1, hp.seq_len, hp.num_heads, hp.head_dim)
+        skip = None if row.skip_from is None else (torch.ones(()), skip)
+        source = None if row.source is None else source
+        bigram = bigram if hp.bigram_rows else None
+        arguments = x, x0, value, skip, rotary, train_gpt.flex_mask(first), False
+        block, name = train_gpt.Block(hp, row), "paired layer" if paired else "layer"
+        yield name, captured(block, *arguments, train_gpt.attend, bigram, source)
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from train_gpt import (
     first_visible,
     flex_mask,
     get_window_size,
-    rotary_table,
 )
 
 LENGTH = 4 * BLOCK
@@ -153,13 +152,16 @@ def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile
     model = randomize(GPT(hp).eval())
     generator, length = torch.Generator().manual_seed(1), 1024
     flex = torch.compile(attend, dynamic=False)
-    rotary = rotary_table(length, hp, "cpu")
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for starts in ((0, 100, 400, 401, 700), (0,), (5, 640)):
             tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
             tokens[list(starts)] = END_OF_TEXT
             for window in (128, 256, 640, 1792):
-                masks = model.masks(tokens, model.at(window), flex_mask)
+                now = model.at(window)
+                masks, rotary = (
+                    model.masks(tokens, now, flex_mask),
+                    model.rotary_of(length, now, "cpu"),
+                )
                 found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
                 torch.testing.assert_close(found, model.hidden(tokens, window), rtol=0, atol=1e-4)
 

@@ -27,6 +27,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from glob import glob
 from pathlib import Path
 from statistics import median
@@ -190,16 +191,15 @@ def model_flops(model: train_gpt.GPT, inputs: Tensor, now) -> tuple[float, float
     Matmuls: 6 for each token and matrix element (2 forward, 4 backward), with the padded head and
     without embeddings, which are looked up. Attention: 12 * heads * head_dim for each pair of a
     token and a key that it sees, in each layer that attends, under that layer's window. Masked
-    pairs, recomputation, norms and the like are not counted.
+    pairs, recomputation, norms and the like are not counted. Paired heads are half as many.
     """
-    hp, groups, pairs, now = model.hp, train_gpt.members(model), {"none": 0}, model.at(now)
-    own = torch.arange(1, inputs.size(1) + 1, device=inputs.device)
-    for name, tokens in {"long": now.window, "short": now.short}.items():
-        size = torch.tensor(tokens, device=inputs.device)
-        firsts = [train_gpt.first_visible(row, size, hp.window_rule) for row in inputs]
-        pairs[name] = sum((own - first).sum().item() for first in firsts)
+    hp, groups, pairs, now = model.hp, train_gpt.members(model), Counter(), model.at(now)
+    for row in inputs:
+        for name, first in model.masks(row, now, lambda first: first).items():
+            own = torch.arange(1, len(first) + 1, device=first.device)
+            pairs[name] += (own - first).sum().item()
     elements = sum(p.numel() for group in ("head", "muon") for p in groups[group].values())
-    seen = sum(pairs[layer.window] for layer in model.layers)
+    seen = sum(pairs[layer.mask] / (1 + layer.paired) for layer in model.layers)
     return 6.0 * inputs.numel() * elements, 12.0 * hp.num_heads * hp.head_dim * seen
 
 

@@ -33,7 +33,7 @@ SHARED = ("model_dim", "num_heads", "head_dim", "rope", "rope_base", "norm_eps",
 # What the modelling file does not know is refused: these settings, another field of a layer,
 # another weight.
 UNKNOWN = "attention_gate", "value_gate", "skip_gate", "smear", "key_offset", "yarn"
-UNKNOWN += "scaled_projections", "logit_sigmoid"
+UNKNOWN += "scaled_projections", "logit_sigmoid", "bigram_rows", "sublayer_lambdas"
 LAYER_FIELDS = {"window", "values", "skip_from"}
 WEIGHTS = re.compile(
     r"(value_embeds\.embed\.\d|embed|lm_head)\.weight|skip_weights"

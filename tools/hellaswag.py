@@ -101,13 +101,14 @@ def log_likelihoods(
     It is that at a moment, or with a long window. All ranks work, and all know all of them then.
     """
     device, hp = model.skip_weights.device, model.hp
-    # Where a token takes something from the one before, whatever its document is, two ends of text
-    # come before each document: the second one is the same after any neighbour.
-    gap = 2 * (hp.smear or hp.key_offset)
+    # Where a token takes something from the one before, whatever its document is, ends of text come
+    # before each document, of which the last is the same after any neighbour: two, or three where
+    # a bigram is something else at a sequence's second place.
+    gap = 3 if hp.bigram_rows else 2 * (hp.smear or hp.key_offset)
     lengths = [gap + len(document) - 1 for document in documents]  # nothing follows the last token
     longest = -(-max(lengths) // BLOCK) * BLOCK
     size = max(SEQUENCE[device.type], longest)
-    now, wide = model.at(when), longest + BLOCK
+    now, wide = model.at(when), 2 * (longest + BLOCK)  # paired heads count positions
     now = replace(now, window=max(now.window, wide), short=max(now.short, wide))
     scores = torch.zeros(len(documents), dtype=torch.float64)
     sequences = list(pack(lengths, size))[rank::world_size]

@@ -88,6 +88,10 @@ class Decoder:
         """By the memory of the layer whose turn it is."""
         return next(self.memories)(*arguments)
 
+    def mask(self, first: Tensor, new: int) -> Tensor:
+        """The last rows of a mask: those of so many new tokens, of one or two positions each."""
+        return train_gpt.dense_mask(first, rows=new * len(first) // len(self.recent))
+
     def __call__(self, tokens: list[int]) -> Tensor:
         """The logits after these tokens, which follow those before."""
         model, device, now = self.model, self.recent.device, self.now
@@ -96,12 +100,12 @@ class Decoder:
             unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
             before = self.recent[unseen:]
             self.recent = torch.cat([before, new])
-            masks = model.masks(self.recent, now, partial(train_gpt.dense_mask, rows=len(new)))
+            masks = model.masks(self.recent, now, partial(self.mask, new=len(new)))
             rotary = model.rotary_of(len(new), now, device, self.position)
-            # An embedding may contain something of the one before.
-            x, values = model.embedded(torch.cat([before[-1:], new]))
-            values = {name: value[-len(new) :] for name, value in values.items()}
-            x = model.trunk(x[-len(new) :], values, rotary, masks, attend=self.attend)
+            # Embeddings contain something of the token before, whose own place may be the first.
+            x, more = model.embedded(torch.cat([before[-2:], new]))
+            more = {name: rows[-len(new) :] for name, rows in more.items()}
+            x = model.trunk(x[-len(new) :], more, rotary, masks, attend=self.attend)
             self.position += len(new)
         return model.lm_head.logits(x[-1:])[0]
 

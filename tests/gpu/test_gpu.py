@@ -18,7 +18,7 @@ from train_gpt import GPT, HERE, RECORDS, CastedLinear, HeadLoss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_WindowWarmup"]
-RECORD_A, RECORD_B = (RECORDS[name] for name in list(RECORDS)[3:5])  # August 2025, January 2026
+RECORD_A, RECORD_B, RECORD_C, _, RECORD_D, _ = (RECORDS[name] for name in list(RECORDS)[3:])
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,8 @@ def test_compiled_head_and_loss_equal_float64(fp8, monkeypatch):
 
 @pytest.mark.parametrize(
     "record, tied",
-    [(RECORD, False), (RECORD_2024, False), (RECORD_A, False), (RECORD_B, False), (RECORD_B, True)],
+    [(RECORD, False), (RECORD_2024, False), (RECORD_A, False), (RECORD_B, True)]
+    + [(RECORD_C, False), (RECORD_C, True), (RECORD_D, False), (RECORD_D, True)],
 )
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, tied, randomize):
     """Loss and gradients of all layers: bfloat16, compiled and FlexAttention against float32. Also
@@ -132,7 +133,7 @@ def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, tied, randomize):
         assert relative_error(cuda_grads[name], grad) < 0.1, name
 
 
-@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
+@pytest.mark.parametrize("record", [RECORD, RECORD_2024, RECORD_D])
 @torch.no_grad()
 def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(record, randomize):
     """In bfloat16; uncached and packed through FlexAttention, packed also compiled."""
@@ -152,10 +153,10 @@ def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(re
     assert relative_error(*scores) < 0.02
 
 
-FEW = {"layers": "short+v1,long+v2,short+backout,none+x1", "seq_len": 2048}
+FEW = {"layers": "short+v1+pair,long+v2,short+backout+pair,long+v1+x1+in2", "seq_len": 2048}
 
 
-@pytest.mark.parametrize("record", [replace(RECORD, seq_len=4096), replace(RECORD_B, **FEW)])
+@pytest.mark.parametrize("record", [replace(RECORD, seq_len=4096), replace(RECORD_D, **FEW)])
 def test_a_step_after_warm_up_neither_synchronises_nor_compiles(record):
     """All windows and stages of a run on four layers of full width, training and validation."""
     device = torch.device("cuda")
