@@ -193,7 +193,8 @@ def published() -> dict[str, dict]:
     """What records reached on 8 H100s: minutes by the clock of their day, mean and deviation of the
     last validation loss over so many runs (2024-11-19: of one, and about), and by step losses and
     seconds of training. Where all runs have public logs these are means, and losses have
-    deviations; else they are one run's. {} without the file."""
+    deviations; else they are one run's. `one_h100` has what a run on one of them reached, where
+    there is such a log. {} without the file."""
     path = HERE / "tools" / "published.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
@@ -203,9 +204,11 @@ def on_fineweb(*patterns: str) -> bool:
     return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
 
 
-def against_published(records: dict, record: str, hp, step: int, loss: float) -> str:
-    """How a validation loss of settings hp on FineWeb compares with a record's published ones;
-    empty on other data."""
+def against_published(
+    records: dict, record: str, hp, step: int, loss: float, seconds: float, gpus: int
+) -> str:
+    """How a validation loss of settings hp on FineWeb compares with a record's published ones; on
+    one GPU, also how seconds of training compare with a run's on one H100. Empty on other data."""
     known, lines = published().get(record), []
     if known is None or not on_fineweb(hp.train_files, hp.val_files):
         return ""
@@ -214,6 +217,11 @@ def against_published(records: dict, record: str, hp, step: int, loss: float) ->
         if "deviations" in known:
             text += f" +- {known['deviations'][str(step)]:.4f} ({known['runs']} runs)"
         lines.append(f"{text}, difference {loss - expected:+.4f}")
+    one_run = known.get("one_h100") if gpus == 1 else None
+    if one_run and (expected := one_run["losses"].get(str(step))):
+        then = one_run["seconds"][str(step)]
+        text = f"    published on one H100: {expected:.4f} after {then:.1f} s"
+        lines.append(f"{text}, difference {seconds - then:+.1f} s")
     if step == hp.num_iterations:
         mean, deviation = known["mean"], known["deviation"]
         place = "in" if abs(loss - mean) <= 2 * deviation else "out"
