@@ -8,7 +8,7 @@ github.com/KellerJordan/modded-nanogpt; tools/published.json has what the record
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from program import HERE, UserError, number_rows
+from program import HERE, UserError, number_rows, show
 
 # -----------------------------------------------------------------------------
 # What rows may be: of layers, of stages, of Adam's groups
@@ -127,6 +127,33 @@ def adam_table(hp, known) -> dict[str, dict[str, float]]:
     return table
 
 
+def check_together(hp) -> None:
+    """UserError for settings that no run can have together."""
+    every, (a, _, c), stages = hp.adam_every, hp.logit_sigmoid, stage_table(hp.stages)
+    caps = any(stage.cap for stage in stages)
+    own_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
+    extension = round(hp.num_iterations * hp.extension_frac)
+    by_sublayer = hp.sublayer_lambdas
+    for name, wrong, rule in (
+        ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
+        ("extension_frac", extension >= hp.num_iterations, "leaves no step before the extension"),
+        ("stages", caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
+        ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
+        ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
+        ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
+        ("yarn", hp.yarn and not own_windows, "wants a window in each of --stages"),
+        ("key_offset", hp.key_offset and hp.rope != "half", "wants --rope half"),
+        ("paired_heads", hp.paired_heads and hp.num_heads % 2, "wants an even --num_heads"),
+        ("gate_by_values", hp.gate_by_values and not hp.value_gate, "wants --value_gate on"),
+        ("bigram_rows", hp.bigram_rows == 1, "one row stands for no bigram: 0, or 2 and more"),
+        ("sublayer_lambdas", by_sublayer and not hp.x0_apart, "wants --x0_apart on"),
+        ("layers", by_sublayer and hp.layers[:4] == "none", "layer 0 wants attention"),
+        ("logit_sigmoid", a and not c, "its third number must be above 0"),
+    ):
+        if wrong:
+            raise UserError(f"--{name} {show(getattr(hp, name))}: {rule}")
+
+
 def padded_vocab(hp) -> int:
     """Rows of the head: whole blocks of 128."""
     return -(-hp.vocab_size // 128) * 128
@@ -207,7 +234,7 @@ BIGRAM_HASH = dict(
     cooldown_frac=0.55,
     stages=STAGES_2026,
     extension_frac=40 / 1600,
-    lr_lag=1,
+    exact_stages=True,
     last_window=2560,
     window_rule="distance",
     seq_len=16384,
@@ -296,7 +323,7 @@ ROWS = {
         lr_final=0.15,
         stages=STAGES_HC,
         extension_frac=40 / 1490,
-        lr_lag=0,
+        exact_stages=False,
         layers=LAYERS_HC,
         qkv_init=1.0,
         out_init=1.0,

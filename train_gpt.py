@@ -60,6 +60,7 @@ from records import (
     Layer,
     Stage,
     adam_table,
+    check_together,
     layer_table,
     padded_vocab,
     sigmoid_form,
@@ -93,7 +94,7 @@ class Hyperparameters:
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
     stages: str = setting("", "a row for each stage; empty: one stage")
     extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
-    lr_lag: int = setting(0, "steps by which a stage's learning rate begins later", 0)
+    exact_stages: bool = setting(False, "stages are not rounded, and their learning rates wait")
     last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
     window_rule: str = setting("blocks", "what a window counts", choices=WINDOW_RULES)
     window_min: int = setting(128, "long attention window at step 0, in tokens")
@@ -189,27 +190,7 @@ RECORDS = {name: Hyperparameters(**settings) for name, settings in records.ROWS.
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for values that no run can have."""
     program.check_ranges(hp)
-    every, (a, _, c), stages = hp.adam_every, hp.logit_sigmoid, stage_table(hp.stages)
-    caps = any(stage.cap for stage in stages)
-    own_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
-    for name, wrong, rule in (
-        ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
-        ("extension_frac", scheduled_steps(hp) < 1, "leaves no step before the extension"),
-        ("stages", caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
-        ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
-        ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
-        ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
-        ("yarn", hp.yarn and not own_windows, "wants a window in each of --stages"),
-        ("key_offset", hp.key_offset and hp.rope != "half", "wants --rope half"),
-        ("paired_heads", hp.paired_heads and hp.num_heads % 2, "wants an even --num_heads"),
-        ("gate_by_values", hp.gate_by_values and not hp.value_gate, "wants --value_gate on"),
-        ("bigram_rows", hp.bigram_rows == 1, "one row stands for no bigram: 0, or 2 and more"),
-        ("sublayer_lambdas", hp.sublayer_lambdas and not hp.x0_apart, "wants --x0_apart on"),
-        ("layers", hp.sublayer_lambdas and hp.layers[:4] == "none", "layer 0 wants attention"),
-        ("logit_sigmoid", a and not c, "its third number must be above 0"),
-    ):
-        if wrong:
-            raise UserError(f"--{name} {show(getattr(hp, name))}: {rule}")
+    check_together(hp)
     layer_table(hp)
     parameter_table(hp)
 
@@ -606,13 +587,13 @@ class Bucket:
         return self.share([p.detach() for p in self.params])
 
     def launch(self) -> None:
-        """Begin to sum the gradients over all ranks. They travel in the parameters' dtype; on one
-        rank there is no copy of what gradient_buffer holds."""
-        grads = [gradient_buffer(p) for p in self.params]
-        if self.world_size > 1:
-            grads = [grad.type_as(p) for grad, p in zip(grads, self.params, strict=True)]
+        """Begin to sum the gradients over all ranks. They travel in the parameters' dtype."""
+        alone = self.world_size == 1  # then what gradient_buffer holds is not copied
+        grads = [
+            gradient_buffer(p) if alone else gradient_buffer(p).type_as(p) for p in self.params
+        ]
         self.grads = self.sent = self.share(grads, whole=True)
-        if self.world_size > 1:
+        if not alone:
             self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
             self.work = reduce_scatter(self.grads, self.sent, async_op=True)
 
@@ -912,16 +893,15 @@ def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=(), 
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor=None) -> Tensor:
-    """norm(x) (1, T, H, D) with channels d and d + D/2 turned by a rotary_table's angles; if a
-    token has two positions, even heads turn by the first and odd heads by the second.
+    """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
 
-    The halves change places by a flip: compiled code then reads them in another order, where a cat
-    would read everything twice.
+    (1, T, H, D) to (1, H, T, D). The halves change places by a flip: compiled code then reads them
+    in another order, where a cat would read everything twice.
     """
-    normed = norm(x, eps).float().unflatten(2, (-1, cos.size(1)))
+    normed = norm(x, eps).float()
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turned = normed * cos[:, None] + swapped * sin[:, None]
-    return (turned if factor is None else turned * factor).type_as(x).flatten(2, 3)
+    turned = normed * cos + swapped * sin
+    return (turned if factor is None else turned * factor).type_as(x).transpose(1, 2)
 
 
 GATE_CHANNELS = 12  # of its input, of which a gate is made
@@ -957,16 +937,17 @@ class CausalSelfAttention(nn.Module):
         self.gate = nn.Parameter(zeros()) if hp.attention_gate else None
         self.value_gate = nn.Parameter(zeros()) if gates_values else None
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend):
-        """x (1, T, C), and what is mixed into v, of its size, to the result and v as it was."""
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend, share=None):
+        """x (1, T, C), and what is mixed into v, of its size, to the result, or a share () of it,
+        and v as it was. Factors are on weights: their gradients then want no activations."""
         (cos, sin, factor), scales = rotary, self.scales_projections
         qkv_w, out_w = self.qkv_w, self.c_proj.weight
         if scales:
             qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
+        if share is not None:
+            out_w = share * out_w
         qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)
-        k = recomputed(rotate_normed, k, cos, sin, self.eps)
         own, table = v, None if value is None else value.view_as(v)
         if self.value_gate is not None:
             half, read = GATE_CHANNELS // 2, x
@@ -974,15 +955,19 @@ class CausalSelfAttention(nn.Module):
                 read = torch.cat([x[..., :half], table.flatten(2)[..., :half]], dim=-1)
             table = 2 * gate_of(read, self.value_gate)[..., None] * table
         if self.mixes_first:
-            share = self.lambdas[-1]
-            v = (1 - share) * v + share * (v if table is None else table)
+            first = self.lambdas[-1]
+            v = (1 - first) * v + first * (v if table is None else table)
         else:
             kept, added = (1.0, 1.0) if scales else self.lambdas
             v = kept * v if table is None else kept * v + added * table
-        if self.paired:  # the first half of the heads at a token's first position
-            q, k, v = (t.reshape(1, -1, t.size(2) // 2, t.size(3)) for t in (q, k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (1, H, T, D)
-        out = attend(q, k, v, mask, self.scale, self.key_offset).transpose(1, 2)
+        if self.paired:  # the first half of the heads at a token's first position, then the others;
+            # even heads turn by its first position, odd heads by its second
+            pairs, turn = self.heads[0] // 2, torch.arange(self.heads[0], device=x.device) % 2
+            q, k, v = (t.reshape(1, -1, pairs, t.size(3)) for t in (q, k, v))
+            cos, sin = (t[:, turn].view(-1, pairs, t.size(2)) for t in (cos, sin))
+        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
+        k = recomputed(rotate_normed, k, cos, sin, self.eps)
+        out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset).transpose(1, 2)
         out = out.reshape(own.shape)
         if self.gate is not None:
             out = out * gate_of(x, self.gate)[..., None]
@@ -1025,8 +1010,9 @@ class MLP(nn.Module):
         self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.c_fc.weight.type_as(x), self.c_proj.weight.type_as(x)
+    def forward(self, x: Tensor, share: Tensor | None = None) -> Tensor:
+        w_out = self.c_proj.weight if share is None else share * self.c_proj.weight
+        weights = self.c_fc.weight.type_as(x), w_out.type_as(x)
         return relu2_mlp(x, *weights, shared_memory_is_small(x.device))
 
 
@@ -1052,11 +1038,9 @@ class Block(nn.Module):
         of_bigram = nn.Parameter(torch.tensor([hp.bigram_lambda]))
         self.bigram_lambda = of_bigram if mixes and hp.bigram_rows else None
 
-    def added(self, x: Tensor, out: Tensor, sublayer: int) -> Tensor:
-        """x and what attention (0) or the MLP (-1) gives."""
-        if self.residual_lambda is None:
-            return x + out
-        return self.residual_lambda[sublayer] * x + self.post_lambda[sublayer] * out
+    def kept(self, x: Tensor, sublayer: int) -> Tensor:
+        """What goes on beside attention (0) or the MLP (-1)."""
+        return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
 
     def mixed(self, x: Tensor, x0: Tensor, bigram: Tensor | None) -> Tensor:
         """x, and shares of x0 and of a bigram's embedding."""
@@ -1069,19 +1053,19 @@ class Block(nn.Module):
         """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
         of zeros where nothing uses it. skip is (weight, output). Attention reads `source`, an
         earlier output, or else x."""
-        v = None
+        v, shares = None, (None, None) if self.post_lambda is None else self.post_lambda
         if skip is not None:
             x = x + skip[0] * skip[1]
         if self.lambdas is not None:
             x = self.mixed(self.lambdas[0] * x, x0, bigram)
         if self.attn is not None:
             read = recomputed(norm, x if source is None else source, self.eps)
-            out, v = self.attn(read, value, rotary, mask, attend)
-            x = self.added(x, out, 0)
+            out, v = self.attn(read, value, rotary, mask, attend, shares[0])
+            x = self.kept(x, 0) + out
             if self.lambdas is None:
                 x = self.mixed(x, x0, bigram)
-        out = self.mlp(recomputed(norm, x, self.eps))
-        return self.added(x, out, -1), v if give_v else None
+        out = self.mlp(recomputed(norm, x, self.eps), shares[-1])
+        return self.kept(x, -1) + out, v if give_v else None
 
 
 def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -1098,11 +1082,7 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
 
 class ValueEmbeds(nn.ModuleDict):
     """Tables (V, C) by their names whose weights are parts of one, so that one lookup reads them
-    all. They are joined anew whenever they move to a device or change their dtype."""
-
-    def __init__(self, tables: dict[str, nn.Embedding]):
-        super().__init__(tables)
-        self.join()
+    all. They are joined again whenever they move to a device or change their dtype."""
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -1119,8 +1099,6 @@ class ValueEmbeds(nn.ModuleDict):
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         """Of tokens (T,), the rows (T, C) of each table."""
-        if not len(self):
-            return {}
         first = torch.arange(len(self), device=tokens.device, dtype=tokens.dtype)
         rows = lookup(self, (tokens + self.weight.size(0) // len(self) * first[:, None]).flatten())
         return dict(zip(self, rows.view(len(self), len(tokens), -1).unbind(), strict=True))
@@ -1317,6 +1295,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict({"embed": value_embeds})
         for table in value_embeds.values():
             table.weight.data *= hp.value_init
+        value_embeds.join()
         zeros, new_table = torch.zeros, partial(nn.Embedding.from_pretrained, freeze=False)
         bigrams = new_table(zeros(hp.bigram_rows, hp.model_dim))
         self.bigram_embed = bigrams if hp.bigram_rows else None
@@ -1369,7 +1348,8 @@ class GPT(nn.Module):
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens' (T,) embeddings (T, C), smeared, and what else layers add: the rows of each
         value table, and of the table of bigrams, by the name "bigram"."""
-        x, more = lookup(self.embed, input_seq), self.value_embeds["embed"](input_seq)
+        x, tables = lookup(self.embed, input_seq), self.value_embeds["embed"]
+        more = tables(input_seq) if len(tables) else {}
         if self.smear_gate is not None:  # in whatever document the token before is
             share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
             x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
@@ -1429,9 +1409,7 @@ class GPT(nn.Module):
         bigram = values.pop("bigram")[None] if "bigram" in values else None
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         mixes_first = any(row.values == "first" for row in self.layers)
-        last_use = {}  # of each output that a later layer wants
-        for i, row in enumerate(self.layers):
-            last_use |= {row.skip_from: i, row.source: i}
+        wanted = {row.skip_from for row in self.layers} | {row.source for row in self.layers}
         if bigram is not None and self.hp.sublayer_lambdas:  # then attention reads it, too
             x = x + self.blocks[0].bigram_lambda[0] * bigram
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
@@ -1442,15 +1420,13 @@ class GPT(nn.Module):
                     gate = 2 * gate_of(x0, self.skip_gates[i - first_skip, None])
                     weight = torch.sigmoid(weight) * gate
                 skip = weight, outputs[row.skip_from]
-            for done in [of for of in outputs if last_use[of] == i]:
-                del outputs[done]
             give_v = mixes_first and "first" not in values
             of_row = values.get(row.values), skip, rotary[row.paired], masks.get(row.mask), give_v
             own_bigram = None if i == 0 and self.hp.sublayer_lambdas else bigram
             x, v = block(x, x0, *of_row, attend, own_bigram, source)
             if v is not None:
                 values["first"] = v
-            if i in last_use:
+            if i in wanted:
                 outputs[i] = x.view(x.shape)
             if row.backout:
                 backout = self.backout_lambda[0] * x
@@ -1476,12 +1452,13 @@ def scheduled_steps(hp: Hyperparameters) -> int:
     return hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
 
 
-def stage_starts(hp: Hyperparameters) -> list[int]:
-    """The first step of each row of the stage table. Stages are equal shares of the scheduled
-    steps; if there is an extension, the last row is its own."""
+def stage_starts(hp: Hyperparameters) -> list[float]:
+    """Where each row of the stage table begins. Stages are equal shares of the scheduled steps, in
+    whole steps unless hp.exact_stages; if there is an extension, the last row is its own."""
     rows, steps = len(stage_table(hp.stages)), scheduled_steps(hp)
     shares = rows - (hp.extension_frac > 0 and rows > 1)
-    return [round(steps * k / shares) for k in range(rows)]
+    starts = [steps * k / shares for k in range(rows)]
+    return starts if hp.exact_stages else [round(start) for start in starts]
 
 
 def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
@@ -1491,11 +1468,12 @@ def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
     """Multiplier on every learning rate: a linear rise, that of the stage, a linear fall to
-    lr_final."""
+    lr_final. Of exact stages, that of a stage begins after the step at its start."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = max(1 - step / scheduled_steps(hp), 0.0)
     w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
-    stage = stages_until(max(step - hp.lr_lag, 0), hp)[-1]
+    waits = hp.exact_stages and step in stage_starts(hp)
+    stage = stages_until(max(step - waits, 0), hp)[-1]
     return rise * (w * stage.lr + (1 - w) * hp.lr_final)
 
 
@@ -1572,7 +1550,7 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
 
 # Of older checkpoints: what was so before it was a setting, and settings that are ignored.
 BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
-FORMER_SETTINGS = {"comm_dtype", "verify_data"}
+FORMER_SETTINGS = {"comm_dtype", "verify_data", "lr_lag"}
 
 
 def load_checkpoint(path: str | Path) -> dict:

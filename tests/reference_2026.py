@@ -1,12 +1,16 @@
-"""The records of 2025-08-23 (row A) and 2026-01-04 (row B) read from the published facts in plain
-float64, sharing no code with them: model and loss, update rules, schedules, batches.
+"""Five records read from the published facts in plain float64, sharing no code with them: model and
+loss, update rules, schedules, batches.
 
-The model of 2025-01-26, from which both descend, is in reference.py.
+They are 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5, which is C with five
+value tables) and 2026-03-06 (D). The model of 2025-01-26, from which all descend, is in
+reference.py.
 """
 
 import math
 import re
 from fractions import Fraction
+from functools import partial
+from typing import NamedTuple
 
 import reference
 import torch
@@ -14,10 +18,10 @@ from torch import Tensor
 
 END_OF_TEXT = 50256
 EPSILON = 2.0**-23  # of RMSNorm: float32's machine epsilon
-GATE_CHANNELS = 12  # every gate reads the first 12 channels of its input
+GATE_CHANNELS = 12  # every gate reads 12 channels: the first of its input, but some of row D
 
 # -----------------------------------------------------------------------------
-# Parts of both models
+# Parts of the models
 
 
 def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
@@ -49,13 +53,15 @@ def yarn(windows: list[int], head_dim: int) -> tuple[list[float], float]:
     return frequencies, scale
 
 
-def rope(x: Tensor, frequencies: list[float]) -> Tensor:
-    """x (T, heads, D): channels d and d + D/2 turn as a pair, the first D/4 of each half."""
+def rope(x: Tensor, frequencies: list[float], position: Tensor | None = None) -> Tensor:
+    """x (T, heads, D): channels d and d + D/2 turn as a pair, the first D/4 of each half, by
+    `position` (T, heads), which is the token's in every head if it is not given."""
     half = x.shape[-1] // 2
-    position = torch.arange(len(x), dtype=torch.float64)[:, None]
+    position = torch.arange(len(x))[:, None] if position is None else position
     out = x.clone()
     for d, frequency in enumerate(frequencies):
-        cos, sin = torch.cos(position * frequency), torch.sin(position * frequency)
+        cos = torch.cos(position.double() * frequency)
+        sin = torch.sin(position.double() * frequency)
         out[:, :, d] = x[:, :, d] * cos + x[:, :, d + half] * sin
         out[:, :, d + half] = -x[:, :, d] * sin + x[:, :, d + half] * cos
     return out
@@ -72,10 +78,11 @@ def keys_of_the_token_before(k: Tensor) -> Tensor:
     return out
 
 
-def same_document_before(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions i (T, 1) and j (1, T), and whether j is not after i and in its document."""
-    document = (tokens == END_OF_TEXT).cumsum(0)
-    i, j = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))[None, :]
+def same_document_before(tokens: Tensor, places: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Places i (n, 1) and j (1, n), so many for each token, and whether j is not after i and in its
+    document."""
+    document = (tokens == END_OF_TEXT).cumsum(0).repeat_interleave(places)
+    i, j = torch.arange(len(document))[:, None], torch.arange(len(document))[None, :]
     return i, j, (j <= i) & (document[:, None] == document[None, :])
 
 
@@ -85,9 +92,10 @@ def visible_blocks(tokens: Tensor, window: int) -> Tensor:
     return allowed & (i // 128 - j // 128 < window // 128)
 
 
-def visible_tokens(tokens: Tensor, window: int) -> Tensor:
-    """Row B: a token and the `window` tokens before it."""
-    i, j, allowed = same_document_before(tokens)
+def visible_places(tokens: Tensor, window: int, places: int = 1) -> Tensor:
+    """From row B on: a place and the `window` places before it. A token is one, or two in a layer
+    of paired heads."""
+    i, j, allowed = same_document_before(tokens, places)
     return allowed & (i - j <= window)
 
 
@@ -163,22 +171,139 @@ def loss_a(
 
 
 # -----------------------------------------------------------------------------
-# Row B
+# Rows B, C, C5 and D: what differs between them
 
-LAYERS_B = [  # window, value table, skip from, unturned half of k from the token before
-    ("short", 1, None, False),
-    ("short", 2, None, False),
-    ("short", None, None, False),
-    ("long", None, None, True),
-    ("short", None, None, False),
-    ("short", None, None, False),
-    (None, None, 3, False),
-    ("short", None, None, False),
-    ("short", 0, None, False),
-    ("short", 1, None, False),
-    ("long", 2, None, True),
+
+class Layer(NamedTuple):
+    """What attention sees and reads, and what is added."""
+
+    window: str | None = "short"  # None: no attention
+    table: int | None = None  # of value embeddings, added to v
+    shifted: bool = False  # the unturned half of k is that of the token before
+    paired: bool = False  # the heads of a pair attend as one of twice the length
+    skip: int | None = None  # the layer whose gated output is added to the input
+    reads: int | None = None  # the layer whose output attention reads instead of the input
+
+
+LAYERS_B = [
+    Layer(table=1),
+    Layer(table=2),
+    Layer(),
+    Layer("long", shifted=True),
+    Layer(),
+    Layer(),
+    Layer(None, skip=3),
+    Layer(),
+    Layer(table=0),
+    Layer(table=1),
+    Layer("long", table=2, shifted=True),
 ]
-BACKOUT_B = 7  # the layer whose output is taken out again at the end
+TABLES_C5 = {0: 0, 1: 1, 8: 2, 9: 3, 10: 4}  # by layer
+TABLES_D = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
+LAYERS_C = [layer._replace(paired=i in (0, 2, 5, 9)) for i, layer in enumerate(LAYERS_B)]
+LAYERS_C5 = [layer._replace(table=TABLES_C5.get(i)) for i, layer in enumerate(LAYERS_C)]
+LAYERS_D = [
+    layer._replace(table=TABLES_D.get(i), reads=7 if i > 7 else None)
+    for i, layer in enumerate(LAYERS_C)
+]
+BACKOUT = 7  # the layer whose output is taken out again at the end
+
+ADAM_B = {  # times the learning rate .008, betas, times the decay .005
+    "lm_head.weight": (1, (0.5, 0.95), 150),
+    "embed.weight": (1, (0.5, 0.95), 150),
+    "value_embeds.embed.weight": (75, (0.75, 0.95), 5),
+    "blocks.lambdas": (5, (0.9, 0.99), 0),
+    "blocks.attn.lambdas": (5, (0.9, 0.99), 0),
+    "smear_lambda": (5, (0.9, 0.99), 0),
+    "backout_lambda": (5, (0.9, 0.99), 0),
+    "skip_weights": (5, (0.9, 0.99), 0),
+    "blocks.x0_lambda": (5, (0.65, 0.95), 0),
+    "blocks.attn.gate": (1, (0.9, 0.99), 1),
+    "blocks.attn.value_gate": (1, (0.9, 0.99), 1),
+    "smear_gate": (0.01, (0.9, 0.99), 0),
+    "skip_gates": (0.05, (0.9, 0.99), 0),
+}
+ADAM_C = ADAM_B | {
+    "bigram_embed.weight": (75, (0.75, 0.95), 5),
+    "blocks.bigram_lambda": (5, (0.9, 0.99), 0),
+}
+ADAM_D = ADAM_C | {
+    "blocks.residual_lambda": (5, (0.9, 0.95), 0),
+    "blocks.post_lambda": (1, (0.9, 0.95), 0),
+    "blocks.x0_lambda": (1, (0.9, 0.95), 0),
+    "blocks.bigram_lambda": (1, (0.9, 0.95), 0),
+}
+del ADAM_D["blocks.lambdas"]
+NORMUON_B = {  # times the learning rate .023; q, k, v and o lie in one tall matrix and get its 2
+    "blocks.attn.qkv_w": 2,
+    "blocks.attn.c_proj.weight": 2,
+    "blocks.mlp.c_fc.weight": 2,
+    "blocks.mlp.c_proj.weight": 4,
+}
+NORMUON_C = NORMUON_B | {"blocks.attn.qkv_w": 1, "blocks.attn.c_proj.weight": 1}
+
+
+class Row(NamedTuple):
+    """A record from row B on. It has `steps` in three stages, and 40 more."""
+
+    layers: list[Layer]
+    steps: int
+    ends: list  # of the stages: a stage begins with the first step from there on
+    lr_is_late: bool  # the learning rate changes with the first step after there
+    cooldown: Fraction  # the share of `steps` in which the learning rate falls
+    floor: Fraction  # what it falls to
+    split: int  # after this step, embedding and head are two matrices
+    adam: dict
+    normuon: dict
+    caps: tuple[int, int, int] = (2048, 2048, 2048)  # longest part of a document, by stage
+    bigrams: bool = True
+    sublayer_lambdas: bool = False
+    gates_read_values: bool = False  # of unpaired layers
+
+
+def thirds(steps: int) -> list[Fraction]:
+    return [Fraction(k * steps, 3) for k in (1, 2, 3)]
+
+
+B = Row(
+    LAYERS_B,
+    steps=1800,
+    ends=thirds(1800),
+    lr_is_late=True,
+    cooldown=Fraction(50, 100),
+    floor=Fraction(10, 100),
+    split=1201,
+    adam=ADAM_B,
+    normuon=NORMUON_B,
+    bigrams=False,
+)
+C = B._replace(
+    layers=LAYERS_C,
+    steps=1560,
+    ends=thirds(1560),
+    cooldown=Fraction(55, 100),
+    split=1041,
+    adam=ADAM_C,
+    normuon=NORMUON_C,
+    bigrams=True,
+)
+C5 = C._replace(layers=LAYERS_C5, steps=1535, ends=thirds(1535), split=1025)
+D = C._replace(
+    layers=LAYERS_D,
+    steps=1450,
+    ends=[483, 967, 1450],
+    lr_is_late=False,
+    cooldown=Fraction(60, 100),
+    floor=Fraction(15, 100),
+    split=967,
+    adam=ADAM_D,
+    caps=(896, 2048, 2048),
+    sublayer_lambdas=True,
+    gates_read_values=True,
+)
+
+# -----------------------------------------------------------------------------
+# Their model
 
 
 def smear(e: Tensor, weight: Tensor, smear_lambda: Tensor) -> Tensor:
@@ -190,54 +315,123 @@ def smear(e: Tensor, weight: Tensor, smear_lambda: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def loss_b(
+def int32(n: int) -> int:
+    """What is left of a product of whole numbers in 32 bits with a sign."""
+    return (n + 2**31) % 2**32 - 2**31
+
+
+def bigram_rows(tokens: list[int], rows: int) -> list[int]:
+    """Of a table of `rows` rows, the one for each token and the token before it, of whatever
+    document. The first token has the last row, and is that number for the second one."""
+    last = rows - 1
+    known = [last, *tokens[1:]]
+    found = [last]
+    for before, token in zip(known, known[1:], strict=False):
+        found.append((int32(36313 * token) ^ int32(27191 * before)) % last)
+    return found
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """(T, heads, D) to (2T, heads / 2, D): a token's first half of the heads, then its second."""
+    half = x.shape[1] // 2
+    places = [heads for token in x for heads in (token[:half], token[half:])]
+    return torch.stack(places)
+
+
+def turns_of_pairs(tokens: int, heads: int) -> Tensor:
+    """(T, heads): head 0 turns by the token's first place, head 1 by its second, head 2 by its
+    first, ... (not by the place where `interleaved` has it)."""
+    return torch.tensor([[2 * t + h % 2 for h in range(heads)] for t in range(tokens)])
+
+
+def attention(
+    row: Row,
+    i: int,
     w: dict[str, Tensor],
     tokens: Tensor,
-    targets: Tensor,
-    long: int,
-    short: int,
-    target_weights: list[float],
-    frequencies: list[float],
-    scale: float,
+    mask: Tensor,
+    turns: tuple[list[float], float],
     heads: int,
-    layers: list[tuple] = LAYERS_B,
-    backout: int | None = BACKOUT_B,
-    eps: float = EPSILON,
-) -> tuple[Tensor, Tensor]:
-    """What is trained, the sum over tokens t and k of weight k * CE(logits t, target t + k), and
-    the mean loss of the next token. Windows are in tokens; frequencies and scale are yarn's."""
-    masks = {"long": visible_tokens(tokens, long), "short": visible_tokens(tokens, short)}
-    e = smear(w["embed.weight"][tokens], w["smear_gate"], w["smear_lambda"])
-    x = x0 = rms_norm(e, eps)
-    n, outputs = len(layers), []
-    for i, (kind, table, skip, shifted) in enumerate(layers):
-        if skip is not None:
-            entry = i - (n - n // 2)
-            per_token = 2 * gate(x0, w["skip_gates"][entry : entry + 1])
-            x = x + torch.sigmoid(w["skip_weights"][entry]) * per_token * outputs[skip]
-        x = w[f"blocks.{i}.lambdas"] * x + w[f"blocks.{i}.x0_lambda"] * x0
-        if kind is not None:
-            u = rms_norm(x, eps)
-            on_qkv, on_o = w[f"blocks.{i}.attn.lambdas"]
-            q, k, v = project(u, on_qkv * w[f"blocks.{i}.attn.qkv_w"], heads)
-            q, k = rope(rms_norm(q, eps), frequencies), rope(rms_norm(k, eps), frequencies)
-            if shifted:
-                k = keys_of_the_token_before(k)
-            if table is not None:
-                values = w[f"value_embeds.embed.{table}.weight"][tokens].view(v.shape)
-                v = v + 2 * gate(u, w[f"blocks.{i}.attn.value_gate"])[:, :, None] * values
-            y = attend(q, k, v, masks[kind], scale)
-            open_ = gate(u, w[f"blocks.{i}.attn.gate"])
-            y = torch.cat([open_[:, h, None] * y[h] for h in range(heads)], 1)
-            x = x + y @ (on_o * w[f"blocks.{i}.attn.c_proj.weight"]).T
-        x = x + mlp(rms_norm(x, eps), w, i)
+    x: Tensor,
+) -> Tensor:
+    """Of layer i: x (T, C) to (T, C)."""
+    layer, name, u = row.layers[i], f"blocks.{i}.attn", rms_norm(x)
+    frequencies, scale = turns
+    on_qkv, on_o = w[f"{name}.lambdas"]
+    q, k, v = project(u, on_qkv * w[f"{name}.qkv_w"], heads)
+    position = turns_of_pairs(len(u), heads) if layer.paired else None
+    q = rope(rms_norm(q), frequencies, position)
+    k = rope(rms_norm(k), frequencies, position)
+    if layer.shifted:
+        k = keys_of_the_token_before(k)
+    if layer.table is not None:
+        values, read = w[f"value_embeds.embed.{layer.table}.weight"][tokens], u
+        if row.gates_read_values and not layer.paired:
+            read = torch.cat([u[:, :6], values[:, :6]], 1)
+        v = v + 2 * gate(read, w[f"{name}.value_gate"])[:, :, None] * values.view(v.shape)
+    if layer.paired:
+        y = attend(interleaved(q), interleaved(k), interleaved(v), mask, scale)
+        y = [of_pair[::2] for of_pair in y] + [of_pair[1::2] for of_pair in y]
+    else:
+        y = attend(q, k, v, mask, scale)
+    open_ = gate(u, w[f"{name}.gate"])
+    y = torch.cat([open_[:, h, None] * y[h] for h in range(heads)], 1)
+    return y @ (on_o * w[f"{name}.c_proj.weight"]).T
+
+
+def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, heads: int) -> Tensor:
+    """(T, vocabulary), before the update of `step`."""
+    reach = dict(zip(("long", "short"), windows(row, step), strict=True))
+    kinds = {(layer.window, layer.paired) for layer in row.layers if layer.window}
+    masks = {kind: visible_places(tokens, reach[kind[0]], 1 + kind[1]) for kind in kinds}
+    turns = rotary(row, step, w["blocks.0.attn.qkv_w"].shape[1] // heads)
+
+    x = x0 = rms_norm(smear(w["embed.weight"][tokens], w["smear_gate"], w["smear_lambda"]))
+    if row.bigrams:
+        table = w["bigram_embed.weight"]
+        bigram = table[bigram_rows(tokens.tolist(), len(table))]
+    if row.sublayer_lambdas:
+        x = x + w["blocks.0.bigram_lambda"] * bigram
+    outputs = []
+    for i, layer in enumerate(row.layers):
+        name = f"blocks.{i}"
+        if layer.skip is not None:
+            open_ = torch.sigmoid(w["skip_weights"][0]) * 2 * gate(x0, w["skip_gates"][:1])
+            x = x + open_ * outputs[layer.skip]
+        if layer.window:
+            mask = masks[layer.window, layer.paired]
+            attended = partial(attention, row, i, w, tokens, mask, turns, heads)
+
+        if not row.sublayer_lambdas:
+            x = w[f"{name}.lambdas"] * x + w[f"{name}.x0_lambda"] * x0
+            if row.bigrams:
+                x = x + w[f"{name}.bigram_lambda"] * bigram
+            if layer.window:
+                x = x + attended(x)
+            x = x + mlp(rms_norm(x), w, i)
+        else:
+            residual, post = w[f"{name}.residual_lambda"], w[f"{name}.post_lambda"]
+            if layer.window:
+                read = x if layer.reads is None else outputs[layer.reads]
+                x = residual[0] * x + post[0] * attended(read) + w[f"{name}.x0_lambda"] * x0
+                if i > 0:
+                    x = x + w[f"{name}.bigram_lambda"] * bigram
+            x = residual[-1] * x + post[-1] * mlp(rms_norm(x), w, i)
         outputs.append(x)
-    if backout is not None:
-        x = x - w["backout_lambda"] * outputs[backout]
-    capped = reference.soft_capped(rms_norm(x, eps) @ w["lm_head.weight"].T, (23.0, 5.0, 7.5))
+    x = rms_norm(x - w["backout_lambda"] * outputs[BACKOUT])
+    return reference.soft_capped(x @ w["lm_head.weight"].T, (23.0, 5.0, 7.5))
+
+
+def loss(
+    row: Row, w: dict[str, Tensor], tokens: Tensor, targets: Tensor, step: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """What is trained at a step, the sum over tokens t and k of weight k * CE(logits t, target
+    t + k), and the mean loss of the next token."""
+    capped = capped_logits(row, w, tokens, step, heads)
     trained = torch.zeros((), dtype=torch.float64)
-    for k, weight in enumerate(target_weights):
-        trained = trained + weight * cross_entropies(capped[: len(targets) - k], targets[k:]).sum()
+    for k, weight in enumerate(target_weights(row, step)):
+        losses = cross_entropies(capped[: len(targets) - k], targets[k:])
+        trained = trained + float(weight) * losses.sum()
     return trained, cross_entropies(capped, targets).mean()
 
 
@@ -295,10 +489,10 @@ def normuon_step(
     decay: float = 1.2,
     beta2: float = 0.95,
 ) -> None:
-    """Row B, one matrix. Each neuron, a row of the matrix stood upright, is divided by the running
-    root mean square of its updates (from 0, not corrected), and the whole brought back to its old
-    norm. Decay is of the learning rate squared, once with the matrix's factor, where update and
-    weight do not disagree: a zero update decays."""
+    """From row B on, one matrix. Each neuron, a row of the matrix stood upright, is divided by the
+    running root mean square of its updates (from 0, not corrected), and the whole brought back to
+    its old norm. Decay is of the learning rate squared, once with the matrix's factor, where update
+    and weight do not disagree: a zero update decays."""
     x = polar_express(nesterov(g, state, momentum))
     short_side = 1 if x.shape[0] >= x.shape[1] else 0
     square = x.pow(2).mean(short_side, keepdim=True)
@@ -342,27 +536,6 @@ ADAM_A = {  # learning rate; all other parameters, the gates too, are Muon's
     "blocks.lambdas": 0.04,
     "blocks.attn.lambdas": 0.04,
 }
-ADAM_B = {  # times the learning rate .008, betas, times the decay .005
-    "lm_head.weight": (1, (0.5, 0.95), 150),
-    "embed.weight": (1, (0.5, 0.95), 150),
-    "value_embeds.embed.weight": (75, (0.75, 0.95), 5),
-    "blocks.lambdas": (5, (0.9, 0.99), 0),
-    "blocks.attn.lambdas": (5, (0.9, 0.99), 0),
-    "smear_lambda": (5, (0.9, 0.99), 0),
-    "backout_lambda": (5, (0.9, 0.99), 0),
-    "skip_weights": (5, (0.9, 0.99), 0),
-    "blocks.x0_lambda": (5, (0.65, 0.95), 0),
-    "blocks.attn.gate": (1, (0.9, 0.99), 1),
-    "blocks.attn.value_gate": (1, (0.9, 0.99), 1),
-    "smear_gate": (0.01, (0.9, 0.99), 0),
-    "skip_gates": (0.05, (0.9, 0.99), 0),
-}
-NORMUON_B = {  # times the learning rate .023; q, k, v and o lie in one tall matrix and get its 2
-    "blocks.attn.qkv_w": 2,
-    "blocks.attn.c_proj.weight": 2,
-    "blocks.mlp.c_fc.weight": 2,
-    "blocks.mlp.c_proj.weight": 4,
-}
 
 
 def without_numbers(name: str) -> str:
@@ -397,24 +570,24 @@ def play_a(
     return states
 
 
-def play_b(
+def play(
+    row: Row,
     w: dict[str, Tensor],
     gradients: list[dict[str, Tensor]],
     first: int = 0,
     states: dict | None = None,
-    split: int = 1201,
     eps: float = 1e-10,
 ) -> dict:
-    """The steps first, first + 1, ... of row B. NorMuon acts on every step, Adam on odd ones with
-    the sum of two gradients. Up to `split` (an odd step) the embedding is the head: its gradient is
-    added to the head's, it is copied from the head after each update, and after the last such it
-    gets a copy of the head's moments and of their count."""
+    """The steps first, first + 1, ... of rows B to D. NorMuon acts on every step, Adam on odd ones
+    with the sum of two gradients. Up to the row's split (an odd step) the embedding is the head:
+    its gradient is added to the head's, it is copied from the head after each update, and after the
+    last such it gets a copy of the head's moments and of their count."""
     states = {"waiting": {}} if states is None else states
     for step, of_step in enumerate(gradients, first):
-        m, momentum = float(multiplier_b(step)), float(momentum_b(step))
+        m, momentum = float(multiplier(row, step)), float(momentum_of(row, step))
         for name, p in w.items():
-            if without_numbers(name) in NORMUON_B:
-                factor = NORMUON_B[without_numbers(name)]
+            if without_numbers(name) in row.normuon:
+                factor = row.normuon[without_numbers(name)]
                 for key, matrix, g in matrices(name, p, of_step[name]):
                     state = states.setdefault(key, {})
                     normuon_step(matrix, g, state, 0.023 * m, factor, momentum)
@@ -425,17 +598,17 @@ def play_b(
         for name, g in states["waiting"].items():
             summed[name] = g + of_step[name]
         states["waiting"] = {}
-        tied = step <= split
+        tied = is_tied(row, step)
         if tied:
             summed["lm_head.weight"] = summed["lm_head.weight"] + summed["embed.weight"]
         for name, p in w.items():
-            if without_numbers(name) in ADAM_B and not (tied and name == "embed.weight"):
-                lr_factor, betas, decay_factor = ADAM_B[without_numbers(name)]
+            if without_numbers(name) in row.adam and not (tied and name == "embed.weight"):
+                lr_factor, betas, decay_factor = row.adam[without_numbers(name)]
                 lr, state = 0.008 * m * lr_factor, states.setdefault(name, {})
                 adam_step(p, summed[name], state, lr, betas, eps, 0.005 * decay_factor)
         if tied:
             w["embed.weight"].copy_(w["lm_head.weight"])
-        if step == split:
+        if step == row.split:
             head = states["lm_head.weight"]
             states["embed.weight"] = {"t": head["t"], "m": head["m"] + 0, "v": head["v"] + 0}
     return states
@@ -471,71 +644,70 @@ def windows_a(step: int) -> tuple[int, int]:
 
 
 # -----------------------------------------------------------------------------
-# Schedules of row B: three stages of 600 steps and 40 steps more
+# Schedules of rows B to D: three stages, and 40 steps more
 
-STEPS_B = 1800
-EXTENSION_B = 40
-BLOCKS_B = [(3, 1), (7, 3), (11, 5), (13, 6)]  # long and short windows by stage
-DOCUMENT_CAP_B = 2048
-SPLIT_B = 1201  # the first odd step from two thirds on
+EXTENSION = 40
+BLOCKS = [(3, 1), (7, 3), (11, 5), (13, 6)]  # long and short windows by stage
 
 
-def stage_b(step: int) -> int:
+def stage(row: Row, step: int) -> int:
     """0, 1, 2, and 3 for the extension."""
-    return min(3 * step // STEPS_B, 3)
+    return sum(step >= end for end in row.ends)
 
 
-def tokens_b(step: int) -> int:
+def tokens_of(row: Row, step: int) -> int:
     """A sequence's; the extension's are the last stage's."""
-    return 16384 * (min(stage_b(step), 2) + 1)
+    return 16384 * (min(stage(row, step), 2) + 1)
 
 
-def multiplier_b(step: int) -> Fraction:
-    """Of all learning rates: it grows with the batch, a step after it, and falls to .1 over the
-    second half of the 1800 steps."""
-    x = Fraction(step, STEPS_B)
-    m = Fraction(1)
-    if x > Fraction(1, 3):
-        m = Fraction(152, 100)
-    if x > Fraction(2, 3):
-        m = Fraction(173, 100)
-    w = min(max((1 - x) / Fraction(1, 2), Fraction(0)), Fraction(1))
-    return m * w + Fraction(1, 10) * (1 - w) if x >= Fraction(1, 2) else m
+def document_cap(row: Row, step: int) -> int:
+    return row.caps[min(stage(row, step), 2)]
 
 
-def momentum_b(step: int) -> Fraction:
-    """As in row A, and back to .85 over the last 50 of all 1840 steps."""
-    left = Fraction(STEPS_B + EXTENSION_B - step, 50)
+def multiplier(row: Row, step: int) -> Fraction:
+    """Of all learning rates: it grows with the batch, with it or a step after it, and falls to the
+    floor over the last steps before the extension."""
+    grown = sum(step > end if row.lr_is_late else step >= end for end in row.ends[:2])
+    m = [Fraction(1), Fraction(152, 100), Fraction(173, 100)][grown]
+    left = (1 - Fraction(step, row.steps)) / row.cooldown
+    left = min(max(left, Fraction(0)), Fraction(1))
+    return m * left + row.floor * (1 - left)
+
+
+def momentum_of(row: Row, step: int) -> Fraction:
+    """As in row A, and back to .85 over the last 50 of all steps."""
+    left = Fraction(row.steps + EXTENSION - step, 50)
     return ramp(step) - Fraction(10, 100) * (1 - min(left, Fraction(1)))
 
 
-def windows_b(step: int) -> tuple[int, int]:
-    """Long and short in tokens; step 1840 is the last validation, with a long window of its own."""
-    long, short = BLOCKS_B[stage_b(step)]
-    if step >= STEPS_B + EXTENSION_B:
+def windows(row: Row, step: int) -> tuple[int, int]:
+    """Long and short in tokens, or in places. The step after all is the last validation, with a
+    long window of its own."""
+    long, short = BLOCKS[stage(row, step)]
+    if step >= row.steps + EXTENSION:
         long = 20
     return 128 * long, 128 * short
 
 
-def rotary_b(step: int, head_dim: int = 128) -> tuple[list[float], float]:
+def rotary(row: Row, step: int, head_dim: int = 128) -> tuple[list[float], float]:
     """Frequencies and attention's scale; the last validation's window does not change them."""
-    return yarn([long for long, _ in BLOCKS_B[: stage_b(step) + 1]], head_dim)
+    return yarn([long for long, _ in BLOCKS[: stage(row, step) + 1]], head_dim)
 
 
-def target_weights_b(step: int) -> list[Fraction]:
+def target_weights(row: Row, step: int) -> list[Fraction]:
     """Of the next token and those after it; the last of each stage fades to 0 within it, and is
     gone in the next."""
-    x = Fraction(step, STEPS_B)
-    if stage_b(step) == 0:
-        return [Fraction(1), Fraction(1, 2), Fraction(1, 4) * (1 - 3 * x)]
-    if stage_b(step) == 1:
-        return [Fraction(1), Fraction(1, 2) * (2 - 3 * x)]
+    first, second, _ = row.ends
+    if stage(row, step) == 0:
+        return [Fraction(1), Fraction(1, 2), Fraction(1, 4) * (1 - Fraction(step) / first)]
+    if stage(row, step) == 1:
+        return [Fraction(1), Fraction(1, 2) * (second - step) / (second - first)]
     return [Fraction(1)]
 
 
-def tied_b(step: int) -> bool:
+def is_tied(row: Row, step: int) -> bool:
     """Whether the forward pass of `step` has one matrix as embedding and head."""
-    return step <= SPLIT_B
+    return step <= row.split
 
 
 # -----------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""The records of 2025-08-23 (row A) and 2026-01-04 (row B) against their float64 reading: loss and
-gradients, whole steps of the optimizers, schedules, batches."""
+"""The records of 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5) and 2026-03-06
+(D) against their float64 reading: loss and gradients, whole steps of the optimizers, schedules,
+batches."""
 
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -15,10 +17,18 @@ import train_gpt
 from loader import distributed_data_generator
 from train_gpt import GPT, RECORDS, Optimizers, gradient_buffer, moment
 
-A = RECORDS["2025-08-23_SparseAttnGate"]
-B = RECORDS["2026-01-04_MixedPrecisionInterweavedOptimizer"]
-SMALL = {"model_dim": 64, "num_heads": 2, "head_dim": 32, "vocab_size": 512}
-SMALL_A, SMALL_B = replace(A, **SMALL), replace(B, **SMALL)
+FULL = {
+    "A": RECORDS["2025-08-23_SparseAttnGate"],
+    "B": RECORDS["2026-01-04_MixedPrecisionInterweavedOptimizer"],
+    "C": RECORDS["2026-01-19_BigramHashEmbedding"],
+    "C5": RECORDS["2026-01-26-UntieValueEmbeddings"],
+    "D": RECORDS["2026-03-06_SimplifyHC"],
+}
+ROW = {"B": exact.B, "C": exact.C, "C5": exact.C5, "D": exact.D}
+TWO_HEADS = {"model_dim": 64, "num_heads": 2, "head_dim": 32, "vocab_size": 512}
+SIX_HEADS = {"model_dim": 96, "num_heads": 6, "head_dim": 16, "vocab_size": 512}
+SMALL = {name: replace(FULL[name], **TWO_HEADS) for name in ("A", "B")}
+SMALL |= {n: replace(FULL[n], **SIX_HEADS, bigram_rows=1234) for n in ("C", "C5", "D")}
 END_OF_TEXT = 50256
 
 # -----------------------------------------------------------------------------
@@ -43,46 +53,49 @@ def in_float64(model: GPT) -> dict[str, torch.Tensor]:
     return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
 
 
-def reading(hp, weights, inputs, targets, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def reading(name, weights, inputs, targets, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a row trains at a step, and the mean loss of the next token."""
-    case = weights, inputs.long(), targets
-    if hp is SMALL_A:
-        return exact.loss_a(*case, exact.windows_a(step)[0], hp.num_heads)
-    shares = [float(share) for share in exact.target_weights_b(step)]
-    rest = *exact.windows_b(step), shares, *exact.rotary_b(step, hp.head_dim), hp.num_heads
-    return exact.loss_b(*case, *rest)
+    case, heads = (weights, inputs.long(), targets), SMALL[name].num_heads
+    if name == "A":
+        return exact.loss_a(*case, exact.windows_a(step)[0], heads)
+    return exact.loss(ROW[name], *case, step, heads)
 
 
-# Step and length: windows of 128, 384 and 1792 tokens; 384 (tied), 896 (tied), 1408 and 1664.
-CASES = [(SMALL_A, 0, 640), (SMALL_A, 300, 640), (SMALL_A, 1695, 1152), (SMALL_B, 10, 640)]
-CASES += [(SMALL_B, 700, 1152), (SMALL_B, 1300, 1152), (SMALL_B, 1810, 1152)]
+# Step and length. Row A: windows of 128, 384 and 1792 tokens. The others: one in each stage (the
+# first two tied, in row D also in the third).
+CASES = [("A", 0, 640), ("A", 300, 640), ("A", 1695, 1152), ("B", 10, 640), ("B", 700, 1152)]
+CASES += [("B", 1300, 1152), ("B", 1810, 1152), ("C", 10, 640), ("C", 700, 640), ("C", 1580, 640)]
+CASES += [("C5", 1300, 400), ("D", 10, 640), ("D", 600, 640), ("D", 967, 640), ("D", 1460, 640)]
 
 
-@pytest.mark.parametrize(("hp", "step", "length"), CASES)
-def test_loss_and_all_gradients_equal_float64(hp, step, length, randomize, small_vocabulary):
-    """The value is the mean loss of the next token; gradients are those of a sum, in row B with
-    several targets. Scalars' gradients are sums of what nearly cancels."""
-    model, now = randomize(GPT(hp)), moment(step, hp)
+@pytest.mark.parametrize(("name", "step", "length"), CASES)
+def test_loss_and_all_gradients_equal_float64(name, step, length, randomize, small_vocabulary):
+    """The value is the mean loss of the next token; gradients are those of a sum, from row B on
+    with several targets. Scalars' gradients are sums of what nearly cancels."""
+    model, now = randomize(GPT(SMALL[name])), moment(step, SMALL[name])
     model.tie(now.tied)
     weights, (inputs, targets) = in_float64(model), sequence(length)
     weights["embed.weight"] = weights["lm_head.weight" if now.tied else "embed.weight"]
     loss = model(inputs, targets, now)
     loss.backward()
-    trained, mean = reading(hp, weights, inputs, targets, step)
+    trained, mean = reading(name, weights, inputs, targets, step)
     trained.backward()
     assert loss.item() == pytest.approx(mean.item(), abs=2e-6)
-    for name, p in model.named_parameters():
-        expected = weights[name].grad
+    for key, p in model.named_parameters():
+        expected = weights[key].grad
         error, allowed = (p.grad - expected).norm(), 3e-5 * expected.norm() + 1e-5 * (p.ndim < 2)
-        assert error < allowed, f"{name}: error {error:.1e} of {expected.norm():.1e}"
+        assert error < allowed, f"{key}: error {error:.1e} of {expected.norm():.1e}"
 
 
-@pytest.mark.parametrize("step", [10, 1840])
-def test_validation_has_the_next_token_alone(step, randomize, small_vocabulary):
+VALIDATIONS = [("B", 10), ("B", 1840), ("C", 10), ("C", 1600), ("D", 600), ("D", 1490)]
+
+
+@pytest.mark.parametrize(("name", "step"), VALIDATIONS)
+def test_validation_has_the_next_token_alone(name, step, randomize, small_vocabulary):
     """Whatever targets its step trains. The last window changes no rotary frequency."""
-    model, (inputs, targets) = randomize(GPT(SMALL_B)).eval(), sequence(640)
-    weights, loss = in_float64(model), model(inputs, targets, moment(step, SMALL_B))
-    _, mean = reading(SMALL_B, weights, inputs, targets, step)
+    model, (inputs, targets) = randomize(GPT(SMALL[name])).eval(), sequence(640)
+    weights, loss = in_float64(model), model(inputs, targets, moment(step, SMALL[name]))
+    _, mean = reading(name, weights, inputs, targets, step)
     assert loss.item() == pytest.approx(mean.item(), abs=2e-6)
     loss.backward()
     (640 * mean).backward()
@@ -90,52 +103,153 @@ def test_validation_has_the_next_token_alone(step, randomize, small_vocabulary):
     assert (found - expected).norm() < 3e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("step", [0, 600, 1200, 1695, 1800, 1840])
-@pytest.mark.parametrize("hp", [SMALL_A, SMALL_B])
-def test_masks_are_those_of_the_published_windows(hp, step, small_vocabulary):
-    """Also of windows longer than the sequences above."""
-    model = GPT(hp)
-    windows, visible = exact.windows_b(step), exact.visible_tokens
-    if hp is SMALL_A:
-        windows, visible = exact.windows_a(min(step, 1695)), exact.visible_blocks
-    tokens, _ = sequence(2816)
-    first, position = model.masks(tokens, moment(step, hp), lambda row: row), torch.arange(2816)
-    for name, window in zip(("long", "short"), windows, strict=True):
-        mask = (position <= position[:, None]) & (position >= first[name][:, None])
-        assert torch.equal(mask, visible(tokens, window))
+@pytest.mark.parametrize(("paired", "bigrams"), [(False, False), (True, False), (False, True)])
+def test_row_c_without_an_idea_is_nearer_to_row_b(paired, bigrams, randomize, small_vocabulary):
+    """Without paired heads and bigrams it is row B's model."""
+    hp = replace(SMALL["C"], paired_heads=paired, bigram_rows=1234 if bigrams else 0)
+    layers = exact.LAYERS_C if paired else exact.LAYERS_B
+    row = exact.C._replace(layers=layers, bigrams=bigrams)
+    model, (inputs, targets) = randomize(GPT(hp)), sequence(200)
+    assert any("bigram" in name for name, _ in model.named_parameters()) == bigrams
+    weights, now = in_float64(model), moment(10, hp)
+    _, mean = exact.loss(row, weights, inputs.long(), targets, 10, hp.num_heads)
+    assert model(inputs, targets, now).item() == pytest.approx(mean.item(), abs=2e-6)
 
 
-def test_head_and_embedding_are_one_up_to_step_1201(randomize):
+BIGRAMS = {  # tokens, and their rows of 251520
+    (464, 3290, 318): [251519, 136069, 60513],
+    (50256, 464, 3290, 318, 257, 50256, 198, 50256): [
+        *(251519, 204580, 223622, 60513, 135950),
+        *(5304, 14985, 158884),
+    ],
+}
+
+
+@pytest.mark.parametrize("tokens", BIGRAMS)
+def test_bigrams_have_the_published_rows(tokens):
+    found = train_gpt.bigram_hash(torch.tensor(tokens, dtype=torch.int32), 251520)
+    assert found.tolist() == BIGRAMS[tokens]
+
+
+@pytest.mark.parametrize("rows", [2, 1234, 251520, 754560])
+def test_bigrams_have_the_rows_of_whole_numbers(rows):
+    """Wrapped to 32 bits by hand. The last row of the table is the first token's alone."""
+    tokens = torch.randint(0, 50304, (3000,), generator=torch.Generator().manual_seed(0))
+    tokens[:4] = torch.tensor([50256, 50303, 50303, 0])
+    found = train_gpt.bigram_hash(tokens.int(), rows).tolist()
+    assert found == exact.bigram_rows(tokens.tolist(), rows)
+    assert found[0] == rows - 1 and min(found) >= 0 and max(found[1:]) < rows - 1
+
+
+@pytest.mark.parametrize("name", ["B", "C", "D"])
+def test_loss_of_the_first_weights_is_10_83(name):
+    """A little above ln 50304 = 10.826, by half the variance that the other tokens' logits, of
+    deviation .005 * 768 ** .5, have once they are capped: .0045. The mean over all targets has next
+    to no spread; the model gives the loss of 96 of them."""
+    torch.manual_seed(0)
+    small = {"bigram_rows": 1234} if name != "B" else {}  # zeros, how many there may be
+    hp = replace(FULL[name], **small)
+    model, now = GPT(hp).eval(), moment(0, hp)
+    inputs, targets = torch.randint(1000, (96,)), torch.randint(50257, (96,))
+    with torch.no_grad():
+        loss = model(inputs.int(), targets, now).item()
+    first = {key: p.detach()[:1000] for key, p in model.named_parameters() if "value_e" in key}
+    weights = {key: p.detach() for key, p in model.named_parameters()} | first
+    weights = {key: p.double() for key, p in weights.items()}
+    capped = exact.capped_logits(ROW[name], weights, inputs, 0, 6)
+    assert loss == pytest.approx(exact.cross_entropies(capped, targets).mean().item(), abs=1e-5)
+    over_targets = (capped.logsumexp(1) - capped.mean(1)).mean().item()
+    assert over_targets == pytest.approx(10.830, abs=0.003)
+    assert over_targets > math.log(50304) + 0.002
+
+
+MASKS = [("A", 2816, [0, 600, 1200, 1695]), ("B", 2816, [0, 600, 1200, 1800, 1840])]
+MASKS += [("C", 900, [0, 520, 1040, 1560, 1600]), ("D", 900, [0, 483, 967, 1450, 1490])]
+
+
+@pytest.mark.parametrize(("name", "length", "step"), [(n, t, i) for n, t, at in MASKS for i in at])
+def test_masks_are_those_of_the_published_windows(name, length, step, small_vocabulary):
+    """Also of windows longer than the sequences above. In layers of paired heads a window counts
+    places, two for each token."""
+    windows = exact.windows_a(step) if name == "A" else exact.windows(ROW[name], step)
+    tokens, _ = sequence(length)
+    masks = GPT(SMALL[name]).masks(tokens, moment(step, SMALL[name]), lambda row: row)
+    windows = dict(zip(("long", "short"), windows, strict=True))
+    if name in ("C", "D"):
+        windows["short+pair"] = windows["short"]
+    assert set(masks) == set(windows)
+    for key, first in masks.items():
+        assert len(first) == length * (1 + key.endswith("pair"))
+        place = torch.arange(len(first))
+        visible = (place <= place[:, None]) & (place >= first[:, None])
+        if name == "A":
+            assert torch.equal(visible, exact.visible_blocks(tokens, windows[key]))
+        else:
+            places = len(first) // length
+            assert torch.equal(visible, exact.visible_places(tokens, windows[key], places))
+
+
+@pytest.mark.parametrize(("name", "last"), [("B", 1201), ("C", 1041), ("C5", 1025), ("D", 967)])
+def test_head_and_embedding_are_one_up_to_the_split(name, last, randomize):
     """One weight and one gradient; then two weights, equal at first, and two gradients."""
-    model = randomize(GPT(SMALL_B))
+    model = randomize(GPT(SMALL[name]))
     embed, head = model.embed.weight, model.lm_head.weight
-    for step in (0, 1201):
-        model.tie(moment(step, SMALL_B).tied)
+    for step in (0, last):
+        model.tie(moment(step, SMALL[name]).tied)
         assert embed.data_ptr() == head.data_ptr()
         assert gradient_buffer(embed) is gradient_buffer(head)
     gradient_buffer(head).fill_(1.0)
-    model.tie(moment(1202, SMALL_B).tied)
+    model.tie(moment(last + 1, SMALL[name]).tied)
     assert torch.equal(embed, head) and embed.data_ptr() != head.data_ptr()
     assert gradient_buffer(head).all() and not gradient_buffer(embed).any()
 
 
-def test_row_b_begins_with_the_published_weights():
+def first_numbers(name: str, layer: int) -> dict[str, list[float]]:
+    """A layer's parameters that are not matrices."""
+    attends = layer != 6
+    numbers = {"attn.lambdas": [0.5, 1.0]} if attends else {}
+    if name == "D":
+        both = 1 + attends  # of attention and MLP
+        numbers |= {"residual_lambda": [1.1**0.5] * both, "post_lambda": [1.0] * both}
+        return numbers | ({"x0_lambda": [0.0], "bigram_lambda": [0.05]} if attends else {})
+    numbers |= {"lambdas": [1.1], "x0_lambda": [0.0]}
+    return numbers | ({"bigram_lambda": [0.1]} if name != "B" else {})
+
+
+@pytest.mark.parametrize("name", ROW)
+def test_rows_begin_with_the_published_weights(name):
     """Bounds of uniform weights, deviations of normal ones, and constants."""
-    width = 96
-    w = dict(GPT(replace(B, model_dim=width, num_heads=2, head_dim=48)).named_parameters())
-    root = width**-0.5
-    for name, bound in (("attn.qkv_w", 3**0.5 * root), ("mlp.c_fc.weight", 0.75**0.5 * root)):
-        assert w[f"blocks.3.{name}"].abs().max().item() == pytest.approx(bound, rel=0.01)
-        assert w[f"blocks.3.{name}"].std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    small = {"model_dim": 96, "num_heads": 2, "head_dim": 48}
+    small |= {"bigram_rows": 1234} if name != "B" else {}
+    w = dict(GPT(replace(FULL[name], **small)).named_parameters())
+    wide, narrow = (3 / 96) ** 0.5, (0.75 / 96) ** 0.5
+    bounds = {"attn.qkv_w": wide, "mlp.c_fc.weight": narrow}
+    if name == "D":
+        bounds |= {"attn.qkv_w": narrow, "attn.c_proj.weight": narrow}
+    for key, bound in bounds.items():
+        assert w[f"blocks.3.{key}"].abs().max().item() == pytest.approx(bound, rel=0.01)
+        assert w[f"blocks.3.{key}"].std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
     assert w["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.01)
     assert torch.equal(w["embed.weight"], w["lm_head.weight"])
-    constants = {"attn.lambdas": [0.5, 1.0], "lambdas": [1.1], "x0_lambda": [0.0]}
-    for name, values in constants.items():
-        assert w[f"blocks.8.{name}"].tolist() == pytest.approx(values)
+    tables = [p for key, p in w.items() if key.startswith("value_embeds")]
+    assert len(tables) == (5 if name in ("C5", "D") else 3)
+    for table in tables if name == "D" else []:
+        assert table.std().item() == pytest.approx(0.01, rel=0.01)
+
+    found = {key: p.tolist() for key, p in w.items() if key.startswith("blocks") and p.ndim < 2}
+    expected = {}
+    for i in range(11):
+        expected |= {f"blocks.{i}.{key}": n for key, n in first_numbers(name, i).items()}
+    assert found.keys() == expected.keys()
+    for key, numbers in expected.items():
+        assert found[key] == pytest.approx(numbers), key
     assert w["backout_lambda"].item() == 0.5 and set(w["skip_weights"].tolist()) == {-1.5}
-    zeros = {name for name, p in w.items() if not p.any()}
-    names = ("c_proj.weight", "gate", "gates", "x0_lambda", "smear_lambda")
-    assert zeros == {n for n in w if n.endswith(names) or n.startswith("value_embeds")}
+    zeros = {key for key, p in w.items() if not p.any()}
+    ends = ["mlp.c_proj.weight", "bigram_embed.weight", "gate", "gates"]
+    ends += ["x0_lambda", "smear_lambda"]
+    if name != "D":
+        ends += ["attn.c_proj.weight", *(f"value_embeds.embed.{k}.weight" for k in range(5))]
+    assert zeros == {key for key in w if key.endswith(tuple(ends))}
 
 
 # -----------------------------------------------------------------------------
@@ -154,48 +268,56 @@ def made_up_gradients(model: GPT, step: int) -> dict[str, torch.Tensor]:
 
 
 # First step and count: the beginning, changes of the learning rate, the split, the end.
-STEPS = [(SMALL_A, 0, 1), (SMALL_A, 0, 3), (SMALL_A, 932, 3), (SMALL_B, 0, 1), (SMALL_B, 0, 4)]
-STEPS += [(SMALL_B, 598, 6), (SMALL_B, 1198, 8), (SMALL_B, 1199, 6), (SMALL_B, 1836, 4)]
+STEPS = [("A", 0, 1), ("A", 0, 3), ("A", 932, 3), ("B", 0, 1), ("B", 0, 4), ("B", 598, 6)]
+STEPS += [("B", 1198, 8), ("B", 1199, 6), ("B", 1836, 4), ("C", 0, 4), ("C", 518, 6)]
+STEPS += [("C", 1038, 8), ("C5", 1021, 8), ("D", 0, 4), ("D", 481, 4), ("D", 964, 8)]
+STEPS += [("D", 1486, 4)]
 
 
-@pytest.mark.parametrize(("hp", "first", "count"), STEPS)
-def test_whole_steps_equal_the_float64_reading(hp, first, count, randomize):
-    """Matrices learn at each step; in row B all else at odd steps, from two steps' gradients. The
-    changes agree but for the rounding of weights, and for the decay of a few numbers whose updates
-    are so near 0 that rounding gives them another sign."""
+@pytest.mark.parametrize(("name", "first", "count"), STEPS)
+def test_whole_steps_equal_the_float64_reading(name, first, count, randomize):
+    """Matrices learn at each step; from row B on all else at odd steps, from two steps' gradients.
+    The changes agree but for the rounding of weights, and for the decay of a few numbers whose
+    updates are so near 0 that rounding gives them another sign."""
+    hp = SMALL[name]
     model, gradients = randomize(GPT(hp)), []
     optimizers = Optimizers(model, hp)
     model.tie(moment(first, hp).tied)
-    initial = {name: p.detach().double() for name, p in model.named_parameters()}
-    weights = {name: w.clone() for name, w in initial.items()}
+    initial = {key: p.detach().double() for key, p in model.named_parameters()}
+    weights = {key: w.clone() for key, w in initial.items()}
     for step in range(first, first + count):
         now, of_step = moment(step, hp), made_up_gradients(model, step)
         model.tie(now.tied)
-        for name, grad in of_step.items():  # the sum over hp.batch_seqs sequences
-            gradient_buffer(model.get_parameter(name)).add_(hp.batch_seqs * grad)
+        for key, grad in of_step.items():  # the sum over hp.batch_seqs sequences
+            gradient_buffer(model.get_parameter(key)).add_(hp.batch_seqs * grad)
         optimizers.begin_last_backward(now)
         optimizers.step(now)
-        gradients.append({name: grad.double() for name, grad in of_step.items()})
-    (exact.play_a if hp is SMALL_A else exact.play_b)(weights, gradients, first)
-    for name, p in model.named_parameters():
-        expected, change = weights[name], (weights[name] - initial[name]).norm()
+        gradients.append({key: grad.double() for key, grad in of_step.items()})
+    play = exact.play_a if name == "A" else partial(exact.play, ROW[name])
+    play(weights, gradients, first)
+    for key, p in model.named_parameters():
+        expected, change = weights[key], (weights[key] - initial[key]).norm()
         error, allowed = (p.detach() - expected).norm(), 5e-4 * change + 1e-7 * expected.norm()
-        assert error <= allowed, f"{name}: error {error:.1e} in a change of {change:.1e}"
+        assert error <= allowed, f"{key}: error {error:.1e} in a change of {change:.1e}"
 
 
-def test_each_parameter_of_row_b_learns_by_the_published_numbers():
+@pytest.mark.parametrize("name", ROW)
+def test_each_parameter_learns_by_the_published_numbers(name):
     """Also by those that a few steps in float32 hide, as the decay of gates."""
     with torch.device("meta"):
-        groups = train_gpt.members(GPT(B))
-    for group in train_gpt.parameter_table(B):
-        for name in map(exact.without_numbers, groups[group.name]):
-            if name in exact.NORMUON_B:
+        groups = train_gpt.members(GPT(FULL[name]))
+    learning = set()
+    for group in train_gpt.parameter_table(FULL[name]):
+        for key in map(exact.without_numbers, groups[group.name]):
+            learning.add(key)
+            if key in exact.NORMUON_B:
                 assert (group.name, group.lr, group.every) == ("muon", 0.023, 1)
                 continue
-            factor, betas, decay = exact.ADAM_B[name]
+            factor, betas, decay = ROW[name].adam[key]
             found = group.lr, *group.rule.keywords["betas"], group.rule.keywords["decay"]
             assert found == pytest.approx((0.008 * factor, *betas, 0.005 * decay), rel=1e-12)
             assert group.every == 2
+    assert learning == (ROW[name].adam | ROW[name].normuon).keys()
 
 
 # -----------------------------------------------------------------------------
@@ -204,22 +326,26 @@ def test_each_parameter_of_row_b_learns_by_the_published_numbers():
 
 def test_row_a_is_scheduled_as_in_exact_fractions():
     for step in range(1696):
-        now, (long, short) = moment(step, A), exact.windows_a(step)
+        now, (long, short) = moment(step, FULL["A"]), exact.windows_a(step)
         expected = exact.multiplier_a(step), exact.momentum_a(step)
         assert (now.lr, now.momentum) == pytest.approx([float(x) for x in expected], abs=1e-12)
         assert (now.window, max(now.short // 128, 1) * 128) == (long, short)
         assert (now.seq_len, now.longest, now.targets, now.tied) == (49152, 0, (1.0,), False)
 
 
-def test_row_b_is_scheduled_as_in_exact_fractions():
-    for step in range(1841):
-        now, (long, short) = moment(step, B), exact.windows_b(step)
-        expected = exact.multiplier_b(step), exact.momentum_b(step), *exact.target_weights_b(step)
-        found = now.lr, now.momentum, *now.targets
-        assert found == pytest.approx([float(x) for x in expected], abs=1e-12)
-        assert (now.window, now.short // 128 * 128) == (long, short)
-        assert (now.seq_len, now.longest) == (exact.tokens_b(step), exact.DOCUMENT_CAP_B)
-        assert now.tied == exact.tied_b(step)
+@pytest.mark.parametrize("name", ROW)
+def test_later_rows_are_scheduled_as_in_exact_fractions(name):
+    row, hp = ROW[name], FULL[name]
+    assert hp.num_iterations == row.steps + exact.EXTENSION
+    for step in range(hp.num_iterations + 1):
+        now, (long, short) = moment(step, hp), exact.windows(row, step)
+        expected = exact.multiplier(row, step), exact.momentum_of(row, step)
+        expected = [float(x) for x in (*expected, *exact.target_weights(row, step))]
+        assert (now.lr, now.momentum, *now.targets) == pytest.approx(expected, abs=1e-12), step
+        assert (now.window, now.short // 128 * 128) == (long, short), step
+        lengths = exact.tokens_of(row, step), exact.document_cap(row, step)
+        assert (now.seq_len, now.longest) == lengths, step
+        assert now.tied == exact.is_tied(row, step), step
 
 
 LR_A = {0: 1, 126: 1, 932: 1, 933: 0.999115, 1000: 0.920059, 1500: 0.330088, 1694: 0.10118}
@@ -227,42 +353,60 @@ WINDOW_A = {0: 128, 125: 128, 126: 256, 500: 512, 932: 1024, 1000: 1024, 1500: 1
 LR_B = {0: 1, 600: 1, 601: 1.52, 900: 1.52, 901: 1.518422, 1199: 1.048244, 1200: 1.046667}
 LR_B |= {1201: 1.184856, 1250: 1.096111, 1799: 0.101811, 1800: 0.1, 1839: 0.1}
 MOMENTUM_B = {0: 0.85, 150: 0.9, 300: 0.95, 1790: 0.95, 1791: 0.948, 1815: 0.9, 1839: 0.852}
-TABLES = [(A, "lr", LR_A), (A, "window", WINDOW_A), (B, "lr", LR_B), (B, "momentum", MOMENTUM_B)]
+LR_C = {0: 1, 520: 1, 521: 1.52, 702: 1.52, 703: 1.518345, 1039: 0.962261, 1040: 0.960606}
+LR_C |= {1041: 1.085979, 1250: 0.688928, 1300: 0.593939, 1559: 0.1019, 1560: 0.1}
+LENGTH_C = {0: 16384, 519: 16384, 520: 32768, 1039: 32768, 1040: 49152, 1560: 49152}
+MOMENTUM_C = {0: 0.85, 150: 0.9, 300: 0.95, 1550: 0.95, 1551: 0.948, 1575: 0.9, 1599: 0.852}
+LR_D = {482: 1, 483: 1.52, 580: 1.52, 581: 1.518425, 966: 0.912161, 967: 1.027172}
+LR_D |= {1250: 0.513218, 1449: 0.151816, 1450: 0.15, 1489: 0.15}
+CAP_D = {0: 896, 482: 896, 483: 2048, 967: 2048, 1489: 2048}
+TABLES = [("A", "lr", LR_A), ("A", "window", WINDOW_A), ("B", "lr", LR_B)]
+TABLES += [("B", "momentum", MOMENTUM_B), ("C", "lr", LR_C), ("C", "seq_len", LENGTH_C)]
+TABLES += [("C", "momentum", MOMENTUM_C), ("D", "lr", LR_D), ("D", "longest", CAP_D)]
+TARGETS_C = {0: (1, 0.5, 0.25), 520: (1, 0.5), 521: (1, 0.499), 1039: (1, 0.00096), 1040: (1,)}
 
 
 def test_schedules_have_the_published_numbers():
-    for hp, field, table in TABLES:
-        found = {step: getattr(moment(step, hp), field) for step in table}
+    for name, field, table in TABLES:
+        found = {step: getattr(moment(step, FULL[name]), field) for step in table}
         assert found == pytest.approx(table, abs=6e-7)
-    for hp, published in ((A, 666.5e6), (B, 487.6e6)):
+    for step, targets in TARGETS_C.items():
+        assert moment(step, FULL["C"]).targets == pytest.approx(targets, abs=5e-5)
+    for name, published in (("A", 666.5e6), ("B", 487.6e6), ("C", 424.7e6), ("D", 395.8e6)):
+        hp = FULL[name]
         tokens = sum(hp.batch_seqs * moment(i, hp).seq_len for i in range(hp.num_iterations))
         assert tokens == pytest.approx(published, abs=5e4)
 
 
-YARN = {  # by step: frequencies 0, 1, 8, 16 and 31 of 32, and attention's scale
-    600: [1, 0.799638, 0.100042, 0.0123408, 0.000418527, 0.116946],
-    1200: [1, 0.799638, 0.0792315, 0.00796326, 0.000266335, 0.127518],
-    1840: [1, 0.799638, 0.0736302, 0.00676914, 0.000225361, 0.131778],
+YARN = {  # by stage: frequencies 0, 1, 8, 16 and 31 of 32, and attention's scale
+    1: [1, 0.799638, 0.100042, 0.0123408, 0.000418527, 0.116946],
+    2: [1, 0.799638, 0.0792315, 0.00796326, 0.000266335, 0.127518],
+    3: [1, 0.799638, 0.0736302, 0.00676914, 0.000225361, 0.131778],
 }
+TURNS = [("B", step) for step in (0, 599, 600, 1199, 1200, 1799, 1800, 1840)]
+TURNS += [("C", step) for step in (519, 520, 1039, 1040, 1559, 1560, 1600)]
+TURNS += [("D", step) for step in (482, 483, 966, 967, 1449, 1450, 1490)]
 
 
-@pytest.mark.parametrize("step", [0, 599, 600, 1199, 1200, 1799, 1800, 1840])
-def test_rotary_tables_have_the_published_frequencies_and_scales(step):
-    windows = tuple(stage.window for stage in train_gpt.stages_until(step, B))
-    frequencies, scale = exact.rotary_b(step)
+@pytest.mark.parametrize(("name", "step"), TURNS)
+def test_rotary_tables_have_the_published_frequencies_and_scales(name, step):
+    hp = FULL[name]
+    windows = tuple(stage.window for stage in train_gpt.stages_until(step, hp))
+    frequencies, scale = exact.rotary(ROW[name], step)
     found, factor = train_gpt.yarn(1024.0 ** -(torch.arange(32).double() / 31), windows)
     assert [*found.tolist(), 0.1 * factor] == pytest.approx([*frequencies, scale], rel=1e-12)
-    _, sin, factor = train_gpt.rotary_table(2, B, "cpu", windows=windows)
-    found = [*sin[1, 0, :64].double().asin().tolist(), B.attn_scale * factor.item()]  # position 1
+    _, sin, factor = train_gpt.rotary_table(2, hp, "cpu", windows=windows)
+    found = [*sin[1, 0, :64].double().asin().tolist(), hp.attn_scale * factor.item()]  # position 1
     assert found == pytest.approx([*frequencies, *[0.0] * 32, scale], rel=2e-6)
-    if step in YARN:
-        assert [found[i] for i in (0, 1, 8, 16, 31, 64)] == pytest.approx(YARN[step], rel=5e-6)
+    if (stage := exact.stage(ROW[name], step)) in YARN:
+        assert [found[i] for i in (0, 1, 8, 16, 31, 64)] == pytest.approx(YARN[stage], rel=5e-6)
 
 
 @pytest.mark.parametrize("steps", [46, 100, 190, 920, 1840, 3000])
-def test_a_run_of_another_length_has_shares_of_it(steps):
-    hp = replace(B, num_iterations=steps)
-    rest = steps - round(steps * 40 / 1840)
+@pytest.mark.parametrize("name", ["B", "C", "D"])
+def test_a_run_of_another_length_has_shares_of_it(name, steps):
+    hp = replace(FULL[name], num_iterations=steps)
+    rest = steps - round(steps * 40 / FULL[name].num_iterations)
     *moments, last = [moment(step, hp) for step in range(steps + 1)]
     counts = [sum(now.window == window for now in moments) for window in (384, 896, 1408, 1664)]
     assert sum(counts) == steps and counts[3] == steps - rest
@@ -270,7 +414,8 @@ def test_a_run_of_another_length_has_shares_of_it(steps):
     assert (last.window, last.short // 128) == (2560, 6)
     lengths = [sum(now.seq_len == 16384 * k for now in moments) for k in (1, 2, 3)]
     assert lengths == [*counts[:2], counts[2] + counts[3]]
-    assert [now.lr for now in moments[rest:]] == pytest.approx([0.1] * counts[3])
+    floor = float(ROW[name].floor)
+    assert [now.lr for now in moments[rest:]] == pytest.approx([floor] * counts[3])
     tied = [now.tied for now in moments].index(False)
     assert tied % 2 == 0 and 0 < tied - rest * 2 / 3 < 3
 
@@ -328,8 +473,9 @@ def test_row_a_leaves_a_shard_by_where_the_next_document_begins(skipped, write_s
     assert len(list(batches)) == len(exact.batches_a(shard, 4, 1)) == 1
 
 
-# Lengths and caps by step: as in row B, and any.
+# Lengths and caps by step: as in row B, as in row D where its cap changes, and any.
 SIZES = [([16] * 30 + [32] * 30 + [48] * 32, [24] * 92)]
+SIZES += [([16] * 30 + [32] * 30, [14] * 30 + [32] * 30)]
 SIZES += [([16, 48, 32, 1, 64] * 12, [7, 7, 100, 30, 5, 24] * 10)]
 
 
