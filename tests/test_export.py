@@ -91,6 +91,41 @@ def test_what_the_modelling_file_does_not_know_is_refused_by_name(trained):
         export.check_known(hp, saved)
 
 
+REFUSED = {
+    "2025-08-23_SparseAttnGate": "attention_gate",
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": "backout smear value_gate window_rule yarn",
+    "2026-01-19_BigramHashEmbedding": "backout bigram_rows paired smear yarn",
+    "2026-01-26-UntieValueEmbeddings": "backout bigram_rows paired smear yarn",
+    "2026-03-06_SimplifyHC": "bigram_rows paired source sublayer_lambdas yarn",
+}
+# Each alone: settings over those of 2025-01-26, and what is named.
+ALONE = [({"bigram_rows": 300}, "bigram_rows"), ({"layers": "long,short+in0"}, "source")]
+ALONE += [({"layers": "long+pair,short", "paired_heads": True}, "paired")]
+ALONE += [({"sublayer_lambdas": True, "x0_apart": True}, "sublayer_lambdas")]
+ALONE += [({"x0_apart": True}, r"blocks\.0\.x0_lambda, blocks\.1\.x0_lambda")]
+
+
+@pytest.mark.parametrize("record", REFUSED)
+def test_records_after_2025_01_are_refused_with_the_names_of_settings(record):
+    with pytest.raises(train_gpt.UserError, match="does not know ") as refusal:
+        export.check_known(RECORDS[record], {"model": {}})
+    names = str(refusal.value).split("does not know ")[1].split(":")[0].split(", ")
+    assert set(REFUSED[record].split()) <= set(names), names
+
+
+@pytest.mark.parametrize(("settings", "name"), ALONE)
+def test_each_new_setting_alone_is_refused(settings, name):
+    """And words for paired heads that are not paired are not."""
+    sizes = {"model_dim": 32, "num_heads": 2, "head_dim": 16, "num_layers": 2, "vocab_size": 64}
+    hp = replace(RECORDS["2025-01-26_BatchSize"], **sizes, **settings)
+    train_gpt.check(hp)
+    saved = {"model": train_gpt.GPT(hp).state_dict()}
+    with pytest.raises(train_gpt.UserError, match=f"does not know {name}:"):
+        export.check_known(hp, saved)
+    if hp.paired_heads:
+        export.check_known(replace(hp, paired_heads=False), saved)
+
+
 def test_a_full_disk_ends_with_one_line_and_leaves_nothing(trained, tmp_path, capsys):
     """A limit on the size of files stands for it: the weights do not fit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,13 +1,28 @@
 """The chunked head and loss against one unchunked float64 expression; gradients summed in place."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from train_gpt import GPT, HEAD_STEPS, CastedLinear, HeadLoss, lookup, loss_chunk_len, relu2_mlp
+from train_gpt import (
+    GPT,
+    HEAD_STEPS,
+    CastedLinear,
+    HeadLoss,
+    Optimizers,
+    ValueEmbeds,
+    cautious_adam_,
+    gradient_buffer,
+    lookup,
+    loss_chunk_len,
+    moment,
+    relu2_mlp,
+)
 
 WIDTH, VOCAB = 48, 1000
 
@@ -140,30 +155,35 @@ def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pa
 
 
 class NewShapes(TorchDispatchMode):
-    """The shapes of all tensors with storage of their own that operations make."""
+    """The shapes of all tensors with storage of their own that operations make, and the operations'
+    names."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {t.untyped_storage().data_ptr() for t in given}
         result = function(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (tuple, list)) else [result]:
+        self.names.append(function.overloadpacket.__name__)
+        for t in tree_leaves(result):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
                 self.shapes.append(tuple(t.shape))
         return result
 
     def __init__(self):
         super().__init__()
-        self.shapes = []
+        self.shapes, self.names = [], []
 
 
 def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence(tiny):
     """Not even for a moment: watched at the dispatcher, from the second micro-batch on."""
-    hp = replace(tiny, vocab_size=640)
+    hp = replace(tiny, vocab_size=640, bigram_rows=777)
     model, tokens = GPT(hp), torch.randint(0, 640, (385,))
     inputs, targets = tokens[:-1].int(), tokens[1:]
     model(inputs, targets, 256).backward()  # makes the buffers, once
     with NewShapes() as watch:
         model(inputs, targets, 256).backward()
-    tables = {(640, hp.model_dim), (640, hp.num_heads * hp.head_dim)}
+    assert len(model.value_embeds["embed"]) == 3  # in memory they are one table
+    tables = {(rows, hp.model_dim) for rows in (640, 777)}
+    tables |= {(rows, hp.num_heads * hp.head_dim) for rows in (640, 3 * 640)}
     assert not tables & set(watch.shapes)
     logits = [shape for shape in watch.shapes if shape[-1:] == (640,)]
     assert logits and max(shape[0] for shape in logits) == loss_chunk_len(torch.device("cpu")) < 384
@@ -172,6 +192,27 @@ def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence
     with NewShapes() as watch:  # what the watch would have seen
         plain(inputs).sum().backward()
     assert (640, hp.model_dim) in watch.shapes
+
+
+@pytest.mark.parametrize("rule", ["torch", "cautious"])
+def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, tiny):
+    """On one rank. The cautious rule itself, which makes some until it is compiled, is left out;
+    its tables are bfloat16 here, as on a GPU."""
+    hp = replace(tiny, vocab_size=640, bigram_rows=777, batch_seqs=1, adam_rule=rule)
+    model, tokens = GPT(hp), torch.randint(0, 640, (129,))
+    if rule == "cautious":
+        for table in (model.embed, model.value_embeds, model.bigram_embed):
+            table.bfloat16()
+        model.compile_ = lambda step: (lambda *_: None) if step is cautious_adam_ else step
+    optimizers = Optimizers(model, hp)
+    for step in range(3):
+        model(tokens[:-1].int(), tokens[1:], 128).backward()
+        with NewShapes() as watch:
+            optimizers.step(moment(step, hp))
+        made = Counter(shape for shape in watch.shapes if shape[:1] >= (640,))
+        moments = {(640, 32): 5 * 2, (777, 32): 2}  # embedding, head, three of values; bigrams
+        assert made == (moments if step == 0 else {}), step
+        assert not gradient_buffer(model.bigram_embed.weight).any()
 
 
 def test_lookup_sums_gradients_of_equal_tokens_in_place():
@@ -194,3 +235,82 @@ def test_bfloat16_table_sums_its_gradient_in_float32():
     (rows.float() / 1024).sum().backward()
     assert table.weight.grad32.dtype == torch.float32
     torch.testing.assert_close(table.weight.grad32[1], torch.full((8,), 1000 / 1024))
+
+
+@pytest.fixture
+def tables() -> ValueEmbeds:
+    """Three, of 20 rows."""
+    found = ValueEmbeds({name: torch.nn.Embedding(20, 6) for name in "013"})
+    found.join()
+    return found
+
+
+def test_value_tables_are_read_at_once_and_have_the_gradients_of_separate_ones(tables):
+    """One lookup and one sum, of however many. The third table's rows are not used once."""
+    tokens = torch.randint(0, 9, (50,), dtype=torch.int32)
+    plain = {
+        name: torch.nn.Embedding.from_pretrained(table.weight.detach().double(), freeze=False)
+        for name, table in tables.items()
+    }
+    for used in ("013", "01"):
+        weights = {name: torch.randn(50, 6) for name in used}
+        with NewShapes() as watch:
+            found = tables(tokens)
+            sum((found[name] * w).sum() for name, w in weights.items()).backward()
+        names = Counter(watch.names)
+        assert names["embedding"] == names["index_add_"] == 1, names
+        expected = {name: table(tokens) for name, table in plain.items()}
+        sum((expected[name] * w).sum() for name, w in weights.items()).backward()
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name].double(), rows) for name, rows in expected.items())
+    for name, table in plain.items():
+        torch.testing.assert_close(
+            tables[name].weight.grad.double(), table.weight.grad, rtol=1e-5, atol=1e-5
+        )
+
+
+def in_one_place(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Whether the parts lie one behind the other, and are the whole."""
+    places = [whole.data_ptr() + i * whole.nbytes // len(parts) for i in range(len(parts))]
+    return [part.data_ptr() for part in parts] == places and torch.equal(whole, torch.cat(parts))
+
+
+def test_value_tables_stay_joined_whatever_becomes_of_them(tables):
+    """In another dtype, with other weights, changed one by one: a lookup sees it."""
+    tokens, others = torch.arange(20), {key: torch.rand(20, 6) for key in tables.state_dict()}
+    parts = [table.weight for table in tables.values()]
+    changes = {
+        "dtype": lambda: torch.nn.ModuleDict({"embed": tables}).bfloat16(),  # as a part of a model
+        "weights": lambda: tables.load_state_dict(others),
+        "back": tables.float,
+        "device": lambda: tables.to("cpu"),
+        "one": lambda: parts[1].data.fill_(7.0),
+        "copied": lambda: parts[2].data.copy_(torch.rand(20, 6)),
+    }
+    for name, change in changes.items():
+        change()
+        assert tables.weight.dtype == (
+            torch.bfloat16 if name in ("dtype", "weights") else torch.float32
+        )
+        assert in_one_place(tables.weight, [part.detach() for part in parts]), name
+        rows = tables(tokens)
+        assert all(torch.equal(rows[key], table.weight) for key, table in tables.items()), name
+    assert torch.equal(parts[0].detach(), others["0.weight"].bfloat16().float())
+
+
+@pytest.mark.parametrize("asked", ["a part", "the whole", "neither"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_value_tables_are_parts_of_one_in_float32(dtype, asked, tables):
+    tables.to(dtype)
+    parts = [table.weight for table in tables.values()]
+    if asked != "neither":
+        gradient_buffer(parts[1] if asked == "a part" else tables.weight)
+    tokens = torch.tensor([3, 3, 5], dtype=torch.int32)
+    sum((k + 1) * rows.float().sum() for k, rows in enumerate(tables(tokens).values())).backward()
+    buffers = [gradient_buffer(part) for part in parts]
+    assert in_one_place(gradient_buffer(tables.weight), buffers)
+    name = "grad" if dtype == torch.float32 else "grad32"
+    for k, (part, buffer) in enumerate(zip(parts, buffers, strict=True), 1):
+        expected = torch.zeros(20, 6)
+        expected[3], expected[5] = 2 * k, k
+        assert buffer is getattr(part, name) and torch.equal(buffer, expected)

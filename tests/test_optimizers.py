@@ -91,13 +91,16 @@ def expected_group(name: str, p: torch.Tensor, record: str = "") -> str:
     """As the records say it: Adam for the head, the embeddings and the scalars, else Muon; in 2026
     Adam for gates, too, and groups of their own for what is new."""
     if "2026" in record:
-        for text in ("x0", "smear_gate", "skip_gates", "gate"):
+        own = "x0", "smear_gate", "skip_gates", "gate"
+        if "03-06" in record:
+            own += "bigram_lambda", "residual_lambda", "post_lambda"
+        for text in own:
             if text in name:
                 return "gates" if text == "gate" else text.split("_")[0]
     if name == "lm_head.weight":
         return "head"
     if "embed" in name:
-        return "values" if "value" in name else "embed"
+        return "values" if "value" in name or "bigram" in name else "embed"
     return "scalar" if p.ndim < 2 else "muon"
 
 
@@ -417,3 +420,38 @@ def test_two_ranks_train_a_tied_embedding_as_one_does(tied, batch, on_ranks):
     for name, weight in alone.items():
         assert torch.equal(found[name], other[name])
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [300, 301])
+def test_two_ranks_share_a_table_of_bigrams(rows, tiny, batch, on_ranks):
+    """Each has half of its rows and of their moments, one of them a row of zeros if there is an odd
+    number; the losses are those of one rank."""
+    more = {"adam_rule": "cautious", "adam_every": 2, "adam_eps": 1e-3, "batch_seqs": 2}
+    hp = replace(tiny, bigram_rows=rows, **more)
+
+    def work(rank, world_size):
+        model = GPT(hp)
+        model.load_state_dict(initial)
+        optimizers, part = Optimizers(model, hp, rank, world_size), slice(rank, None, world_size)
+        losses = [
+            train_gpt.train_step(model, optimizers, *(t[part] for t in batch), step)[0].item()
+            for step in range(6)
+        ]
+        table = model.bigram_embed.weight
+        (bucket,) = (b for b in optimizers.order if any(p is table for p in b.params))
+        assert len(bucket.params) == 1
+        return losses, dict(model.named_parameters()), bucket
+
+    initial = GPT(hp).state_dict()
+    (expected, weights, whole), ranks = work(0, 1), on_ranks(2, partial(work, world_size=2))
+    losses = [sum(both) for both in zip(*(losses for losses, *_ in ranks), strict=True)]
+    assert losses == pytest.approx(expected, abs=2e-5) and expected[5] < expected[0]
+    for name, weight in weights.items():
+        assert torch.equal(ranks[0][1][name], ranks[1][1][name])
+        torch.testing.assert_close(ranks[0][1][name], weight, rtol=0, atol=1e-5)
+    assert whole.state["exp_avg"].any() and weights["bigram_embed.weight"].any()
+    for key in ("exp_avg", "exp_avg_sq"):
+        shares = [bucket.state[key] for *_, bucket in ranks]
+        assert [share.shape for share in shares] == [(-(-rows // 2), 32)] * 2
+        torch.testing.assert_close(torch.cat(shares)[:rows], whole.state[key], rtol=1e-3, atol=1e-6)
+        assert not torch.cat(shares)[rows:].any()
