@@ -957,11 +957,12 @@ class CausalSelfAttention(nn.Module):
         if self.mixes_first:
             first = self.lambdas[-1]
             v = (1 - first) * v + first * (v if table is None else table)
+        elif scales:
+            v = v if table is None else v + table
         else:
-            kept, added = (1.0, 1.0) if scales else self.lambdas
-            v = kept * v if table is None else kept * v + added * table
-        if self.paired:  # the first half of the heads at a token's first position, then the others;
-            # even heads turn by its first position, odd heads by its second
+            v = self.lambdas[0] * v
+            v = v if table is None else v + self.lambdas[1] * table
+        if self.paired:  # half of the heads at each position; even heads turn by the first one
             pairs, turn = self.heads[0] // 2, torch.arange(self.heads[0], device=x.device) % 2
             q, k, v = (t.reshape(1, -1, pairs, t.size(3)) for t in (q, k, v))
             cos, sin = (t[:, turn].view(-1, pairs, t.size(2)) for t in (cos, sin))
@@ -1052,14 +1053,14 @@ class Block(nn.Module):
     ):
         """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
         of zeros where nothing uses it. skip is (weight, output). Attention reads `source`, an
-        earlier output, or else x."""
+        earlier output after its norm, or else x."""
         v, shares = None, (None, None) if self.post_lambda is None else self.post_lambda
         if skip is not None:
             x = x + skip[0] * skip[1]
         if self.lambdas is not None:
             x = self.mixed(self.lambdas[0] * x, x0, bigram)
         if self.attn is not None:
-            read = recomputed(norm, x if source is None else source, self.eps)
+            read = recomputed(norm, x, self.eps) if source is None else source
             out, v = self.attn(read, value, rotary, mask, attend, shares[0])
             x = self.kept(x, 0) + out
             if self.lambdas is None:
@@ -1405,15 +1406,14 @@ class GPT(nn.Module):
         Masks come by their names, rotary tables as rotary_of gives them."""
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        values, outputs, weights = dict(more), {}, self.skip_weights.unbind()
+        values, outputs, sources, weights = dict(more), {}, {}, self.skip_weights.unbind()
         bigram = values.pop("bigram")[None] if "bigram" in values else None
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         mixes_first = any(row.values == "first" for row in self.layers)
-        wanted = {row.skip_from for row in self.layers} | {row.source for row in self.layers}
         if bigram is not None and self.hp.sublayer_lambdas:  # then attention reads it, too
             x = x + self.blocks[0].bigram_lambda[0] * bigram
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            skip, source = None, outputs.get(row.source)
+            skip, source = None, sources.get(row.source)
             if row.skip_from is not None:
                 weight = weights[i - first_skip]
                 if self.skip_gates is not None:
@@ -1426,11 +1426,14 @@ class GPT(nn.Module):
             x, v = block(x, x0, *of_row, attend, own_bigram, source)
             if v is not None:
                 values["first"] = v
-            if i in wanted:
+            if any(later.skip_from == i for later in self.layers):
                 outputs[i] = x.view(x.shape)
+            if any(later.source == i for later in self.layers):
+                sources[i] = norm(x, self.hp.norm_eps)
             if row.backout:
-                backout = self.backout_lambda[0] * x
-        return norm(x - backout if self.backout_lambda is not None else x, self.hp.norm_eps)[0]
+                backout = x
+        x = x if self.backout_lambda is None else x - self.backout_lambda[0] * backout
+        return norm(x, self.hp.norm_eps)[0]
 
     def logits(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
         """Of tokens (T,) as in `hidden`, the head's logits (T, padded vocabulary)."""
