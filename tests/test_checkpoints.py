@@ -96,10 +96,15 @@ def test_a_published_checkpoint_loads(flags, tmp_path, capsys, randomize):
 # ---- settings
 
 
-TINY = {"model_dim": 32, "num_heads": 1, "head_dim": 16, "vocab_size": 50304, "seq_len": 128}
+TINY = {"model_dim": 32, "num_heads": 4, "head_dim": 16, "vocab_size": 50304, "seq_len": 128}
 TINY |= {"val_seq_len": 256, "val_tokens": 512, "batch_seqs": 2, "num_iterations": 2, "epochs": 0}
 TINY |= {"layers": LAYERS_2024, "num_layers": 2, "max_document_tokens": 64, "window_min": 256}
 TINY |= {"tied_frac": 0.5}
+WITH = {  # settings that cannot be on alone
+    "paired_heads": "--num_heads 4",
+    "gate_by_values": "--value_gate on",
+    "sublayer_lambdas": "--x0_apart on",
+}
 
 
 def another(name: str, hp: Hyperparameters):
@@ -115,7 +120,7 @@ def another(name: str, hp: Hyperparameters):
         return (rows | {"adam_groups": "scalar+lr=0.02"})[name]
     if isinstance(value, tuple):
         return tuple(x / 2 for x in value)
-    for other in [value / 2 or 0.5] if f.type is float else [value + 1, value * 2, value + 2]:
+    for other in [value / 2 or 0.5] if f.type is float else [value + 1, value * 2 or 2, value + 2]:
         with contextlib.suppress(UserError):
             train_gpt.check(replace(hp, **{name: other}))
             return other
@@ -153,9 +158,10 @@ def test_to_resume_with_any_learning_setting_changed_is_refused_by_name(name, ru
     was = load_checkpoint(path)["hyperparameters"]
     now = another(name, was)
     text = f"{name} {train_gpt.show(getattr(was, name))} -> {train_gpt.show(now)}"
+    words = ["--resume", path, *typed(name, now), *WITH.get(name, "").split()]
     with pytest.raises(UserError, match=re.escape(text)):
-        parse_args(["--resume", path, *typed(name, now)])
-    hp, _ = parse_args(["--resume", path, *typed(name, now), "--resume_force"])
+        parse_args(words)
+    hp, _ = parse_args([*words, "--resume_force"])
     assert getattr(hp, name) == now != getattr(was, name)
 
 
