@@ -35,10 +35,10 @@ class Layer:
 # of embedding tables (v0) and of the first layer (vfirst): arXiv 2410.17897.
 LAYER_WORDS = {"vfirst": ("values", "first"), "backout": ("backout", True)}
 LAYER_WORDS |= {"pair": ("paired", True)}  # 2026-01-07_PairedHeadAttention
-NAMING = {"backout", "source"}  # fields that tie a table to its length
 LAYER_WORDS |= {f"v{i}": ("values", str(i)) for i in range(10)}
 LAYER_WORDS |= {f"x{i}": ("skip_from", i) for i in range(100)}
 LAYER_WORDS |= {f"in{i}": ("source", i) for i in range(100)}
+NAMING = {"backout", "source"}  # fields that tie a table to its length
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,20 @@ def adam_table(hp, known) -> dict[str, dict[str, float]]:
     return table
 
 
+def scheduled_steps(hp) -> int:
+    """Steps but for the extension, which comes after them at the last learning rate."""
+    return hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
+
+
 def check_together(hp) -> None:
     """UserError for settings that no run can have together."""
     every, (a, _, c), stages = hp.adam_every, hp.logit_sigmoid, stage_table(hp.stages)
     caps = any(stage.cap for stage in stages)
     own_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
-    extension = round(hp.num_iterations * hp.extension_frac)
     by_sublayer = hp.sublayer_lambdas
     for name, wrong, rule in (
         ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
-        ("extension_frac", extension >= hp.num_iterations, "leaves no step before the extension"),
+        ("extension_frac", scheduled_steps(hp) < 1, "leaves no step before the extension"),
         ("stages", caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
         ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
         ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
@@ -147,7 +151,11 @@ def check_together(hp) -> None:
         ("gate_by_values", hp.gate_by_values and not hp.value_gate, "wants --value_gate on"),
         ("bigram_rows", hp.bigram_rows == 1, "one row stands for no bigram: 0, or 2 and more"),
         ("sublayer_lambdas", by_sublayer and not hp.x0_apart, "wants --x0_apart on"),
-        ("layers", by_sublayer and hp.layers[:4] == "none", "layer 0 wants attention"),
+        (
+            "layers",
+            by_sublayer and hp.layers[:4] == "none",
+            "--sublayer_lambdas on wants attention",
+        ),
         ("logit_sigmoid", a and not c, "its third number must be above 0"),
     ):
         if wrong:
@@ -186,27 +194,28 @@ LAYERS_UNTIED = (
     "short+v0+pair,short+v1,short+pair,long,short,short+pair,none+x3,"
     "short+backout,short+v2,short+v3+pair,long+v4"
 )
-LAYERS_HC = (  # hyper-connections, made simple
+LAYERS_HC = (  # late attention reads the output of layer 7
     "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
     "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
 
 # Stages, and the groups of parameters that learn by Adam, as program.number_rows reads them.
 LATER_STAGES = (
-    ",length=2+window=896+lr=1.52+targets=1/.5,length=3+window=1408+lr=1.73,"
+    "length=2+window=896+lr=1.52+targets=1/.5,length=3+window=1408+lr=1.73,"
     "length=3+window=1664+lr=1.73"
 )
-STAGES_2026 = "length=1+window=384+lr=1+targets=1/.5/.25" + LATER_STAGES
-STAGES_HC = "length=1+window=384+lr=1+cap=896+targets=1/.5/.25" + LATER_STAGES
-ADAM_TABLES = (
+STAGES_2026 = f"length=1+window=384+lr=1+targets=1/.5/.25,{LATER_STAGES}"
+STAGES_HC = f"length=1+window=384+lr=1+cap=896+targets=1/.5/.25,{LATER_STAGES}"
+ADAM_SHARED = (
     "head+lr=.008+beta1=.5+decay=.75,embed+lr=.008+beta1=.5+decay=.75,"
     "values+lr=.6+beta1=.75+decay=.025,scalar+lr=.04+beta1=.9+beta2=.99,"
     "gates+lr=.008+beta1=.9+beta2=.99+decay=.005,smear+lr=8e-5+beta1=.9+beta2=.99,"
-    "skip+lr=4e-4+beta1=.9+beta2=.99,"
+    "skip+lr=4e-4+beta1=.9+beta2=.99"
 )
-ADAM_2026 = ADAM_TABLES + "x0+lr=.04+beta1=.65"
-ADAM_HC = ADAM_TABLES + (
-    "x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,post+lr=.008+beta1=.9"
+ADAM_2026 = f"{ADAM_SHARED},x0+lr=.04+beta1=.65"
+ADAM_HC = (
+    f"{ADAM_SHARED},x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,"
+    "post+lr=.008+beta1=.9"
 )
 
 WINDOW_WARMUP = dict(
@@ -302,8 +311,8 @@ ROWS = {
         x_s=448 / 768**0.5,
         grad_s=448.0,
     ),
-    # 2026-01-19 without two of its techniques. Its source stores q, k, v and output as one matrix,
-    # which is tall.
+    # 2026-01-19 without two of its techniques. The source of 2026-01-04 stores q, k, v and output
+    # as one tall matrix.
     "2026-01-04_MixedPrecisionInterweavedOptimizer": BIGRAM_HASH
     | dict(
         paired_heads=False,

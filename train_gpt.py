@@ -63,6 +63,7 @@ from records import (
     check_together,
     layer_table,
     padded_vocab,
+    scheduled_steps,
     sigmoid_form,
     softcap_of,
     stage_table,
@@ -94,7 +95,7 @@ class Hyperparameters:
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
     stages: str = setting("", "a row for each stage; empty: one stage")
     extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
-    exact_stages: bool = setting(False, "stages are not rounded, and their learning rates wait")
+    exact_stages: bool = setting(False, "starts of stages are not rounded; learning rates follow")
     last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
     window_rule: str = setting("blocks", "what a window counts", choices=WINDOW_RULES)
     window_min: int = setting(128, "long attention window at step 0, in tokens")
@@ -117,7 +118,7 @@ class Hyperparameters:
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
     init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
     qkv_init: float = setting(1.0, "factor on that for q, k and v", 0)
-    out_init: float = setting(0.0, "and for attention's output projection", 0)
+    out_init: float = setting(0.0, "factor on init_bound for attention's output, 0: zeros", 0)
     value_init: float = setting(1.0, "standard deviation of value embeddings at first", 0)
     head_init: float = setting(0.0, "standard deviation of the head at first", 0)
     tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
@@ -125,18 +126,18 @@ class Hyperparameters:
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
     yarn: bool = setting(False, "fit rotary frequencies and attn_scale to growing windows")
-    key_offset: bool = setting(False, "with long windows, half of a key is the token's before")
+    key_offset: bool = setting(False, "long, unpaired: half of a key is the token's before")
     paired_heads: bool = setting(False, "pair the heads of layers with the word pair")
     attention_gate: bool = setting(False, "gate each head's output")
     value_gate: bool = setting(False, "gate value embeddings for each head")
-    gate_by_values: bool = setting(False, "these gates read the value embedding, too")
+    gate_by_values: bool = setting(False, "unpaired, these gates read the value embedding, too")
     skip_gate: bool = setting(False, "gate skip connections")
     smear: bool = setting(False, "add a share of the token before to each embedding")
-    bigram_rows: int = setting(0, "rows of a table of embeddings of two tokens, 0: none", 0)
-    bigram_lambda: float = setting(0.1, "share of these that each layer adds at first")
+    bigram_rows: int = setting(0, "rows of the table of bigrams' embeddings, 0: no table", 0)
+    bigram_lambda: float = setting(0.1, "factor on a bigram's embedding in each layer at first")
     scaled_projections: bool = setting(False, "attention's lambdas scale what enters and leaves")
-    residual_lambda: float = setting(1.0, "factor on a layer's input at first", 0)
-    sublayer_lambdas: bool = setting(False, "factors on what enters and leaves attention and MLP")
+    residual_lambda: float = setting(1.0, "factor on the residual stream at first", 0)
+    sublayer_lambdas: bool = setting(False, "factors on the stream and the result, by sublayer")
     x0_apart: bool = setting(False, "the factors on x0 are a group of parameters of their own")
     # PyTorch's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
     norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
@@ -588,12 +589,11 @@ class Bucket:
 
     def launch(self) -> None:
         """Begin to sum the gradients over all ranks. They travel in the parameters' dtype."""
-        alone = self.world_size == 1  # then what gradient_buffer holds is not copied
-        grads = [
-            gradient_buffer(p) if alone else gradient_buffer(p).type_as(p) for p in self.params
-        ]
+        grads = [gradient_buffer(p) for p in self.params]  # on one rank, a table's is used as it is
+        if self.world_size > 1:
+            grads = [grad.type_as(p) for grad, p in zip(grads, self.params, strict=True)]
         self.grads = self.sent = self.share(grads, whole=True)
-        if not alone:
+        if self.world_size > 1:
             self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
             self.work = reduce_scatter(self.grads, self.sent, async_op=True)
 
@@ -929,23 +929,24 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = CastedLinear(width, hp.model_dim)
         self.c_proj.weight.data *= hp.init_bound * hp.out_init
         if not hp.out_init:
-            nn.init.zeros_(self.c_proj.weight)  # no negative zeros
-        self.paired, self.key_offset = layer.paired, hp.key_offset and layer.window == "long"
+            nn.init.zeros_(self.c_proj.weight)  # as bits: a product has negative zeros
+        self.paired, self.key_offset = layer.paired, hp.key_offset and layer.mask == "long"
         gates_values = hp.value_gate and layer.values not in (None, "first")
         self.gates_by_values = hp.gate_by_values and not layer.paired
         zeros = partial(torch.zeros, hp.num_heads, GATE_CHANNELS)
         self.gate = nn.Parameter(zeros()) if hp.attention_gate else None
         self.value_gate = nn.Parameter(zeros()) if gates_values else None
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend, share=None):
-        """x (1, T, C), and what is mixed into v, of its size, to the result, or a share () of it,
-        and v as it was. Factors are on weights: their gradients then want no activations."""
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend, post=None):
+        """x (1, T, C), and a value of its size, which is mixed into v, to the result, times post if
+        there is one, and v as it was. Factors on projections multiply weights: then nothing more is
+        kept for their gradients."""
         (cos, sin, factor), scales = rotary, self.scales_projections
         qkv_w, out_w = self.qkv_w, self.c_proj.weight
         if scales:
             qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
-        if share is not None:
-            out_w = share * out_w
+        if post is not None:
+            out_w = post * out_w
         qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
         own, table = v, None if value is None else value.view_as(v)
@@ -955,14 +956,14 @@ class CausalSelfAttention(nn.Module):
                 read = torch.cat([x[..., :half], table.flatten(2)[..., :half]], dim=-1)
             table = 2 * gate_of(read, self.value_gate)[..., None] * table
         if self.mixes_first:
-            first = self.lambdas[-1]
-            v = (1 - first) * v + first * (v if table is None else table)
+            share = self.lambdas[-1]
+            v = (1 - share) * v + share * (v if table is None else table)
         elif scales:
             v = v if table is None else v + table
         else:
             v = self.lambdas[0] * v
             v = v if table is None else v + self.lambdas[1] * table
-        if self.paired:  # half of the heads at each position; even heads turn by the first one
+        if self.paired:  # half of the heads at either position; even heads turn by the first
             pairs, turn = self.heads[0] // 2, torch.arange(self.heads[0], device=x.device) % 2
             q, k, v = (t.reshape(1, -1, pairs, t.size(3)) for t in (q, k, v))
             cos, sin = (t[:, turn].view(-1, pairs, t.size(2)) for t in (cos, sin))
@@ -1011,14 +1012,15 @@ class MLP(nn.Module):
         self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, share: Tensor | None = None) -> Tensor:
-        w_out = self.c_proj.weight if share is None else share * self.c_proj.weight
+    def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
+        """x (..., C) to (..., C), times post if there is one."""
+        w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
         weights = self.c_fc.weight.type_as(x), w_out.type_as(x)
         return relu2_mlp(x, *weights, shared_memory_is_small(x.device))
 
 
 class Block(nn.Module):
-    """One layer: an earlier output, a learned mix with what every layer gets, attention, the MLP.
+    """One layer: attention, then the MLP. Before, an earlier output, x0 and bigrams may be added.
 
     All that differs from layer to layer comes as an argument, so equal ones are compiled once.
     """
@@ -1027,8 +1029,8 @@ class Block(nn.Module):
         super().__init__()
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
         self.mlp, self.eps = MLP(hp), hp.norm_eps
-        # Factors on the layer's input and x0; or on what attention and the MLP get and give: then a
-        # layer without attention has one of each, and mixes in neither x0 nor bigrams.
+        # Factors on the layer's input and on x0. Or, by sublayer, on the stream beside attention
+        # and MLP, and on their results: a layer without attention then adds no x0 and no bigrams.
         first, each = hp.residual_lambda, hp.sublayer_lambdas
         mixes, sublayers = self.attn is not None or not each, 1 if self.attn is None else 2
         of_input = torch.tensor([first] if hp.x0_apart else [first, 0.0])
@@ -1036,8 +1038,8 @@ class Block(nn.Module):
         self.residual_lambda = nn.Parameter(torch.full((sublayers,), first)) if each else None
         self.post_lambda = nn.Parameter(torch.ones(sublayers)) if each else None
         self.x0_lambda = nn.Parameter(torch.zeros(1)) if mixes and hp.x0_apart else None
-        of_bigram = nn.Parameter(torch.tensor([hp.bigram_lambda]))
-        self.bigram_lambda = of_bigram if mixes and hp.bigram_rows else None
+        of_bigram = torch.tensor([hp.bigram_lambda])
+        self.bigram_lambda = nn.Parameter(of_bigram) if mixes and hp.bigram_rows else None
 
     def kept(self, x: Tensor, sublayer: int) -> Tensor:
         """What goes on beside attention (0) or the MLP (-1)."""
@@ -1054,18 +1056,18 @@ class Block(nn.Module):
         """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
         of zeros where nothing uses it. skip is (weight, output). Attention reads `source`, an
         earlier output after its norm, or else x."""
-        v, shares = None, (None, None) if self.post_lambda is None else self.post_lambda
+        v, post = None, (None, None) if self.post_lambda is None else self.post_lambda
         if skip is not None:
             x = x + skip[0] * skip[1]
         if self.lambdas is not None:
             x = self.mixed(self.lambdas[0] * x, x0, bigram)
         if self.attn is not None:
             read = recomputed(norm, x, self.eps) if source is None else source
-            out, v = self.attn(read, value, rotary, mask, attend, shares[0])
+            out, v = self.attn(read, value, rotary, mask, attend, post[0])
             x = self.kept(x, 0) + out
             if self.lambdas is None:
                 x = self.mixed(x, x0, bigram)
-        out = self.mlp(recomputed(norm, x, self.eps), shares[-1])
+        out = self.mlp(recomputed(norm, x, self.eps), post[-1])
         return self.kept(x, -1) + out, v if give_v else None
 
 
@@ -1091,6 +1093,7 @@ class ValueEmbeds(nn.ModuleDict):
         return self
 
     def join(self) -> None:
+        """Make one tensor of all weights, of which each is a part from now on."""
         parts = [table.weight for table in self.values()]
         if parts:
             self.weight = torch.cat([part.detach() for part in parts])
@@ -1106,9 +1109,9 @@ class ValueEmbeds(nn.ModuleDict):
 
 
 def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
-    """Of each token (T,) and the one before a row of a table, (T,) int32. The last row is that of
-    the first token, and stands for this token in the row of the second one. Products of int32 wrap
-    (2026-01-19_BigramHashEmbedding)."""
+    """The row (T,), int32, of a table that each token (T,) and the one before it select. The first
+    token selects the last row, and the second one reads that row's number in place of the first
+    token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
     first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
     tokens = torch.cat([first, tokens[1:].int()])
     return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
@@ -1297,13 +1300,12 @@ class GPT(nn.Module):
         for table in value_embeds.values():
             table.weight.data *= hp.value_init
         value_embeds.join()
-        zeros, new_table = torch.zeros, partial(nn.Embedding.from_pretrained, freeze=False)
-        bigrams = new_table(zeros(hp.bigram_rows, hp.model_dim))
+        zeros, backs_out = torch.zeros, any(row.backout for row in self.layers)
+        bigrams = nn.Embedding.from_pretrained(zeros(hp.bigram_rows, hp.model_dim), freeze=False)
         self.bigram_embed = bigrams if hp.bigram_rows else None
         self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
         skips = hp.num_layers // 2  # the upper layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
-        backs_out = any(row.backout for row in self.layers)
         self.skip_gates = nn.Parameter(zeros(skips, GATE_CHANNELS)) if hp.skip_gate else None
         self.smear_gate = nn.Parameter(zeros(1, GATE_CHANNELS)) if hp.smear else None
         self.smear_lambda = nn.Parameter(zeros(1)) if hp.smear else None
@@ -1407,10 +1409,10 @@ class GPT(nn.Module):
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
         values, outputs, sources, weights = dict(more), {}, {}, self.skip_weights.unbind()
-        bigram = values.pop("bigram")[None] if "bigram" in values else None
+        bigram = more.get("bigram")
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         mixes_first = any(row.values == "first" for row in self.layers)
-        if bigram is not None and self.hp.sublayer_lambdas:  # then attention reads it, too
+        if bigram is not None and self.hp.sublayer_lambdas:  # here, as layer 0's attention reads it
             x = x + self.blocks[0].bigram_lambda[0] * bigram
         for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip, source = None, sources.get(row.source)
@@ -1423,7 +1425,7 @@ class GPT(nn.Module):
             give_v = mixes_first and "first" not in values
             of_row = values.get(row.values), skip, rotary[row.paired], masks.get(row.mask), give_v
             own_bigram = None if i == 0 and self.hp.sublayer_lambdas else bigram
-            x, v = block(x, x0, *of_row, attend, own_bigram, source)
+            x, v = block(x, x0, *of_row, attend, bigram=own_bigram, source=source)
             if v is not None:
                 values["first"] = v
             if any(later.skip_from == i for later in self.layers):
@@ -1450,11 +1452,6 @@ class GPT(nn.Module):
 # Schedules: functions of the step alone, whatever machine it runs on
 
 
-def scheduled_steps(hp: Hyperparameters) -> int:
-    """Steps but for the extension, which comes after them at the last learning rate."""
-    return hp.num_iterations - round(hp.num_iterations * hp.extension_frac)
-
-
 def stage_starts(hp: Hyperparameters) -> list[float]:
     """Where each row of the stage table begins. Stages are equal shares of the scheduled steps, in
     whole steps unless hp.exact_stages; if there is an extension, the last row is its own."""
@@ -1471,7 +1468,7 @@ def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
     """Multiplier on every learning rate: a linear rise, that of the stage, a linear fall to
-    lr_final. Of exact stages, that of a stage begins after the step at its start."""
+    lr_final. An exact stage's holds from the first step after its start."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = max(1 - step / scheduled_steps(hp), 0.0)
     w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
@@ -1551,7 +1548,8 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
 # -----------------------------------------------------------------------------
 # Run: checkpoints, the timed loop, main()
 
-# Of older checkpoints: what was so before it was a setting, and settings that are ignored.
+# Of older checkpoints: what was so before it was a setting, and settings that are ignored (lr_lag:
+# the record's exact_stages has its place).
 BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
 FORMER_SETTINGS = {"comm_dtype", "verify_data", "lr_lag"}
 

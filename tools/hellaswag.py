@@ -101,9 +101,9 @@ def log_likelihoods(
     It is that at a moment, or with a long window. All ranks work, and all know all of them then.
     """
     device, hp = model.skip_weights.device, model.hp
-    # Where a token takes something from the one before, whatever its document is, ends of text come
-    # before each document, of which the last is the same after any neighbour: two, or three where
-    # a bigram is something else at a sequence's second place.
+    # Smear, offset keys and bigrams reach back across the start of a document. So ends of text come
+    # before each one, and the last of them must be the same after any neighbour. Two are enough;
+    # with bigrams three, because a sequence's second token has a bigram of its own.
     gap = 3 if hp.bigram_rows else 2 * (hp.smear or hp.key_offset)
     lengths = [gap + len(document) - 1 for document in documents]  # nothing follows the last token
     longest = -(-max(lengths) // BLOCK) * BLOCK

@@ -115,7 +115,7 @@ def read_log(path: Path, whole: bool = True) -> Run:
         raise ValueError(f"{what}: it ends at step {step} of {steps}")
 
     run = Run(path, source, steps, curve, step_ms, skips_ten, record=None)
-    for folder in path.resolve().parts:  # a record's may hold runs of the one before, too
+    for folder in path.resolve().parts:  # a record's may also hold runs of the record before it
         if str(steps) in program.published().get(folder, {"losses": {}})["losses"]:
             run.record = folder
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):

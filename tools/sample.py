@@ -89,7 +89,7 @@ class Decoder:
         return next(self.memories)(*arguments)
 
     def mask(self, first: Tensor, new: int) -> Tensor:
-        """The last rows of a mask: those of so many new tokens, of one or two positions each."""
+        """A mask's last rows: those of the new tokens. Paired heads have two rows a token."""
         return train_gpt.dense_mask(first, rows=new * len(first) // len(self.recent))
 
     def __call__(self, tokens: list[int]) -> Tensor:
@@ -102,7 +102,7 @@ class Decoder:
             self.recent = torch.cat([before, new])
             masks = model.masks(self.recent, now, partial(self.mask, new=len(new)))
             rotary = model.rotary_of(len(new), now, device, self.position)
-            # Embeddings contain something of the token before, whose own place may be the first.
+            # An embedding reads one token back, and a sequence's first two bigrams are special.
             x, more = model.embedded(torch.cat([before[-2:], new]))
             more = {name: rows[-len(new) :] for name, rows in more.items()}
             x = model.trunk(x[-len(new) :], more, rotary, masks, attend=self.attend)
