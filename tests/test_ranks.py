@@ -160,13 +160,19 @@ def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compil
     assert optimizers.missing  # tables and scalars wait for the end
 
 
-def test_wire_carries_bfloat16_only_where_the_published_records_did(tiny):
-    """That is the embeddings, which are bfloat16 on CUDA; their sums are kept in float32."""
+def test_wire_carries_bfloat16_only_where_the_published_records_did(tiny, monkeypatch):
+    """That is the embeddings, which are bfloat16 on CUDA; their sums are kept in float32. One rank
+    sends nothing, and does not copy them."""
+    monkeypatch.setattr(train_gpt, "reduce_scatter", lambda *arguments, **options: None)
     model = train_gpt.GPT(tiny)
     model.embed.bfloat16()
-    optimizers = train_gpt.Optimizers(model, tiny)
-    for bucket in optimizers.order:
-        bucket.launch()
-        half = bucket.params[0] is model.embed.weight
-        assert bucket.sent.dtype == (torch.bfloat16 if half else torch.float32)
+    for size in (1, 2):
+        optimizers = train_gpt.Optimizers(model, tiny, rank=0, world_size=size)
+        for bucket in optimizers.order:
+            bucket.launch()
+            half = bucket.params[0] is model.embed.weight
+            sent = torch.bfloat16 if half and size > 1 else torch.float32
+            assert bucket.sent.dtype == sent
+            if half and size == 1:
+                assert bucket.sent is train_gpt.gradient_buffer(model.embed.weight)
     assert train_gpt.gradient_buffer(model.embed.weight).dtype == torch.float32
