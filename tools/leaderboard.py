@@ -3,10 +3,12 @@
     ./run.sh tools/leaderboard.py logs/*.txt                    a row a run, a row a group of equals
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
     ./run.sh tools/leaderboard.py --diff logs/A.txt logs/B.txt  settings and source that differ
+    ./run.sh tools/leaderboard.py --submit DIR logs/*.txt       folder of a public pull request
 
 Runs of equal source, flags (but for the seed and other names of one run), kernels, torch and GPUs
 are a group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at
 most the target. Each later group is compared with the first one; intervals are Welch's, of 95 %.
+--submit takes the first group as the baseline and the second one as the submission: submission.py.
 """
 
 import argparse
@@ -137,14 +139,18 @@ def read_log(path: Path, whole: bool = True) -> Run:
     return run
 
 
-def print_table(rows: list[list[str]]) -> None:
-    """Columns as wide as they need be: the first and the last to the left, numbers to the right."""
+def aligned(rows: list[list[str]]) -> list[str]:
+    """A line a row, columns as wide as they need be: words to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    number = re.compile(r"-?[\d.]+(e[-+]\d+)?(/\d+)?|-")
+    number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
     right = [all(number.fullmatch(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = zip(row, widths, right, strict=True)
-        print("  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in cells).rstrip())
+    table = [zip(row, widths, right, strict=True) for row in rows]
+    lines = ["  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in row) for row in table]
+    return [line.rstrip() for line in lines]
+
+
+def print_table(rows: list[list[str]]) -> None:
+    print("\n".join(aligned(rows)))
 
 
 def show(value: float | None, form: str) -> str:
@@ -194,17 +200,19 @@ def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
     return [r.seconds for r in runs], [r.loss for r in runs]
 
 
+def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str = "") -> str:
+    """A difference in words: its size, half its interval, and the word for below or above 0."""
+    interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
+    word = words[int(value > 0)] if float(f"{value:{form}}") else "different"
+    return f"{abs(value):{form}}{unit}{interval} {word}"
+
+
 def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
     """In plain words: how b compares with a, how sure that is, and what would settle it."""
     (a_times, a_losses), (b_times, b_losses) = columns(a), columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
     slower, slower_by, _ = (percent * x for x in welch(a_times, b_times))
     higher, higher_by, p = welch(a_losses, b_losses)
-
-    def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str = "") -> str:
-        interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
-        word = words[int(value > 0)] if float(f"{value:{form}}") else "different"
-        return f"{abs(value):{form}}{unit}{interval} {word}"
 
     time = amount(slower, slower_by, ".1f", ("faster", "slower"), " %")
     if a[0].skips_ten != b[0].skips_ten:
@@ -224,6 +232,13 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
 
 def letters_of(groups: list[list[Run]]) -> list[str]:
     return [chr(ord("A") + i) if i < 26 else f"G{i}" for i in range(len(groups))]
+
+
+def seed_twice(name: str, runs: list[Run]) -> str:
+    """A note, if there is a seed with several runs."""
+    seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
+    note = f"{name} has a seed twice: those runs are one sample, not two, on a CPU"
+    return note if len(set(seeds)) < len(seeds) else ""
 
 
 def print_leaderboard(groups: list[list[Run]], target: float) -> None:
@@ -246,9 +261,8 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
         rows[-1].append(runs[0].name)
     print_table(rows)
     for letter, runs in zip(letters, groups, strict=True):
-        seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
-        if len(set(seeds)) < len(seeds):
-            print(f"\n{letter} has a seed twice: those runs are one sample, not two, on a CPU")
+        if note := seed_twice(letter, runs):
+            print(f"\n{note}")
     for letter, runs in zip(letters[1:], groups[1:], strict=True):
         print(f"\n{sentence(groups[0], runs, (letters[0], letter))}")
 
@@ -291,17 +305,26 @@ def plot(groups: list[list[Run]], path: Path) -> None:
     print(f"\nwrote {path}")
 
 
+def differing_settings(a: Run, b: Run) -> list[list[str]]:
+    """Name, a's value and b's value of each setting in which two runs differ."""
+    names = dict.fromkeys([*a.settings, *b.settings])
+    rows = [[name, a.settings.get(name, "-"), b.settings.get(name, "-")] for name in names]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def source_diff(a: Run, b: Run, names: tuple[str, str]) -> list[str]:
+    """Lines of a unified diff from a's source to b's; none if they are equal."""
+    sources = a.source.splitlines(), b.source.splitlines()
+    return list(difflib.unified_diff(*sources, *names, lineterm="", n=2))
+
+
 def print_diff(a: Run, b: Run) -> None:
     """Print the settings and the lines of source in which two runs differ."""
-    names = dict.fromkeys([*a.settings, *b.settings])
-    both = [(name, a.settings.get(name, "-"), b.settings.get(name, "-")) for name in names]
-    rows = [["setting", a.path.name, b.path.name], *([*row] for row in both if row[1] != row[2])]
-    if len(rows) > 1:
-        print_table(rows)
+    if rows := differing_settings(a, b):
+        print_table([["setting", a.path.name, b.path.name], *rows])
     else:
-        print("the settings are equal" if names else "these logs hold no settings")
-    sources = a.source.splitlines(), b.source.splitlines()
-    lines = list(difflib.unified_diff(*sources, str(a.path), str(b.path), lineterm="", n=2))
+        print("the settings are equal" if a.settings else "these logs hold no settings")
+    lines = source_diff(a, b, (str(a.path), str(b.path)))
     print("\n".join(["", *(lines or ["the sources are equal"])]))
 
 
@@ -313,9 +336,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
     parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
+    parser.add_argument("--submit", type=Path, metavar="DIR", help="make a submission's folder")
     args = parser.parse_intermixed_args(argv)
-    if not args.logs and (args.plot or not args.diff):
+    if not args.logs and (args.plot or args.submit or not args.diff):
         parser.error("name at least one log")
+    if args.submit and args.target != 3.28:
+        parser.error("--submit: the public rules want a loss of 3.28, leave out --target")
 
     skipped = 0
 
@@ -346,6 +372,15 @@ def main(argv: list[str] | None = None) -> None:
                 plot(groups, args.plot)
             except (ValueError, OSError) as error:  # an unknown suffix, no such folder
                 sys.exit(f"leaderboard.py: could not draw {args.plot}: {error}")
+    if args.submit:
+        import submission  # which imports this file
+
+        try:
+            if skipped:
+                program.fail("make the runs named above again, or leave out their logs")
+            submission.submit(args.submit, groups)
+        except (ValueError, OSError) as error:
+            sys.exit(f"leaderboard.py: {args.submit} was not made: {error}")
     sys.exit(1 if skipped else 0)
 
 

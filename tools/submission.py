@@ -1,0 +1,296 @@
+"""The folder of a pull request to the public project, github.com/KellerJordan/modded-nanogpt.
+
+    ./run.sh tools/leaderboard.py --submit DIR BASELINE_LOGS... LOGS...
+
+DIR gets, for runs of a baseline and of a submission:
+
+    README.md            figures, what differs, all runs, how to repeat them
+    changes.diff         settings and source of the submission against those of the baseline
+    baseline/RUN.txt     logs of the baseline
+    this_pr/RUN.txt      logs of the submission; without a baseline they lie beside README.md
+
+The public rules are cited by their numbers: 2 wants a mean loss of at most 3.28 at p < 0.01, and 4
+wants less time than the baseline takes on the same hardware.
+"""
+
+import math
+import re
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from time import strptime
+
+import numpy as np
+from leaderboard import (
+    OF_ONE_RUN,
+    SETTLED,
+    Run,
+    aligned,
+    columns,
+    deviation,
+    differing_settings,
+    p_at_most,
+    seed_twice,
+    sentence,
+    show,
+    show_p,
+    source_diff,
+)
+from scipy import stats
+
+from program import UserError
+
+TARGET = 3.28  # of rule 2
+
+# Of the 32 public records of 2026 up to July, 15 have a folder for the runs of the baseline and one
+# for their own, most often under these two names, as 2026-02-28_TransposeCopyBackward and
+# 2026-07-17_FP8DownProjection. Another 15 have no baseline, and their logs beside README.md, as
+# 2026-03-06_SimplifyHC.
+BASELINE, OURS = "baseline", "this_pr"
+
+# -----------------------------------------------------------------------------
+# What the runs show
+
+
+def runs_to_reach(losses: list[float], most: int = 1000) -> int | None:
+    """How many more runs would show a mean loss <= 3.28, were mean and deviation to stay."""
+    mean, sd = np.mean(losses), deviation(losses)
+
+    def reached(n: int) -> bool:
+        return stats.t.cdf((mean - TARGET) * math.sqrt(n) / sd, n - 1) < SETTLED
+
+    return next((more for more in range(1, most + 1) if reached(len(losses) + more)), None)
+
+
+def verdict(losses: list[float]) -> str:
+    """Whether rule 2 is met, and what is lacking if it is not."""
+    p = p_at_most(TARGET, losses)
+    if math.isnan(p):
+        return "Rule 2 is not met: one run, or runs of equal losses, have no p. Make several runs."
+    if p < SETTLED:
+        return f"Rule 2 is met: the mean loss is at most {TARGET} with p = {show_p(p)} < {SETTLED}."
+    more = runs_to_reach(losses)
+    if np.mean(losses) > TARGET:
+        advice = f"The mean loss is above {TARGET}: more runs do not help, if it stays so."
+    elif more is None:
+        advice = "1000 more runs would not help, if mean and deviation stay so."
+    else:
+        runs = f"{more} more runs" if more > 1 else "1 more run"
+        advice = f"{runs} would do, if mean and deviation stay so."
+    waived = "The rule is waived for changes that only make the same training faster."
+    return f"Rule 2 is not met: p = {show_p(p)} is not below {SETTLED}. {advice} {waived}"
+
+
+def in_order(runs: list[Run]) -> tuple[list[Run], str]:
+    """The runs in the order in which they began, and what tells it: the first of three clocks that
+    has a time for each run."""
+
+    def in_log(r: Run):
+        """nvidia-smi's date: no copying or renaming changes it."""
+        text = r.path.read_bytes().decode("utf-8").split(r.source, 1)[1]
+        date = re.search(r"^\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}", text, re.M)
+        return strptime(date[0], "%a %b %d %H:%M:%S %Y") if date else None
+
+    def in_name(r: Run):
+        """Runs of one --runs or --compare share a time; their seeds count up."""
+        date = re.search(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", r.path.stem)
+        return (date[0], int(r.settings.get("seed", 0)), of_file(r)) if date else None
+
+    def of_file(r: Run):
+        """When its last line was written, or when it was copied."""
+        return r.path.stat().st_mtime_ns
+
+    clocks = {"dates in the logs": in_log, "dates in the names of the logs": in_name}
+    clocks["times of the log files, which copying may have changed"] = of_file
+    known = {name: clock for name, clock in clocks.items() if None not in map(clock, runs)}
+    name, clock = next(iter(known.items()))
+    return sorted(runs, key=clock), name
+
+
+def in_turn(order: list[str]) -> bool:
+    """Whether runs of two groups took turns: of each two in a row, one is of each group. Runs that
+    are left when one group has no more do not count."""
+    both = 2 * min(order.count(name) for name in set(order))
+    return all(a != b for a, b in zip(order[0:both:2], order[1:both:2], strict=True))
+
+
+def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> list[str]:
+    """What may keep the public project from taking the submission, a sentence or two each."""
+    notes = []
+    if not re.match(r"\d{4}-\d\d-\d\d[-_]\w", folder.name):
+        notes += [f"Name: {folder.name} is not of the public form YYYY-MM-DD_Name."]
+    if not all(r.on_fineweb for runs in parts.values() for r in runs):
+        notes += ["Not FineWeb: the public project does not accept it."]
+    notes += [note + "." for name, runs in parts.items() if (note := seed_twice(name, runs))]
+    ours = parts[OURS]
+    if BASELINE not in parts:
+        return notes + [
+            "No baseline: rule 4 wants runs of the baseline on the same hardware. Make both in "
+            'turn, with ./run.sh --compare "FOLDER OF THE BASELINE" "FLAGS". Name its logs first.'
+        ]
+    base = parts[BASELINE]
+    if base[0].gpu != ours[0].gpu:
+        notes += ["Hardware differs: rule 4 wants both groups of runs on the same hardware."]
+    if base[0].torch != ours[0].torch:
+        notes += ["PyTorch differs: the two times do not compare the change alone."]
+    if np.mean(columns(ours)[0]) >= np.mean(columns(base)[0]):
+        notes += [f"Not faster: rule 4 wants {OURS} to take less time than {BASELINE}."]
+    if not took_turns:
+        notes += [
+            "Not in turn: a machine that became slower or faster meanwhile would mislead. Better "
+            "make one run of each group in turn, as ./run.sh --compare does."
+        ]
+    return notes
+
+
+# -----------------------------------------------------------------------------
+# The files
+
+
+def statistics(parts: dict[str, list[Run]]) -> list[str]:
+    """The table of the public READMEs; times in seconds, differences to the first group."""
+    heads = "Time μ", "Time σ", "Time +/-", "Loss μ", "Loss σ", "Loss +/-", "p"
+    rows = [["", "Runs", "Steps", *heads]]
+    first = [np.mean(values) for values in columns(next(iter(parts.values())))]
+    for name, runs in parts.items():
+        steps = "/".join(map(str, sorted({r.steps for r in runs})))
+        rows += [[name, str(len(runs)), steps]]
+        for values, mean in zip(columns(runs), first, strict=True):
+            more = f"{np.mean(values) - mean:+.4f}"
+            rows[-1] += [f"{np.mean(values):.4f}", show(deviation(values), ".4f"), more]
+        rows[-1] += [show_p(p_at_most(TARGET, columns(runs)[1]))]
+    return aligned(rows)
+
+
+def lists(name: str, runs: list[Run]) -> list[str]:
+    """Losses and times in seconds, in the order of making, all digits, as Python reads them."""
+    times, losses = columns(runs)
+    return ["", f"{name}:", f"  losses = {losses}", f"  times  = {times}"]
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """A table in Markdown; the first row is its head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def differences(a: Run, b: Run) -> list[list[str]]:
+    """Name and both values of each difference, without sources and what is of one run alone."""
+    machine = ["kernels", a.kernels, b.kernels], ["torch", a.torch, b.torch], ["GPU", a.gpu, b.gpu]
+    rows = [row for row in differing_settings(a, b) if row[0] not in OF_ONE_RUN]
+    rows += [[name, x or "-", y or "-"] for name, x, y in machine if x != y]
+    return rows
+
+
+def changes(a: Run, b: Run) -> str:
+    """changes.diff: what differs, in comments that `patch` skips, then the diff of the sources."""
+    lines = [f"# {name}: {x} -> {y}" for name, x, y in differences(a, b)]
+    lines += [] if a.settings else ["# the logs hold no settings apart from the source"]
+    lines += source_diff(a, b, (BASELINE, OURS)) or ["# the sources are equal"]
+    return "\n".join(lines) + "\n"
+
+
+def what_changed(a: Run, b: Run) -> list[str]:
+    """Lines of the README on the source, the settings and the machine that differ."""
+    lines = source_diff(a, b, (BASELINE, OURS))[2:]  # without its two lines of names
+    added, removed = (sum(line[0] == sign for line in lines) for sign in "+-")
+    text = f"Lines of source: {added} added, {removed} removed (`changes.diff`)."
+    text = text if lines else "The source is the same; only what follows differs (`changes.diff`)."
+    if not a.settings:
+        text += " The logs hold no settings apart from the source."
+    rows = [[name, f"`{x}`", f"`{y}`"] for name, x, y in differences(a, b)]
+    return [text, "", *table([["", BASELINE, OURS], *rows])] if rows else [text]
+
+
+def commands(name: str, runs: list[Run]) -> list[str]:
+    """How to make a group's runs again."""
+    first = runs[0]
+    if not first.settings:  # a public log
+        return [f"# {name}: start the source at the head of its logs as its project does"]
+    flags = f"--record {first.record}"
+    for flag, value in re.findall(r" --(\w+) ((?:(?! --).)*)", first.flags):
+        words = value.split() or [""]  # a setting of several numbers is several words
+        flags += f" --{flag} " + " ".join(map(shlex.quote, words))
+    seeds = " ".join(r.settings["seed"] for r in runs)
+    command = f"for seed in {seeds}; do ./run.sh {flags} --seed $seed; done"
+    return [f"# {name}: the source at the head of its logs", command]
+
+
+def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
+    """The text of README.md, and the notes in it."""
+    order, clock = in_order([r for runs in parts.values() for r in runs])
+    name_of = {r.path: name for name, runs in parts.items() for r in runs}
+    whose = [name_of[r.path] for r in order]
+    parts = {name: [r for r in order if name_of[r.path] == name] for name in parts}
+    ours, base = parts[OURS], parts.get(BASELINE)
+    turns = f"The runs are in the order in which they began, by the {clock}."
+    if base:
+        turns += f" Runs of {BASELINE} and {OURS} were {'' if in_turn(whose) else 'not '}in turn."
+    notes = notes_of(folder, parts, in_turn(whose))
+
+    title = re.sub(r"^\d{4}-\d\d-\d\d[-_](?=\w)", "", folder.name)
+    figures = [*statistics(parts), *(x for name, runs in parts.items() for x in lists(name, runs))]
+    text = [f"# {title}", "", "```", *figures, "```", "", verdict(columns(ours)[1])]
+    text += [f"Times are in seconds; p is that of a one-sided t-test of a mean loss <= {TARGET}."]
+    if base:
+        text += [f"By Welch's 95 % intervals, {sentence(base, ours, (BASELINE, OURS))}."]
+    if notes:
+        text += ["", "## Notes", "", *(f"- {note}" for note in notes)]
+    changed = what_changed(base[0], ours[0]) if base else ["Without a baseline, no diff was made."]
+    text += ["", "## What changed", "", *changed]
+
+    machines = dict.fromkeys(f"{r.gpu or 'unknown GPU'}, torch {r.torch or '-'}" for r in order)
+    rows = [["", "group", "log", "seed", "loss", "time (s)"]]
+    for i, (r, name) in enumerate(zip(order, whose, strict=True), 1):
+        known = [name, f"{r.path.stem}.txt", r.settings.get("seed", "-")]
+        rows += [[str(i), *known, f"{r.loss:.4f}", f"{r.seconds:.3f}"]]
+    text += ["", "## Runs", "", f"On {'; '.join(machines)}. {turns}", "", *table(rows)]
+    repeat = [line for name, runs in parts.items() for line in commands(name, runs)]
+    text += ["", "## How to repeat the runs", "", "```bash", *repeat, "```"]
+    return "\n".join(text) + "\n", notes
+
+
+def submit(folder: Path, groups: list[list[Run]]) -> None:
+    """Make the folder of a submission whole, or not at all, and say what is left to do.
+
+    groups: runs of the baseline, then those of the submission, or the latter alone. UserError or
+    OSError: the folder is in use, a log has no source, or there are not one or two groups.
+    """
+    folder = folder.resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError("it is there already and not an empty folder: name another one")
+    if not folder.parent.is_dir():
+        raise UserError(f"there is no folder {folder.parent}: make it first")
+    if len(groups) not in (1, 2):
+        raise UserError(
+            f"the logs are of {len(groups)} groups, listed above: name those of two of them, first "
+            "the logs of the baseline, then those of the submission"
+        )
+    parts = dict(zip((BASELINE, OURS) if len(groups) == 2 else (OURS,), groups, strict=True))
+    for name, runs in parts.items():
+        stems = [r.path.stem for r in runs]
+        for r in runs:
+            if not r.source:
+                raise UserError(f"{r.path} has no source: public logs begin with it. Leave it out")
+            if stems.count(r.path.stem) > 1:
+                raise UserError(f"two logs of {name} have the name of {r.path}: rename one of them")
+    text, notes = readme(folder, parts)
+
+    with tempfile.TemporaryDirectory(prefix=".submission-", dir=folder.parent) as temporary:
+        new = Path(temporary, folder.name)
+        for name, runs in parts.items():
+            place = new / name if BASELINE in parts else new
+            place.mkdir(parents=True)
+            for r in runs:
+                shutil.copy2(r.path, place / f"{r.path.stem}.txt")
+        (new / "README.md").write_text(text, "utf-8")
+        if BASELINE in parts:
+            diff = changes(parts[BASELINE][0], parts[OURS][0])
+            (new / "changes.diff").write_text(diff, "utf-8")
+        new.rename(folder)
+
+    print(f"\nwrote {folder}: logs of {', '.join(f'{len(r)} x {n}' for n, r in parts.items())}")
+    for line in (verdict(columns(parts[OURS])[1]), *notes):
+        print(f"- {line}")
+    print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
