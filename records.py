@@ -198,6 +198,7 @@ LAYERS_HC = (  # late attention reads the output of layer 7
     "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
     "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
+LAYERS_DEMO = "short+v0+pair,long+v1,short+pair+x0+backout,long+v2"
 
 # Stages, and the groups of parameters that learn by Adam, as program.number_rows reads them.
 LATER_STAGES = (
@@ -206,6 +207,10 @@ LATER_STAGES = (
 )
 STAGES_2026 = f"length=1+window=384+lr=1+targets=1/.5/.25,{LATER_STAGES}"
 STAGES_HC = f"length=1+window=384+lr=1+cap=896+targets=1/.5/.25,{LATER_STAGES}"
+STAGES_DEMO = (
+    "length=1+window=256+lr=1+targets=1/.5/.25,length=2+window=256+lr=1.52+targets=1/.5,"
+    "length=3+window=384+lr=1.73,length=3+window=384+lr=1.73"
+)
 ADAM_SHARED = (
     "head+lr=.008+beta1=.5+decay=.75,embed+lr=.008+beta1=.5+decay=.75,"
     "values+lr=.6+beta1=.75+decay=.025,scalar+lr=.04+beta1=.9+beta2=.99,"
@@ -284,6 +289,23 @@ BIGRAM_HASH = dict(
     grad_s=448 / 0.75,
     val_loss_every=250,
 )
+SIMPLIFY_HC = BIGRAM_HASH | dict(
+    num_iterations=1490,
+    cooldown_frac=0.6,
+    lr_final=0.15,
+    stages=STAGES_HC,
+    extension_frac=40 / 1490,
+    exact_stages=False,
+    layers=LAYERS_HC,
+    qkv_init=1.0,
+    out_init=1.0,
+    value_init=0.01,
+    gate_by_values=True,
+    bigram_lambda=0.05,
+    sublayer_lambdas=True,
+    residual_lambda=1.1**0.5,
+    adam_groups=ADAM_HC,
+)
 ROWS = {
     "2024-11-19_FlexAttention": WINDOW_WARMUP
     | dict(
@@ -325,26 +347,9 @@ ROWS = {
     "2026-01-19_BigramHashEmbedding": BIGRAM_HASH,
     "2026-01-26-UntieValueEmbeddings": BIGRAM_HASH
     | dict(num_iterations=1575, extension_frac=40 / 1575, layers=LAYERS_UNTIED),
-    "2026-03-06_SimplifyHC": BIGRAM_HASH
-    | dict(
-        num_iterations=1490,
-        cooldown_frac=0.6,
-        lr_final=0.15,
-        stages=STAGES_HC,
-        extension_frac=40 / 1490,
-        exact_stages=False,
-        layers=LAYERS_HC,
-        qkv_init=1.0,
-        out_init=1.0,
-        value_init=0.01,
-        gate_by_values=True,
-        bigram_lambda=0.05,
-        sublayer_lambdas=True,
-        residual_lambda=1.1**0.5,
-        adam_groups=ADAM_HC,
-    ),
-    # The same recipe, sized for two CPU cores and a few minutes.
-    "demo": dict(
+    "2026-03-06_SimplifyHC": SIMPLIFY_HC,
+    # 2025-01-26, sized for two CPU cores and a few minutes: the demo before 2026-03-06 was there.
+    "demo_2025-01-26": dict(
         num_iterations=128,
         window_span=256,
         seq_len=256,
@@ -359,5 +364,33 @@ ROWS = {
         val_files=f"{HERE}/data/kjv_val_*.bin",
         val_loss_every=64,
         save_every=128,
+    ),
+    # 2026-03-06, sized for two CPU cores and a minute or two (BENCHMARKS.md). Sequences are short
+    # and begin with documents: a run reads the beginnings of the first 761 of 1090 chapters. Head
+    # and embedding learn faster by the ratio of the widths, 768 / 128.
+    "demo": SIMPLIFY_HC
+    | dict(
+        num_iterations=180,
+        cooldown_frac=0.8,
+        stages=STAGES_DEMO,
+        extension_frac=4 / 180,
+        last_window=512,
+        seq_len=128,
+        batch_seqs=4,
+        val_seq_len=1024,
+        val_tokens=16384,
+        epochs=0,
+        layers=LAYERS_DEMO,
+        num_layers=4,
+        num_heads=2,
+        head_dim=64,
+        model_dim=128,
+        bigram_rows=50304,
+        adam_groups=ADAM_HC.replace("lr=.008+beta1=.5", "lr=.048+beta1=.5"),
+        bfloat16_head=True,
+        train_files=f"{HERE}/data/kjv_train_*.bin",
+        val_files=f"{HERE}/data/kjv_val_*.bin",
+        val_loss_every=90,
+        save_every=180,
     ),
 }

@@ -4,6 +4,9 @@
 #   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a demo of minutes without one
 #   ./run.sh --runs N [flags]          N runs with seeds from --seed on, then their statistics; no
 #                                      checkpoints unless --save_every is among the flags
+#   ./run.sh --compare "A" "B" [flags] runs with flags A and with flags B in turn, until it is settled
+#                                      which are better; B may begin with the folder of a fork
+#   ./run.sh --ablate [flags]          runs without one technique of the record each: what it is worth
 #   ./run.sh tools/NAME.py [flags]     set up, add what the tools need, and run one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
@@ -108,7 +111,12 @@ tools/*.py)
     exec "$python" "$here/$1" "${@:2}"
     ;;
 *)
-    case " $* " in *" --runs"*) setup_more tools ;; *) setup ;; esac
-    exec "$python" "$here/launch.py" "$@"
+    case " $* " in
+    *" --compare "*) start=tools/compare.py ;;
+    *" --ablate "*) start=tools/ablate.py ;;
+    *) start=launch.py ;;
+    esac
+    case "$start $*" in tools/* | *" --runs"*) setup_more tools ;; *) setup ;; esac
+    exec "$python" "$here/$start" "$@"
     ;;
 esac

@@ -31,9 +31,9 @@ VOCAB = 512
 
 @pytest.fixture
 def tiny() -> train_gpt.Hyperparameters:
-    """The demo record with a vocabulary, a width and a batch that cost nothing."""
+    """The demo of 2025-01-26 with a vocabulary, a width and a batch that cost nothing."""
     return replace(
-        train_gpt.RECORDS["demo"],
+        train_gpt.RECORDS["demo_2025-01-26"],
         vocab_size=VOCAB,
         model_dim=32,
         num_heads=2,
@@ -89,6 +89,7 @@ def language(folder: Path) -> list[str]:
     shard(folder / "train_1.bin", words[:30000])
     shard(folder / "val_0.bin", words[30000:])
     sizes = {
+        "record": "demo_2025-01-26",
         "vocab_size": 512,
         "model_dim": 64,
         "num_heads": 2,
@@ -121,6 +122,6 @@ def trained(tmp_path_factory) -> SimpleNamespace:
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
     length = "--batch_seqs 2 --num_iterations 8 --val_tokens 1024 --val_loss_every 0 --run_id it"
     folder = tmp_path_factory.mktemp("trained")
-    console = console_of(f"--record demo --device cpu {sizes} {length}".split(), folder)
+    console = console_of(f"--record demo_2025-01-26 --device cpu {sizes} {length}".split(), folder)
     path = folder / "logs/it/state_step000008.pt"
     return SimpleNamespace(folder=folder, path=path, console=console)

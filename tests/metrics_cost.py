@@ -3,8 +3,9 @@
     .venv/bin/python tests/metrics_cost.py [PAIRS]
 
 Each pair is two steps in a random order: one that only reads its loss, and one that also writes its
-row; every 25th row has the norms of gradients. A step is a single sequence, an eighth of the demo's
-(of the record's on a GPU), so a row weighs eight times as much as in a run.
+row; every 25th row has the norms of gradients. A step is a single sequence, an eighth of that of
+demo_2025-01-26 (of the record's on a GPU), so a row weighs eight times as much as in a run. There
+all steps are alike; in the demo, Adam learns at each second one.
 """
 
 import random
@@ -26,7 +27,8 @@ def main() -> None:
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     device = program.start_device("auto", None)
     on_gpu = device.type == "cuda"
-    hp = replace(train_gpt.RECORDS["2025-01-26_BatchSize" if on_gpu else "demo"], batch_seqs=1)
+    record = "2025-01-26_BatchSize" if on_gpu else "demo_2025-01-26"
+    hp = replace(train_gpt.RECORDS[record], batch_seqs=1)
     model = train_gpt.build(hp, device)
     optimizers = train_gpt.Optimizers(model, hp)
     train_gpt.warm_up(model, optimizers, device)

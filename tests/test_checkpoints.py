@@ -136,17 +136,18 @@ def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
     """A run in which each of them is another one than the record's, but for two that do not fit the
     others; what a machine has is gone."""
     monkeypatch.chdir(tmp_path)
-    own = RECORDS["demo"]
+    own = RECORDS["demo_2025-01-26"]
     others = [name for name in LEARNING_FIELDS if name not in ("rope", "grad_clip", *TINY)]
     changed = TINY | {name: another(name, own) for name in others}
     assert all(getattr(own, name) != value for name, value in changed.items())
     words = [word for name, value in changed.items() for word in typed(name, value)]
     words += ["--device", "cpu", "--compile", "off", "--save_every", "2", "--run_id", "it"]
-    main(["--record", "demo", *words])
+    words += ["--record", "demo_2025-01-26"]
+    main(words)
     hp = load_checkpoint("logs/it/state_step000002.pt")["hyperparameters"]
     assert {name: getattr(hp, name) for name in changed} == changed
     assert len(changed) == len(LEARNING_FIELDS) - 2
-    assert hp == replace(parse_args(["--record", "demo", *words])[0], device="auto", compile="auto")
+    assert hp == replace(parse_args(words)[0], device="auto", compile="auto")
     saved = torch.load("logs/it/state_step000002.pt", weights_only=True)["hyperparameters"]
     names = {f.name for f in dataclasses.fields(Hyperparameters)}
     assert saved.keys() == names - {"device", "compile", "kernels"}

@@ -84,7 +84,7 @@ def test_a_folder_that_is_there_is_left_alone(trained, tmp_path, capsys):
 
 
 def test_what_the_modelling_file_does_not_know_is_refused_by_name(trained):
-    hp, saved = RECORDS["demo"], train_gpt.load_checkpoint(trained.path)
+    hp, saved = RECORDS["demo_2025-01-26"], train_gpt.load_checkpoint(trained.path)
     export.check_known(hp, saved)
     saved["model"]["blocks.0.attn.gate.weight"] = torch.zeros(2, 12)
     with pytest.raises(train_gpt.UserError, match=r"does not know blocks\.0\.attn\.gate\.weight:"):

@@ -69,7 +69,8 @@ def launched(tmp_path, monkeypatch):
         (8, "--record 2024-11-19_FlexAttention --adam_betas 0.8 0.9", 8, 10),
         (8, "--device cpu", 1, 0),
         (8, "--device=cpu", 1, 0),
-        (8, "--record demo", 8, 0),
+        (8, "--record demo", train_gpt.RECORDS["demo"].batch_seqs, 0),
+        (8, "--record demo_2025-01-26", 8, 0),
         (8, "--train_files x", 8, 0),
     ],
 )

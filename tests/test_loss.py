@@ -13,6 +13,7 @@ from train_gpt import (
     GPT,
     HEAD_STEPS,
     CastedLinear,
+    Head,
     HeadLoss,
     Optimizers,
     ValueEmbeds,
@@ -71,6 +72,29 @@ def test_bfloat16_input_as_on_a_gpu():
     assert x.grad.dtype == torch.bfloat16 and head.weight.grad.dtype == torch.float32
     assert relative_error(x.grad, grad_x) < 1e-2
     assert relative_error(head.weight.grad, grad_w) < 1e-2
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_cpu_that_can_trains_the_head_in_bfloat16_and_validates_in_float32(
+    can, tiny, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: can)
+    x, weights, targets = case(300)
+    found = []
+    for on in (False, True):
+        head = Head(replace(tiny, model_dim=WIDTH, vocab_size=VOCAB, bfloat16_head=on))
+        head.weight.data[:VOCAB], head.weight.data[VOCAB:] = weights.weight.data, 0.0
+        validation = head.loss(x.detach(), targets).item()
+        here = x.detach().clone().requires_grad_()
+        loss = head.loss(here, targets)
+        loss.backward()
+        found.append((loss.item(), here.grad, gradient_buffer(head.weight), validation))
+    exact, rounded = found
+    assert rounded[3] == exact[3] == exact[0]
+    errors = [relative_error(b, a) for a, b in zip(exact[1:3], rounded[1:3], strict=True)]
+    assert (rounded[0] != exact[0]) == can
+    assert rounded[0] == pytest.approx(exact[0], rel=2e-3)
+    assert all(1e-4 < error < 1e-2 if can else error == 0 for error in errors), errors
 
 
 @pytest.mark.parametrize("cap", [15.0, SHIFTED])

@@ -172,7 +172,7 @@ def test_layer_table_is_the_published_one():
 
 
 def fourth_layer(text: str) -> Layer:
-    hp = replace(RECORDS["demo"], num_layers=4, layers=f"long,long,long,{text}")
+    hp = replace(RECORDS["demo_2025-01-26"], num_layers=4, layers=f"long,long,long,{text}")
     return layer_table(hp)[3]
 
 
@@ -221,7 +221,7 @@ def test_what_is_no_layer_is_refused_with_its_place(reason, text):
 
 
 def test_only_the_upper_half_adds_outputs_and_a_table_is_not_longer_than_its_rows():
-    lower = replace(RECORDS["demo"], num_layers=4, layers="long,long+x0,long,long")
+    lower = replace(RECORDS["demo_2025-01-26"], num_layers=4, layers="long,long+x0,long,long")
     with pytest.raises(UserError, match="'long[+]x0' cannot be layer 1"):
         layer_table(lower)
     with pytest.raises(UserError, match="--num_layers 6: --layers has 4"):

@@ -18,6 +18,7 @@ from train_gpt import (
     RECORDS,
     Bucket,
     Optimizers,
+    cautious_adam_,
     gradient_buffer,
     members,
     moment,
@@ -27,7 +28,7 @@ from train_gpt import (
 )
 
 MOMENTS = [  # a ramp of momentum, then a fall of the learning rate
-    replace(moment(step, RECORDS["demo"]), lr=lr, momentum=momentum)
+    replace(moment(step, RECORDS["demo_2025-01-26"]), lr=lr, momentum=momentum)
     for step, (lr, momentum) in enumerate([(1.0, 0.85), (1.0, 0.9), (0.6, 0.95), (0.2, 0.95)])
 ]
 
@@ -76,7 +77,7 @@ def test_zero_gradient_gives_a_zero_update():
     weight.grad = torch.zeros_like(weight)
     bucket = Bucket([weight], 2)
     bucket.wait()
-    (update,), take = muon([bucket], 0.1, MOMENTS[0], RECORDS["demo"])
+    (update,), take = muon([bucket], 0.1, MOMENTS[0], RECORDS["demo_2025-01-26"])
     assert update.shape == (1, 8, 16) and not update.any()
     with torch.no_grad():
         take(bucket.params, [torch.ones(8, 16)])  # of a wide matrix, at 0.1
@@ -89,7 +90,8 @@ def test_zero_gradient_gives_a_zero_update():
 
 def expected_group(name: str, p: torch.Tensor, record: str = "") -> str:
     """As the records say it: Adam for the head, the embeddings and the scalars, else Muon; in 2026
-    Adam for gates, too, and groups of their own for what is new."""
+    Adam for gates, too, and groups of their own for what is new. The demo is 2026-03-06."""
+    record = "2026-03-06_SimplifyHC" if record == "demo" else record
     if "2026" in record:
         own = "x0", "smear_gate", "skip_gates", "gate"
         if "03-06" in record:
@@ -178,6 +180,39 @@ def test_steps_equal_a_float64_loop_over_single_parameters(damped, tiny, randomi
         torch.testing.assert_close(p.detach().double(), weights[name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cautious_adam_in_pieces_is_that_of_one_piece(dtype, monkeypatch):
+    """Bit for bit, on tables with a last piece of other size, after three steps."""
+    lerp_, shapes = torch.Tensor.lerp_, []
+
+    def learned(compiling: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+        torch.manual_seed(0)
+        weights = [torch.randn(1100, 128).to(dtype), torch.randn(40, 30, 50).to(dtype)]
+        state = [
+            {"step": torch.tensor(0.0), "exp_avg": torch.zeros(w.shape)}
+            | {"exp_avg_sq": torch.zeros(w.shape)}
+            for w in weights
+        ]
+        for rate in (0.1, 0.05, 0.2):
+            grads = [torch.randn(w.shape).to(dtype) * (torch.rand(w.shape) > 0.1) for w in weights]
+            cautious_adam_(weights, grads, state, torch.tensor(rate), (0.6, 0.9), 1e-8, 5.0)
+        return [*weights, *(kept[key] for kept in state for key in kept)]
+
+    def spied(first, *arguments):
+        shapes.append(tuple(first.shape))
+        return lerp_(first, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "lerp_", spied)
+    expected = learned(True)
+    assert {*shapes} == {(1100, 128), (40, 30, 50)}
+    shapes.clear()
+    found = learned(False)
+    assert {*shapes} == {(513, 128), (74, 128), (40, 30, 50)}
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 # -----------------------------------------------------------------------------
 # What ranks share: they are threads here, and in tests/test_ranks.py processes
 
@@ -234,7 +269,7 @@ def by_rows(buckets, lr, now):
     )
 
 
-@pytest.mark.parametrize("rule", [partial(muon, hp=RECORDS["demo"]), by_rows])
+@pytest.mark.parametrize("rule", [partial(muon, hp=RECORDS["demo_2025-01-26"]), by_rows])
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (5, 3)])
 def test_a_run_goes_on_with_any_number_of_ranks(before, after, rule, on_ranks, tiny, monkeypatch):
     """Two steps, saved, and two more, against four of one rank. Of the MLPs' matrices there are

@@ -56,9 +56,57 @@ def test_each_record_has_the_published_numbers(name):
     assert found == SYSTEMS[name]
 
 
-def test_windows_of_the_demo_grow():
-    windows = {train_gpt.get_window_size(step, RECORDS["demo"]) for step in range(129)}
-    assert windows == {128, 256}
+DEMOS, FILES = ("demo_2025-01-26", "demo"), ("train_files", "val_files")
+DEMO_2025 = {  # the demo before 2026-03-06 was there, whose losses BENCHMARKS.md has
+    **{"num_iterations": 128, "cooldown_frac": 0.4, "lr_final": 0.1, "warmup_steps": 0},
+    **{"window_min": 128, "window_span": 256, "window_step": 128, "window_rule": "blocks"},
+    **{"seq_len": 256, "batch_seqs": 8, "val_seq_len": 1024, "val_tokens": 65536, "epochs": 1},
+    **{"num_layers": 4, "num_heads": 2, "head_dim": 64, "model_dim": 128, "vocab_size": 50257},
+    **{"layers": train_gpt.records.LAYERS_2025, "norm_eps": 2**-23, "init_bound": 3**0.5 * 0.5},
+    **{"rope": "half", "rope_base": 1024, "attn_scale": 0.12, "logit_softcap": 15, "seed": 0},
+    **{"adam_eps": 1e-10, "adam_betas": (0.8, 0.95), "adam_rule": "torch", "embed_lr": 0.6},
+    **{"head_lr": 0.008, "scalar_lr": 0.04, "muon_lr": 0.05, "muon_mul": (2, 1, 1)},
+    **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
+    **{"momentum_damped": True, "fp8": True, "x_s": 2, "w_s": 512, "grad_s": 2**19},
+    **{"val_loss_every": 64, "save_every": 128, "keep": 2, "value_init": 1, "qkv_init": 1},
+    **{"max_document_tokens": 2048, "comm_timeout": 600, "bigram_lambda": 0.1},
+    **{"residual_lambda": 1, "adam_every": 1, "logit_sigmoid": (0, 0, 1)},
+    **{name: str(HERE / "data" / f"kjv_{name[:-6]}_*.bin") for name in FILES},
+    **{name: "auto" for name in ("device", "compile", "kernels")},
+}
+
+
+def test_the_demo_of_2025_01_26_is_the_former_demo():
+    """What is not among its numbers is off."""
+    settings = vars(RECORDS["demo_2025-01-26"])
+    assert {name: settings[name] for name in DEMO_2025} == DEMO_2025
+    assert not any(value for name, value in settings.items() if name not in DEMO_2025)
+
+
+def test_the_demo_is_2026_03_06_made_small():
+    """Nothing is switched off, and its stages and Adam's groups are those of the record."""
+    demo, record = RECORDS["demo"], RECORDS["2026-03-06_SimplifyHC"]
+    settings = vars(demo).items()
+    switches = {name for name, value in settings if value != getattr(record, name)}
+    switches = {name for name in switches if isinstance(getattr(demo, name), bool)}
+    assert switches == {"bfloat16_head"}
+    assert demo.bigram_rows > 0 and 0 < demo.tied_frac < 1 and demo.adam_every == 2
+    stages, of_record = (train_gpt.stage_table(hp.stages) for hp in (demo, record))
+    assert [stage.targets for stage in stages] == [stage.targets for stage in of_record]
+    assert [stage.length for stage in stages] == [stage.length for stage in of_record]
+    assert demo.adam_groups.count(",") == record.adam_groups.count(",")
+
+
+def test_windows_of_the_demos_grow():
+    hp = RECORDS["demo_2025-01-26"]
+    assert {train_gpt.get_window_size(step, hp) for step in range(129)} == {128, 256}
+    hp = RECORDS["demo"]
+    moments = [train_gpt.moment(step, hp) for step in range(hp.num_iterations + 1)]
+    windows, lengths = [now.window for now in moments], [now.seq_len for now in moments]
+    assert windows == sorted(windows) and windows[0] < windows[-2] < windows[-1] == hp.last_window
+    stages = train_gpt.stage_table(hp.stages)
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {hp.seq_len * stage.length for stage in stages}
 
 
 def test_diff_prints_what_two_records_differ_in_and_nothing_else(capsys):
@@ -200,7 +248,7 @@ SPREADS = {  # of the last loss: mean, deviation, runs; and the official minutes
 
 def test_published_curves_are_those_of_the_public_logs():
     found = json.loads((HERE / "tools" / "published.json").read_text())
-    assert list(found) == list(CURVES) and RECORDS.keys() - {"demo"} <= found.keys()
+    assert list(found) == list(CURVES) and RECORDS.keys() - {*DEMOS} <= found.keys()
     assert DEVIATIONS.keys() == {name for name in found if "deviations" in found[name]}
     assert ON_ONE_H100.keys() == {name for name in found if "one_h100" in found[name]}
     for name, (every, last, *losses) in CURVES.items():
@@ -341,7 +389,10 @@ def test_the_published_spread_is_two_deviations_wide(loss, place, on_fineweb):
 
 def test_other_records_and_other_data_have_nothing_published(on_fineweb):
     words = "--val_loss_every 1 --num_iterations 1"
-    assert on_fineweb(f"--record demo {words} --run_id a", [10.8258, 3.28])[0] == {0: [], 1: []}
+    assert on_fineweb(f"--record demo_2025-01-26 {words} --run_id a", [10.8258, 3.28])[0] == {
+        0: [],
+        1: [],
+    }
     Path("fineweb_val_0.bin").rename("val_0.bin")
     Path("logs/a.txt").unlink()
     words += " --record 2025-01-26_BatchSize --val_files val_*.bin"

@@ -94,13 +94,13 @@ def test_aligned_the_sample_trains(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
     monkeypatch.setattr(train_gpt, "train_step", watching)
     data = "--val_loss_every 0 --align_to_documents on --max_document_tokens 100"
-    main(f"--record demo {SMALL} {data}".split())
+    main(f"--record demo_2025-01-26 {SMALL} {data}".split())
     assert val_losses(capsys.readouterr().out)[8] < 10
     assert len(seen) == 8 and all((inputs[:, [0, 100]] == 50256).all() for inputs in seen)
     assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 8
 
 
-@pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
+@pytest.mark.parametrize("record", [name for name in RECORDS if not name.startswith("demo")])
 def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
@@ -113,6 +113,17 @@ def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, ca
     most = (10.5, 9.9) if "2026" in record else (10.2, 8.5)  # there Adam has made half the steps
     assert losses[4] < most[0] and losses[8] < most[1]
     assert "published" not in console  # other data than FineWeb
+
+
+def test_without_flags_the_demo_trains_on_the_sample(tmp_path, capsys, monkeypatch):
+    """All of its own but the width and the number of steps."""
+    monkeypatch.chdir(tmp_path)
+    narrow = "--device cpu --model_dim 32 --head_dim 16 --num_iterations 8 --save_every 0"
+    main(f"{narrow} --val_tokens 1024 --val_loss_every 4".split())
+    console = capsys.readouterr().out
+    losses = val_losses(console)
+    assert console.startswith("record demo --") and list(losses) == [0, 4, 8]
+    assert abs(losses[0] - 10.8258) < 0.01 and losses[8] < 9
 
 
 def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):

@@ -205,7 +205,8 @@ adam_rule cautious |; adam_every 2 |; muon_beta2 .95 |; muon_decay 1.2 |; polar_
 def with_flags(hp, text: str):
     """The settings with those of a text: "name value, name value"."""
     words = [f"--{pair.strip()}".split() for pair in text.split(", ") if pair.strip()]
-    settings = train_gpt.parse_args(["--vocab_size", "512", *sum(words, [])])[0]
+    own = ["--record", "demo_2025-01-26", "--vocab_size", "512"]
+    settings = train_gpt.parse_args([*own, *sum(words, [])])[0]
     return replace(hp, **{name[2:]: getattr(settings, name[2:]) for name, *_ in words})
 
 

@@ -47,7 +47,7 @@ BLOCKS = 5  # timed pieces of a measurement, whose median counts
 # Measured on one H100 (bfloat16 matmul, copies), and what is expected of 8 with NVLink.
 H100 = {"matmul TFLOP/s": 790.0, "memory GB/s": 3000.0, "all-reduce GB/s": 370.0}
 # All steps of the demo, over the share of the matmul rate that they reach on a CPU (BENCHMARKS.md).
-DEMO_TFLOP = 128 * 0.0897 / 0.6
+DEMO_TFLOP = 180 * 0.0457 / 0.6
 
 
 # -----------------------------------------------------------------------------
