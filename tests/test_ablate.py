@@ -228,9 +228,9 @@ def test_intervals_and_verdicts_are_right_as_often_as_they_say(techniques, left_
     inside = settled = 0
     for values in losses:
         found = Effects.of(values, np.zeros_like(values), 0.5)
-        inside += abs(found.both[-1] - true[-1] / 0.5) <= found.half("both")
+        inside += abs(found.together[-1] - true[-1] / 0.5) <= found.half("together")
         nothing = Effects.of(values - true[:, None], np.zeros_like(values), 0.5)
-        settled += nothing.verdict(0)[0] != "not settled"
+        settled += nothing.verdict(0, "together")[0] != "not settled"
     for count, share in ((inside, 0.95), (settled, 0.01)):
         assert abs(count / 2000 - share) <= 2.5 * math.sqrt(share * (1 - share) / 2000)
 
@@ -436,3 +436,20 @@ def test_runs_whose_source_changed_are_refused(changed_seed, tables_before, abla
     assert status == 1 and "differ in source" in err and err.count("\n") == 1
     assert max(seed for *_, seed in made) == changed_seed
     assert sum(line.startswith("after ") for line in lines) == tables_before
+
+
+def test_the_verdict_is_on_the_number_that_is_judged():
+    rng = np.random.default_rng(5)
+    losses, times = rng.normal(0, 0.001, (8, 3)), rng.normal(0, 0.1, (8, 3))
+    losses[1] += 0.02  # by far, but a tenth of what the times wander
+    times[2] -= 2
+    found = Effects.of(losses, times, worth=1.0)
+    verdicts = {
+        judge: [found.verdict(i, judge)[0] for i in (1, 2)]
+        for judge in ("loss", "time", "together")
+    }
+    assert verdicts == {
+        "loss": ["helps", "not settled"],
+        "time": ["not settled", "hurts"],
+        "together": ["not settled", "hurts"],
+    }

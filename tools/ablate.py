@@ -1,6 +1,6 @@
 """What is each technique worth? A record with one technique off, for each that it has.
 
-    ./run.sh --ablate [--runs 3] [--only WORD] [flags of train_gpt.py]
+    ./run.sh --ablate [--runs 3] [--only WORD] [--judge loss] [flags of train_gpt.py]
 
 Each seed is a round: the record, eight runs with a technique off each, the record again, and so on;
 a run is compared with the record's run before it. --only takes techniques whose names have a word.
@@ -8,13 +8,13 @@ A technique whose run fails, because it diverges or for other reasons, is left o
 
 If a technique helps, the loss is higher without it; a step may be faster. "to equal loss" is how
 much longer the run without it takes to the record's loss, as in tools/compare.py. The verdict is on
-that number: a technique helps or hurts at p < 0.01. Of a hundred techniques that do nothing one
-gets such a verdict by luck. Intervals are of 95 %. The deviation of a run is that of all techniques
-together, after the means of techniques, and of those that share a run of the record, are
-subtracted. What a step is worth is taken as exact.
+that number, or on the one that --judge names: a technique helps or hurts at p < 0.01. Of a hundred
+techniques that do nothing one gets such a verdict by luck. Intervals are of 95 %. The deviation of
+a run is that of all techniques together, after the means of techniques, and of those that share a
+run of the record, are subtracted. What a step is worth is taken as exact.
 
-Below the table is the rank correlation (Spearman's rho, with its 95 % interval) of the published
-gains with both numbers. Runs whose logs are there are not made again: --run_id NAME goes on.
+Below the table are rank correlations (Spearman's rho, with its 95 % interval) with the published
+gains. Runs whose logs are there are not made again: --run_id NAME goes on.
 """
 
 import math
@@ -171,7 +171,7 @@ class Effects:
 
     loss: np.ndarray
     time: np.ndarray
-    both: np.ndarray
+    together: np.ndarray
     errors: dict[str, float]
     free: int
 
@@ -179,22 +179,23 @@ class Effects:
     def of(cls, losses: np.ndarray, times: np.ndarray, worth: float) -> "Effects":
         """From differences (techniques, seeds) to the record: of losses, and of log times. The
         record's own runs err, too: hence the factor 2 in a difference's variance."""
-        both, errors = times + losses / worth, {}
-        for name, values in (("loss", losses), ("time", times), ("both", both)):
+        together, errors = times + losses / worth, {}
+        for name, values in (("loss", losses), ("time", times), ("together", together)):
             deviation, free = pooled(values)
             errors[name] = deviation * math.sqrt(2 / values.shape[1])
-        return cls(losses.mean(1), times.mean(1), both.mean(1), errors, free)
+        return cls(losses.mean(1), times.mean(1), together.mean(1), errors, free)
 
     def half(self, name: str) -> float:
         """Half of a 95 % interval."""
         return float(stats.t.isf(0.025, self.free) * self.errors[name])
 
-    def verdict(self, i: int) -> tuple[str, float]:
-        """Whether technique i helps, and p."""
-        p = 2 * stats.t.sf(abs(self.both[i]) / self.errors["both"], self.free)
+    def verdict(self, i: int, judge: str) -> tuple[str, float]:
+        """Whether technique i helps, by one of the three numbers, and p."""
+        value = getattr(self, judge)[i]
+        p = 2 * stats.t.sf(abs(value) / self.errors[judge], self.free)
         if not p < SETTLED:
             return "not settled", p
-        return ("helps" if self.both[i] > 0 else "hurts"), p
+        return ("helps" if value > 0 else "hurts"), p
 
 
 def rank_correlation(a, b) -> tuple[float, float, float]:
@@ -206,7 +207,9 @@ def rank_correlation(a, b) -> tuple[float, float, float]:
     return rho, math.tanh(z - half), math.tanh(z + half)
 
 
-def ablate(record: Side, without_each: dict[Technique, Side], name: str, seeds: range) -> None:
+def ablate(
+    record: Side, without_each: dict[Technique, Side], name: str, seeds: range, judge: str
+) -> None:
     """Make the rounds, and print the table after each but the first."""
     compare.begin(name, [record, *without_each.values()])
     techniques, made = list(without_each), {}
@@ -240,19 +243,19 @@ def ablate(record: Side, without_each: dict[Technique, Side], name: str, seeds: 
         if column:
             worth, done = float(np.mean(worths)), slice(column + 1)
             print(f"\nafter {column + 1} of {len(seeds)} seeds:\n")
-            print_effects(techniques, Effects.of(losses[:, done], times[:, done], worth))
+            print_effects(techniques, Effects.of(losses[:, done], times[:, done], worth), judge)
             print(f"\none step of {own.steps} is worth {worth / own.steps:.2g} of the loss\n")
 
 
-def print_effects(techniques: list[Technique], found: Effects) -> None:
-    """The table of the techniques, those that help most first, and the rank correlation."""
+def print_effects(techniques: list[Technique], found: Effects, judge: str) -> None:
+    """The table of the techniques, those that help most first, and the rank correlations."""
     rows = [["technique", "loss without it", "time without it", "to equal loss"]]
     rows[0] += ["p", "verdict", "gain_s"]
-    whole = [i for i in np.argsort(-found.both) if not math.isnan(found.both[i])]
+    whole = [i for i in np.argsort(-getattr(found, judge)) if not math.isnan(found.loss[i])]
     for i in whole:
-        verdict, p = found.verdict(i)
+        verdict, p = found.verdict(i, judge)
         cells = [techniques[i].name, f"{found.loss[i]:+.4f} ± {found.half('loss'):.4f}"]
-        for of in ("time", "both"):
+        for of in ("time", "together"):
             mean = getattr(found, of)[i]
             half = math.exp(mean) * found.half(of)
             cells.append(f"{100 * math.expm1(mean):+.1f} % ± {100 * half:.1f}")
@@ -261,7 +264,7 @@ def print_effects(techniques: list[Technique], found: Effects) -> None:
     known = [i for i in whole if techniques[i].gain is not None]
     if len(known) > 3:
         gains = [techniques[i].gain for i in known]
-        for of, words in (("both", "time to equal loss"), ("loss", "loss")):
+        for of, words in (("together", "time to equal loss"), ("loss", "loss")):
             rho, low, high = rank_correlation(gains, getattr(found, of)[known])
             text = f"rank correlation of {words} with the gains of {len(known)} techniques"
             print(f"\n{text}: {rho:.2f}, from {low:.2f} to {high:.2f}")
@@ -273,6 +276,7 @@ def parse_args(argv: list[str] | None) -> tuple:
     parser = compare.parser_of(__doc__)
     parser.add_argument("--ablate", action="store_true", required=True)
     parser.add_argument("--runs", type=int, default=3, help="seeds [3]")
+    parser.add_argument("--judge", choices=("together", "time", "loss"), default="together")
     parser.add_argument("--only", default="", metavar="WORD", help="of techniques' names")
     args, flags = parser.parse_known_args(argv)
     hp, without_each = compare.new_run(flags), {}
@@ -286,7 +290,7 @@ def parse_args(argv: list[str] | None) -> tuple:
         names = ", ".join(technique.name for technique in without_each) or "none"
         raise UserError(f"--ablate wants 2 or more --runs and techniques; it found {names}")
     seeds = range(hp.seed, hp.seed + args.runs)
-    return Side("record", tuple(flags)), without_each, args.run_id, seeds
+    return Side("record", tuple(flags)), without_each, args.run_id, seeds, args.judge
 
 
 def main(argv: list[str] | None = None) -> None:
