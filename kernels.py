@@ -1,7 +1,7 @@
-"""Three functions of train_gpt.py as Triton kernels, forward and backward.
+"""Functions of train_gpt.py and of forks/train_gpt_2026.py as Triton kernels, forward and backward.
 
-train_gpt.py runs without this file. Its plain functions, marked @Kernel there, say what each twin
-here computes; a run uses a twin if the twin builds and agrees with the plain function (see
+Both run without this file. Their plain functions, marked @Kernel there, say what each twin here
+computes; a run uses a twin if the twin builds and agrees with the plain function (see
 choose_kernels). Floats are constants of the kernels, because torch.compile would pass them as
 float64.
 """
@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from records import padded_vocab, softcap_of, stage_table
 
 
 def obstacle(device: torch.device) -> str:
@@ -76,28 +74,59 @@ def softcap_kernel(
             tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
 
 
-def fused_loss(logits, targets, softcap, shares=None, grad_scale=None, grads=None):
-    """softcapped_cross_entropy in one kernel."""
-    losses, with_grad = torch.empty(len(logits), device=logits.device), grads is not None
-    out, scale = (grads, grad_scale) if with_grad else (logits, 0.0)
-    inputs = logits, targets, losses if shares is None else shares, losses, out
-    sizes = logits.size(1), *softcap, scale, torch.finfo(out.dtype).max, with_grad
-    options = {"TARGETS": targets.numel() // len(targets), "WITH_SHARES": shares is not None}
-    softcap_kernel[(len(logits),)](*inputs, *sizes, **options, COLUMNS=8192, num_warps=16)
+def fused_losses(logits, targets, sigmoid_form, shares=None, grad_scale=None, grads=None):
+    """Compute weighted_cross_entropy, of the fork, in one kernel."""
+    losses = torch.empty(len(logits), device=logits.device)
+    a, b, c = sigmoid_form
+    with_grad = grads is not None
+    out = grads if with_grad else logits  # a kernel wants a tensor, even where it writes nothing
+    softcap_kernel[(len(logits),)](
+        logits,
+        targets,
+        losses if shares is None else shares,
+        losses,
+        out,
+        logits.size(1),
+        A=a,
+        B=b,
+        C=c,
+        SCALE=grad_scale if with_grad else 0.0,
+        LARGEST=torch.finfo(out.dtype).max,
+        WITH_GRAD=with_grad,
+        TARGETS=targets.numel() // len(targets),
+        WITH_SHARES=shares is not None,
+        COLUMNS=8192,
+        num_warps=16,
+    )
     return losses.sum()
 
 
+def fused_loss(logits, targets, softcap, grad_scale=None, grads=None):
+    """Compute softcapped_cross_entropy in one kernel: cap * tanh(logit / cap) is the sigmoid form
+    (2 cap, 0, cap / 2) less a constant."""
+    sigmoid_form = 2 * softcap, 0.0, softcap / 2
+    return fused_losses(logits, targets, sigmoid_form, None, grad_scale, grads)
+
+
 def loss_example(hp, device, dtype, fp8):
-    """Some rows of logits, as many targets for each as hp ever has, and where the gradient goes."""
-    vocab = padded_vocab(hp)
-    logits = 4 * torch.randn(1024, vocab, device=device, dtype=dtype)
-    count = max(len(stage.targets) for stage in stage_table(hp.stages))
+    """Make some rows of logits, their targets, and a place for the gradient."""
+    logits = 4 * torch.randn(1024, hp.padded_vocab, device=device, dtype=dtype)
+    targets = torch.randint(hp.vocab_size, (1024,), device=device)
+    grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
+    grad_scale = (hp.grad_s if fp8 else 1.0) / hp.seq_len
+    return logits, targets, hp.logit_softcap, grad_scale, grads
+
+
+def losses_example(hp, device, dtype, fp8):
+    """Make the same, with as many targets for each row as hp ever has."""
+    logits, _, _, grad_scale, grads = loss_example(hp, device, dtype, fp8)
+    count = hp.most_targets
     targets = torch.randint(hp.vocab_size, (1024, count), device=device)
     targets[-1, 1:] = -1
     shares = torch.linspace(1, 0.25, count, device=device) if count > 1 else None
-    grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
-    scale = (hp.grad_s if fp8 else 1.0) / (1 if hp.loss_sum else hp.seq_len)
-    return logits, targets, softcap_of(hp), shares, scale, grads
+    if hp.loss_sum:
+        grad_scale = grad_scale * hp.seq_len
+    return logits, targets, hp.sigmoid_form, shares, grad_scale, grads
 
 
 # -----------------------------------------------------------------------------
@@ -136,13 +165,13 @@ def relu2_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
-def matmul_relu2(a: Tensor, b: Tensor, narrow: bool, post: Tensor | None = None) -> Tensor:
+def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
     """relu(a @ b)^2 of (M, K) and (K, N); or of such a post, (a @ b) times its derivative.
 
     Narrow tiles fit where a program has little shared memory.
     """
     (M, K), N, backward = a.shape, b.size(1), post is not None
-    block_m, block_n = 128, 128 if narrow else 256
+    block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
     tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
     inputs = a, b, post if backward else out, out, M, N, K, *b.stride(), backward
     relu2_kernel[(tiles,)](*inputs, block_m, block_n, BLOCK_K=64, num_warps=8, num_stages=3)
@@ -154,24 +183,23 @@ class FusedMLP(torch.autograd.Function):
     derivative needs."""
 
     @staticmethod
-    def forward(ctx, x, w_in, w_out, narrow):
+    def forward(ctx, x, w_in, w_out):
         rows = x.flatten(0, -2).contiguous()
-        post = matmul_relu2(rows, w_in.T, narrow)
+        post = matmul_relu2(rows, w_in.T)
         ctx.save_for_backward(rows, w_in, w_out, post)
-        ctx.narrow = narrow
         return (post @ w_out.T).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         rows, w_in, w_out, post = ctx.saved_tensors
         grad_rows = grad.flatten(0, -2).contiguous()
-        grad_pre = matmul_relu2(grad_rows, w_out, ctx.narrow, post)
-        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post, None
+        grad_pre = matmul_relu2(grad_rows, w_out, post)
+        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
 
 
-def fused_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, narrow: bool = False) -> Tensor:
-    """relu2_mlp, in two kernels and three plain matmuls."""
-    return FusedMLP.apply(x, w_in, w_out, narrow)
+def fused_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """Compute relu2_mlp, in two kernels and three plain matmuls."""
+    return FusedMLP.apply(x, w_in, w_out)
 
 
 def mlp_example(hp, device, dtype, fp8):
@@ -179,8 +207,7 @@ def mlp_example(hp, device, dtype, fp8):
     C, H, rows = hp.model_dim, 4 * hp.model_dim, min(hp.seq_len, 4096)
     shapes = (rows, C), (H, C), (C, H)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-    tensors = [t.mul_(C**-0.5).requires_grad_() for t in tensors]
-    return *tensors, shared_memory_is_small(device)
+    return tuple(t.mul_(C**-0.5).requires_grad_() for t in tensors)
 
 
 # -----------------------------------------------------------------------------
@@ -239,11 +266,13 @@ def symmetric_example(hp, device, dtype, fp8):
 
 TWINS = {
     "softcapped_cross_entropy": fused_loss,
+    "weighted_cross_entropy": fused_losses,
     "relu2_mlp": fused_mlp,
     "symmetric_matmul": fused_symmetric,
 }
 EXAMPLES = {
     "softcapped_cross_entropy": loss_example,
+    "weighted_cross_entropy": losses_example,
     "relu2_mlp": mlp_example,
     "symmetric_matmul": symmetric_example,
 }

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Set up and train, with one command on any machine.
 #
-#   ./run.sh [flags of train_gpt.py]   train: the record on GPUs, a demo of minutes without one
-#   ./run.sh --runs N [flags]          N runs with seeds from --seed on, then their statistics; no
+#   ./run.sh [SCRIPT.py] [flags]       train: the record on GPUs, a demo of minutes without one.
+#                                      SCRIPT.py is a fork, such as forks/train_gpt_2026.py; if none
+#                                      is named, train_gpt.py. Flags are the script's: see --help
+#   ./run.sh [SCRIPT.py] --runs N [flags]
+#                                      N runs with seeds from --seed on, then their statistics; no
 #                                      checkpoints unless --save_every is among the flags
-#   ./run.sh --compare "A" "B" [flags] runs with flags A and with flags B in turn, until it is settled
-#                                      which are better; B may begin with the folder of a fork
-#   ./run.sh --ablate [flags]          runs without one technique of the record each: what it is worth
+#   ./run.sh --compare "A" "B" [flags] runs with flags A and with flags B in turn, until it is known
+#                                      which are better; A and B may begin with a SCRIPT.py
+#   ./run.sh --ablate [SCRIPT.py] [flags]
+#                                      runs without a technique of the record each: its worth
 #   ./run.sh tools/NAME.py [flags]     set up, add what the tools need, and run one
 #   ./run.sh setup                     only set up
 #   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
@@ -15,12 +19,19 @@
 # NPROC=n uses n GPUs; PYTHON=path makes the environment from another Python (3.11 or later).
 set -euo pipefail
 
-# OpenMP's threads shall not spin for long while they wait: see the top of train_gpt.py.
-[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
-
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
 venv="$here/.venv"
+
+# OpenMP's threads spin while they wait for each other. Where other work shares the cores, a long
+# spin makes a step several times as long (BENCHMARKS.md).
+[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+
+# Compiled code is kept in the project: that outlasts a reboot, which /tmp does not.
+if [ -w "$here" ]; then
+    export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache/inductor}"
+    export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$here/.cache/triton}"
+fi
 
 die() {
     echo "run.sh: $*" >&2
@@ -111,12 +122,13 @@ tools/*.py)
     exec "$python" "$here/$1" "${@:2}"
     ;;
 *)
+    start=tools/launch.py with=
     case " $* " in
-    *" --compare "*) start=tools/compare.py ;;
-    *" --ablate "*) start=tools/ablate.py ;;
-    *) start=launch.py ;;
+    *" --compare "*) start=tools/compare.py with=tools ;;
+    *" --ablate "*) start=tools/ablate.py with=tools ;;
+    *" --runs"*) with=tools ;; # their statistics are a tool's
     esac
-    case "$start $*" in tools/* | *" --runs"*) setup_more tools ;; *) setup ;; esac
+    if [ -n "$with" ]; then setup_more "$with"; else setup; fi
     exec "$python" "$here/$start" "$@"
     ;;
 esac

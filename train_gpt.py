@@ -4,85 +4,128 @@
     python train_gpt.py                                      # one GPU; without one, a small demo
     python train_gpt.py --help                               # every setting is a flag
 
-The default is the NanoGPT-speedrun record 2025-01-26_BatchSize; --record names others. Numbers and
-ideas come from github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md
-says what this implementation has reached, on what and with which torch.
+The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 3.28 after 1770 steps of 393216
+tokens, published with 2.93 minutes on 8 H100s. --record names two records of 2024 and the demo;
+forks/train_gpt_2026.py has later ones. Numbers and ideas come from
+github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md says what this
+implementation has reached, on what and with which torch.
 
 The file reads like the life of a batch, and importing it does nothing:
 
-    Configuration    every setting of a run, with its flag
-    Numerics         FP8 matmuls, the linear layer that uses them, and what calls Triton twins
-    Optimizers       Muon and Adam as update rules, and the table of which parameter has which
+    Settings         every setting of a run, with its flag; the records; the table of layers
+    Data             shards of tokens, and batches as a function of the step
+    Schedules        learning rate, window and momentum as functions of the step
+    Numerics         FP8 matmuls, the linear layer that uses them, and functions with a Triton twin
     Model            masks, attention, layers, and a head whose loss never stores the logits
-    Schedules        learning rate, windows, batch and targets as functions of the step
-    Run              checkpoints, the timed loop, main()
+    Optimizers       Muon and Adam as update rules, and how ranks share them
+    Machine          errors, devices, ranks, signals, the log
+    Run              flags, checkpoints, warm-up, the timed loop
 
-records.py has the records, as data: settings, layers, stages. loader.py cuts batches from shards.
-kernels.py has Triton twins of three functions; where it or Triton is missing, the plain functions
-do the same. program.py has what is not about training: flags, errors, ranks, logs.
+kernels.py has the Triton twins. Where it or Triton is missing, plain functions do the same.
 """
 
 import argparse
 import contextlib
+import ctypes
 import gc
+import glob
+import inspect
 import itertools
+import json
 import math
 import os
+import re
+import resource
 import shlex
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import uuid
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # Before torch loads OpenMP, whose threads spin while they wait for each other: where other work
-    # shares the cores, a long spin makes a step several times as long (BENCHMARKS.md).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's; other libraries have other names
-
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.optim.adam import adam as torch_adam
-from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
-import program
-import records
-from loader import END_OF_TEXT, FINEWEB, distributed_data_generator, load_data_shard  # noqa: F401
-from program import HERE, UserError, all_reduce_, clock, of_machine, of_run, setting, show
-from records import (
-    ADAM_FIELDS,
-    Layer,
-    Stage,
-    adam_table,
-    check_together,
-    layer_table,
-    padded_vocab,
-    scheduled_steps,
-    sigmoid_form,
-    softcap_of,
-    stage_table,
-)
+try:
+    # Names, not the module: PyPI has another package `kernels`. With that one, there are no twins.
+    from kernels import TWINS, fault, obstacle
+except ImportError:
+    TWINS, fault = {}, None  # no twin is ever tried: there is an obstacle
 
-try:  # Triton comes with PyTorch's CUDA build
-    from kernels import TWINS, fault, obstacle, shared_memory_is_small
-except ImportError:  # then the plain functions of this file do it all
-    TWINS, fault, shared_memory_is_small = {}, None, lambda device: False
-    obstacle = "kernels.py or Triton is missing".format
+    def obstacle(device: torch.device) -> str:
+        """Say why Triton cannot run."""
+        return "kernels.py or Triton is missing"
 
+
+HERE = Path(__file__).resolve().parent
+FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
+SAMPLE = f"{HERE}/data/kjv"
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
+END_OF_TEXT = 50256  # the GPT-2 token that begins every document
+
+
+class UserError(ValueError):
+    """What is wrong, where, and what to do about it: one line for people, without a traceback."""
 
 
 # -----------------------------------------------------------------------------
-# Configuration: a setting is a row; records.py has rows of layers, stages and records
+# Settings: each is a row with its legal range and a flag; a record is a set of them
 
-SWITCH, WINDOW_RULES = ("auto", "on", "off"), ("blocks", "tokens", "distance")
-Pair, Triple = tuple[float, float], tuple[float, float, float]
+
+def setting(
+    default,
+    meaning: str,
+    least: float | None = None,
+    most: float = math.inf,
+    *,
+    multiple_of: int | None = None,
+    choices: tuple[str, ...] | None = None,
+    group: str | None = None,
+    about: str = "learning",
+):
+    """Return a field of Hyperparameters with its help and its legal range.
+
+    `least` is 1 for integers and 0 for other numbers, unless given. `group` begins a group of
+    --help. A setting about "learning" decides what is learned. One about the "run" may differ when
+    a run is resumed. One about the "machine" is not even kept in checkpoints.
+    """
+    if least is None:
+        least = 1 if type(default) is int else 0
+    metadata = {
+        "help": meaning,
+        "legal": (least, most, multiple_of),
+        "choices": ("on", "off") if type(default) is bool else choices,
+        "group": group,
+        "about": about,
+    }
+    return field(default=default, metadata=metadata)
+
+
+of_run = partial(setting, about="run")
+of_machine = partial(setting, about="machine")
+SWITCH = ("auto", "on", "off")
+Pair = tuple[float, float]
+
+# The rows of `layers`, which layer_table reads.
+LAYERS_2024 = ",".join(["long+vfirst"] * 12)
+LAYERS_2025 = (
+    "long+v0,short+v1,short+v2,short,long,short,short,none,short,short+v0,short+v1,long+v2"
+)
 
 
 @dataclass(frozen=True)
@@ -93,77 +136,42 @@ class Hyperparameters:
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", 0)
     cooldown_frac: float = setting(0.4, "share of the steps in which the learning rate falls")
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
-    stages: str = setting("", "a row for each stage; empty: one stage")
-    extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
-    exact_stages: bool = setting(False, "starts of stages are not rounded; learning rates follow")
-    last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
-    window_rule: str = setting("blocks", "what a window counts", choices=WINDOW_RULES)
+    window_rule: str = setting("blocks", "what a window counts", choices=("blocks", "tokens"))
     window_min: int = setting(128, "long attention window at step 0, in tokens")
     window_span: int = setting(1728, "blocks: final window; tokens: growth from window_min", 0)
     window_step: int = setting(128, "the window is a multiple of this many tokens")
 
-    seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, step=BLOCK, group="batch")
-    batch_seqs: int = setting(8, "sequences in a global batch, shared by all ranks")
-    val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, step=BLOCK)
+    batch_seqs: int = setting(8, "sequences in a global batch, for all ranks", group="batch")
+    seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, multiple_of=BLOCK)
+    val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, multiple_of=BLOCK)
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
     epochs: int = setting(1, "passes over the training shards at most, 0 for any number", 0)
-    align_to_documents: bool = setting(False, "begin each training sequence with a document")
-    max_document_tokens: int = setting(2048, "then longer documents are cut, 0: none is", 0)
 
-    layers: str = setting(records.LAYERS_2025, "a row for each layer", group="model")
-    num_layers: int = setting(12, "how many of them, half from either end", 2)
+    layers: str = setting(LAYERS_2025, "a row for each layer", group="model")
+    num_layers: int = setting(12, "how many of them, half from either end", 2, multiple_of=2)
     num_heads: int = setting(6, "attention heads")
-    head_dim: int = setting(128, "channels in a head", 4, step=4)
-    model_dim: int = setting(768, "channels of the residual stream", 16, step=16)
+    head_dim: int = setting(128, "channels in a head", 4, multiple_of=4)
+    model_dim: int = setting(768, "channels of the residual stream", 16, multiple_of=16)
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
     init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
-    qkv_init: float = setting(1.0, "factor on that for q, k and v", 0)
-    out_init: float = setting(0.0, "factor on init_bound for attention's output, 0: zeros", 0)
-    value_init: float = setting(1.0, "standard deviation of value embeddings at first", 0)
-    head_init: float = setting(0.0, "standard deviation of the head at first", 0)
-    tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
     attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
-    yarn: bool = setting(False, "fit rotary frequencies and attn_scale to growing windows")
-    key_offset: bool = setting(False, "long, unpaired: half of a key is the token's before")
-    paired_heads: bool = setting(False, "pair the heads of layers with the word pair")
-    attention_gate: bool = setting(False, "gate each head's output")
-    value_gate: bool = setting(False, "gate value embeddings for each head")
-    gate_by_values: bool = setting(False, "unpaired, these gates read the value embedding, too")
-    skip_gate: bool = setting(False, "gate skip connections")
-    smear: bool = setting(False, "add a share of the token before to each embedding")
-    bigram_rows: int = setting(0, "rows of the table of bigrams' embeddings, 0: no table", 0)
-    bigram_lambda: float = setting(0.1, "factor on a bigram's embedding in each layer at first")
-    scaled_projections: bool = setting(False, "attention's lambdas scale what enters and leaves")
-    residual_lambda: float = setting(1.0, "factor on the residual stream at first", 0)
-    sublayer_lambdas: bool = setting(False, "factors on the stream and the result, by sublayer")
-    x0_apart: bool = setting(False, "the factors on x0 are a group of parameters of their own")
     # PyTorch's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
     norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
-    logit_sigmoid: Triple = setting((0.0, 0.0, 1.0), "a b c, a > 0: a sigmoid((logit + b) / c)", 0)
-    loss_sum: bool = setting(False, "gradients are those of a sequence's sum, not of its mean")
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
     # So small that, while output projections are zero, scalars take full steps by rounding noise.
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
     adam_betas: Pair = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
-    adam_rule: str = setting("torch", "which Adam; see adam", choices=("torch", "cautious"))
-    adam_groups: str = setting("", "rows of Adam's groups, where the following does not hold")
-    adam_every: int = setting(1, "Adam takes so many steps' gradients at a time", 1, 2)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
     head_lr: float = setting(0.008, "Adam's learning rate for the head")
     scalar_lr: float = setting(0.04, "Adam's learning rate for scalars")
     muon_lr: float = setting(0.05, "Muon's learning rate for hidden matrices")
-    muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors for tall, wide, square matrices", 0)
-    muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
-    muon_decay: float = setting(0.0, "Muon's cautious weight decay, times lr^2", 0)
-    polar_express: bool = setting(False, "orthogonalise by Polar Express, not by Newton-Schulz")
     momentum_start: float = setting(0.85, "Muon's momentum at step 0")
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
     momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
-    momentum_cooldown_steps: int = setting(0, "last steps, in which it falls again", 0)
     momentum_damped: bool = setting(True, "momentum averages gradients; off: it sums them")
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
 
@@ -182,60 +190,393 @@ class Hyperparameters:
     comm_timeout: int = of_run(600, "seconds after which ranks give up on each other")
     device: str = of_machine("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
     compile: str = of_machine("auto", "torch.compile; auto: on a GPU", choices=SWITCH)
-    kernels: str = of_machine("auto", "use Triton's; auto: where they are right", choices=SWITCH)
+    kernels: str = of_machine("auto", "Triton's; auto: where they are right", choices=SWITCH)
+
+    @property
+    def padded_vocab(self) -> int:
+        """The rows of the head: whole blocks of 128."""
+        return -(-self.vocab_size // 128) * 128
 
 
-LEARNING_FIELDS = program.names_of(Hyperparameters, "learning")
-RECORDS = {name: Hyperparameters(**settings) for name, settings in records.ROWS.items()}
+# The records. Numbers are those of the sources in the public logs.
+WINDOW_WARMUP = Hyperparameters(
+    num_iterations=1750,
+    cooldown_frac=640 / 1750,
+    lr_final=0.0,
+    window_rule="tokens",
+    window_min=64,
+    window_step=64,
+    seq_len=65536,
+    val_seq_len=65536,
+    layers=LAYERS_2024,
+    vocab_size=50304,
+    init_bound=1.0,
+    attn_scale=0.0,
+    rope="full",
+    rope_base=10000.0,
+    logit_softcap=30.0,
+    adam_eps=1e-8,
+    momentum_damped=False,
+    fp8=False,
+)
+RECORDS = {
+    "2024-11-19_FlexAttention": replace(
+        WINDOW_WARMUP,
+        num_iterations=1875,
+        cooldown_frac=562 / 1875,
+        window_min=1024,
+        window_span=0,
+        adam_betas=(0.9, 0.95),
+        muon_lr=0.04,
+        momentum_warmup_steps=500,
+    ),
+    "2024-11-24_WindowWarmup": WINDOW_WARMUP,
+    "2025-01-26_BatchSize": Hyperparameters(),
+    # 2025-01-26 at a size that two CPU cores train in a few minutes, on the sample corpus.
+    "demo": Hyperparameters(
+        num_iterations=128,
+        window_span=256,
+        seq_len=256,
+        val_seq_len=1024,
+        val_tokens=65536,
+        num_layers=4,
+        num_heads=2,
+        head_dim=64,
+        model_dim=128,
+        norm_eps=2.0**-23,
+        bfloat16_head=True,
+        train_files=f"{SAMPLE}_train_*.bin",
+        val_files=f"{SAMPLE}_val_*.bin",
+        val_loss_every=64,
+        save_every=128,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the model: what this layer attends with."""
+
+    window: str  # "long", "short" (half of the long one), or "none": no attention
+    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
+
+
+def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
+    """Return the layers in use: half of num_layers from either end of the rows in hp.layers.
+
+    A row is a window, and perhaps +v0 (values of embedding table 0; likewise +v1 and so on) or
+    +vfirst (the first layer's values). Source of both: arXiv 2410.17897. UserError for other rows.
+    """
+    rows = hp.layers.split(",")
+    if hp.num_layers > len(rows):
+        raise UserError(f"--num_layers {hp.num_layers}: --layers has {len(rows)}")
+    half = hp.num_layers // 2
+    table = []
+    for row in rows[:half] + rows[len(rows) - half :]:
+        found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
+        if not found:
+            form = "a row is long, short or none; after long or short, +v0 to +v9 or +vfirst"
+            raise UserError(f"--layers: {row!r} is no layer; {form}")
+        table.append(Layer(window=row.split("+")[0], values=found[3]))
+    return tuple(table)
+
+
+def names_about(settings_class, *about: str) -> list[str]:
+    """Return the names of the settings that are about "learning", the "run" or the "machine"."""
+    return [f.name for f in fields(settings_class) if f.metadata["about"] in about]
+
+
+def show(value) -> str:
+    """Return a setting as it is typed on the command line, a path relative to this file."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(show(part) for part in value)
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return str(value).removeprefix(f"{HERE}/")
+
+
+def check_ranges(hp: Hyperparameters) -> None:
+    """Raise UserError for a setting outside its legal range."""
+    for f in fields(hp):
+        value = getattr(hp, f.name)
+        if isinstance(value, str):
+            continue  # its choices are the flag's
+        least, most, multiple_of = f.metadata["legal"]
+        numbers = value if isinstance(value, tuple) else (value,)
+        in_range = all(least <= number <= most for number in numbers)
+        if in_range and (multiple_of is None or value % multiple_of == 0):
+            continue
+        rule = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        if multiple_of is not None:
+            rule += f", a multiple of {multiple_of}"
+        raise UserError(f"--{f.name} {show(value)}: must be {rule}")
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for values that no run can have."""
-    program.check_ranges(hp)
-    check_together(hp)
+    """Raise UserError for settings that no run can have."""
+    check_ranges(hp)
+    if hp.val_tokens % hp.val_seq_len:
+        raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
     layer_table(hp)
-    parameter_table(hp)
 
 
 # -----------------------------------------------------------------------------
-# Numerics: FP8 matmuls, the linear layer that uses them, and what calls Triton twins
+# Data: shards of GPT-2 tokens, and batches that depend on the step alone
+
+
+def load_data_shard(path: str | Path) -> Tensor:
+    """Return the tokens of a shard, (n,) uint16, mapped from the file.
+
+    A shard is 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16: llm.c's
+    format. Raises UserError with what was found and what was expected.
+    """
+    size = os.path.getsize(path)
+    header = np.fromfile(path, "<i4", 256).tolist()
+    expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
+    if size <= 1024 or size % 2 or header[:3] != expected:
+        found = f"its {size} bytes begin with {header[:3]}, expected {expected}"
+        raise UserError(f"{path} is not a whole token shard: {found}; fetch or make it again")
+    return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
+
+
+class Shard:
+    """A shard's file and its tokens (n,), uint16."""
+
+    def __init__(self, path: str):
+        self.path, self.tokens = path, load_data_shard(path).numpy()
+
+    def check(self, vocab_size: int) -> None:
+        """Raise UserError for a token outside the vocabulary."""
+        worst = self.tokens.max()
+        if worst >= vocab_size:
+            where = f"{self.path}: token {worst} at position {self.tokens.argmax()}"
+            raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
+
+
+# A sequence is one or more pieces (start, stop) of a shard's tokens. A cut finds a batch in a
+# shard: it returns the batch's sequences, and the position where the next batch begins; or None
+# where the shard has no room for the batch.
+
+
+def cut_consecutive(shard: Shard, position: int, seq_len: int, batch_seqs: int):
+    """Cut sequences that lie one behind the other. Each has seq_len tokens and one more, its last
+    target, which is the first token of the next sequence."""
+    end = position + batch_seqs * seq_len
+    if end >= len(shard.tokens):
+        return None
+    starts = range(position, end, seq_len)
+    return [[(start, start + seq_len + 1)] for start in starts], end
+
+
+def plan_batches(shards: list[Shard], cut: Callable, epochs: int, vocab_size: int) -> Iterator:
+    """Yield of each step's batch, from step 0 on, the shard and the sequences.
+
+    cut(shard, position, step) is the cut of a step. Batches are cut forward through the shards,
+    again and again, `epochs` times (0: forever). It ends, too, where no shard has room for a step's
+    batch. Shards are checked when first read.
+    """
+    step = 0
+    for epoch in itertools.count():
+        if epochs and epoch == epochs:
+            return
+        first = step
+        for shard in shards:
+            if epoch == 0:
+                shard.check(vocab_size)
+            found = cut(shard, 0, step)
+            while found is not None:
+                sequences, position = found
+                yield shard, sequences
+                step += 1
+                found = cut(shard, position, step)
+        if step == first:
+            return
+
+
+def read_batch(shard: Shard, sequences: list, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """Return inputs (n, T) int32 and targets (n, T) int64 of n sequences, pinned for a GPU."""
+    rows = [np.concatenate([shard.tokens[i:j] for i, j in pieces]) for pieces in sequences]
+    tokens = np.stack(rows)
+    inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
+    targets = torch.from_numpy(tokens[:, 1:].astype(np.int64))
+    if device is None or device.type == "cpu":
+        return inputs, targets
+    torch.cuda.set_device(device)  # else a thread's pinned memory is that of GPU 0
+    return inputs.pin_memory(), targets.pin_memory()
+
+
+def distributed_data_generator(
+    pattern: str,
+    seq_len: int,
+    batch_seqs: int,
+    rank: int,
+    world_size: int,
+    start_step: int = 0,
+    num_batches: int = 0,
+    epochs: int = 1,
+    vocab_size: int = END_OF_TEXT + 1,
+    device: torch.device | None = None,
+    cut: Callable | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's part of each global batch from start_step on, read ahead by a thread.
+
+    A part is inputs and targets as read_batch has them, (batch_seqs / world_size, seq_len): of a
+    batch's sequences, rank r has the r-th part. A batch lies in one shard; a shard's tail that is
+    too short for one is dropped. The generator ends after num_batches, or else after `epochs`
+    passes over the shards (0: never). cut(shard, position, step), if there is one, takes the place
+    of cut_consecutive. UserError at once if shards are missing, damaged, too short
+    for num_batches (0: for one) or hold a token outside the vocabulary.
+    """
+    if batch_seqs % world_size:
+        raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        text = f"no shard matches {pattern}"
+        if pattern.startswith(FINEWEB):
+            text += f"; fetch FineWeb with {HERE}/cached_fineweb.py"
+        raise UserError(text)
+    shards = [Shard(path) for path in paths]
+
+    def cut_step(shard: Shard, position: int, step: int):
+        if cut is not None:
+            return cut(shard, position, step)
+        return cut_consecutive(shard, position, seq_len, batch_seqs)
+
+    def plan(epochs: int) -> Iterator:
+        return plan_batches(shards, cut_step, epochs, min(vocab_size, END_OF_TEXT + 1))
+
+    # The plan of all batches, or of one epoch, is made now: so shards are checked before training.
+    planned = list(itertools.islice(plan(epochs if num_batches else 1), num_batches or None))
+    if len(planned) < max(num_batches, 1):
+        # Either there are too few batches, or no shard has room for the next one.
+        step = len(planned)
+        if step and any(cut_step(shard, 0, step) for shard in shards):
+            passes = f" in {epochs} epochs" if epochs > 1 else ""
+            found = f"{pattern} holds {step} batches{passes}"
+            raise UserError(f"{found}, the run reads {num_batches}: add shards, or raise --epochs")
+        most = max(len(shard.tokens) for shard in shards)
+        need = batch_seqs * seq_len + 1
+        raise UserError(f"{pattern}: a shard has at most {most} tokens, a batch needs {need}")
+    share = batch_seqs // world_size
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        ahead = deque()
+        with ThreadPoolExecutor(1) as reader:
+            steps = planned if num_batches else plan(epochs)
+            for shard, sequences in itertools.islice(steps, start_step, None):
+                own = sequences[rank * share : (rank + 1) * share]
+                ahead.append(reader.submit(read_batch, shard, own, device))
+                if len(ahead) > 4:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    return batches()
+
+
+# -----------------------------------------------------------------------------
+# Schedules: functions of the step alone, so a resumed run repeats an uninterrupted one
+
+
+def get_lr(step: int, hp: Hyperparameters) -> float:
+    """Return the multiplier on every learning rate: a linear rise, 1, a linear fall to lr_final."""
+    rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
+    left = 1 - step / hp.num_iterations
+    w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
+    return rise * (w + (1 - w) * hp.lr_final)
+
+
+def get_window_size(step: int, hp: Hyperparameters) -> int:
+    """Return the long window in tokens. It grows, in window_steps rounded up ("blocks") or down."""
+    # Exact, in integers: a window is grown / unit window_steps.
+    grown = hp.window_span * step
+    unit = hp.num_iterations * hp.window_step
+    if hp.window_rule == "tokens":
+        return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
+    rounded_up = -(-grown // unit) * hp.window_step
+    return max(rounded_up, hp.window_min)
+
+
+def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
+    """Return Muon's momentum at the step: a linear ramp, then flat."""
+    ramp = min(step / hp.momentum_warmup_steps, 1.0)
+    return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
+
+
+@dataclass(frozen=True)
+class Moment:
+    """All that is scheduled, at one step."""
+
+    step: int
+    lr: float  # multiplier on every learning rate
+    momentum: float  # Muon's
+    window: int  # the long one, in tokens
+    short: int  # the short one
+    seq_len: int  # tokens in a training sequence
+
+    @property
+    def kind(self) -> tuple:
+        """What decides how a step is compiled and how much memory it takes: the warm-up makes a
+        step of each kind."""
+        return (self.window,)
+
+
+def moment(step: int, hp: Hyperparameters) -> Moment:
+    """Return what holds at a step, from 0 to num_iterations; beyond, what holds after the last."""
+    step = min(step, hp.num_iterations)
+    window = get_window_size(step, hp)
+    return Moment(
+        step=step,
+        lr=get_lr(step, hp),
+        momentum=get_muon_momentum(step, hp),
+        window=window,
+        short=window // 2,
+        seq_len=hp.seq_len,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Numerics: FP8 matmuls, the linear layer that uses them, and functions with a Triton twin
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
-    """Of embeddings and activations: bfloat16 on CUDA, float32 on a CPU."""
+    """Return the dtype of embeddings and activations: bfloat16 on CUDA, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def fp8_supported(device: torch.device) -> bool:
-    """torch's scaled matmul runs on GPUs from Ada and Hopper on, and, slowly, on a CPU."""
+    """Say whether torch's scaled matmul runs: on GPUs from Ada on, and, slowly, on a CPU."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x * scale in float8, clamped to its range: the cast to float8_e5m2 alone would give inf."""
+    """Return x * scale in float8, clamped to its range: a cast to float8_e5m2 alone gives inf."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """(M, K) @ (K, N) of float8, over scale, in dtype; cuBLAS wants a by rows and b by columns."""
-    inverse, one = (torch.full((), s, device=a.device) for s in (1.0 / scale, 1.0))
-    a, b = a.contiguous(), b.T.contiguous().T
+    """Return a @ b / scale in dtype, of float8 (M, K) and (K, N)."""
+    inverse = torch.full((), 1.0 / scale, device=a.device)
+    one = torch.full((), 1.0, device=a.device)
+    a, b = a.contiguous(), b.T.contiguous().T  # cuBLAS wants a by rows and b by columns
     return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast_accum)
 
 
 def fp8_forward(x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float) -> Tensor:
-    """x @ w.T (T, N) in bfloat16, from x (T, K) and w (N, K) in float8_e4m3fn."""
+    """Return x @ w.T (T, N) in bfloat16, from x (T, K) and w (N, K) in float8_e4m3fn."""
     return scaled_mm(x_f8, w_f8.T, x_s * w_s, torch.bfloat16, fast_accum=True)
 
 
 def fp8_grad_x(grad_f8: Tensor, w_f8: Tensor, grad_s: float, w_s: float) -> Tensor:
-    """grad @ w (T, K) in bfloat16, from grad (T, N) in float8_e5m2 and w (N, K)."""
+    """Return grad @ w (T, K) in bfloat16, from grad (T, N) in float8_e5m2 and w (N, K)."""
     return scaled_mm(grad_f8, w_f8, grad_s * w_s, torch.bfloat16, fast_accum=False)
 
 
 def fp8_grad_w(grad_f8: Tensor, x_f8: Tensor, grad_s: float, x_s: float) -> Tensor:
-    """grad.T @ x (N, K) in float32, from grad (T, N) in float8_e5m2 and x (T, K)."""
+    """Return grad.T @ x (N, K) in float32, from grad (T, N) in float8_e5m2 and x (T, K)."""
     return scaled_mm(grad_f8.T, x_f8, grad_s * x_s, torch.float32, fast_accum=False)
 
 
@@ -244,17 +585,20 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, x_s, w_s, grad_s):
-        x_f8, w_f8 = to_fp8(x, x_s, torch.float8_e4m3fn), to_fp8(w, w_s, torch.float8_e4m3fn)
+        x_f8 = to_fp8(x, x_s, torch.float8_e4m3fn)
+        w_f8 = to_fp8(w, w_s, torch.float8_e4m3fn)
         ctx.save_for_backward(x_f8, w_f8)
         ctx.scales = x_s, w_s, grad_s
         return fp8_forward(x_f8, w_f8, x_s, w_s)
 
     @staticmethod
     def backward(ctx, grad):
-        (x_f8, w_f8), (x_s, w_s, grad_s) = ctx.saved_tensors, ctx.scales
-        grad_f8 = to_fp8(grad, grad_s, torch.float8_e5m2)  # autograd casts to the inputs' dtypes
-        grads = fp8_grad_x(grad_f8, w_f8, grad_s, w_s), fp8_grad_w(grad_f8, x_f8, grad_s, x_s)
-        return *grads, None, None, None
+        x_f8, w_f8 = ctx.saved_tensors
+        x_s, w_s, grad_s = ctx.scales
+        grad_f8 = to_fp8(grad, grad_s, torch.float8_e5m2)
+        grad_x = fp8_grad_x(grad_f8, w_f8, grad_s, w_s)  # autograd casts to the inputs' dtypes
+        grad_w = fp8_grad_w(grad_f8, x_f8, grad_s, x_s)
+        return grad_x, grad_w, None, None, None
 
 
 class CastedLinear(nn.Linear):
@@ -264,520 +608,103 @@ class CastedLinear(nn.Linear):
     float8_e4m3fn, and the output's gradient * grad_s enters the backward ones as float8_e5m2.
     """
 
-    def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
-        super().__init__(in_features, out_features, bias=False)
-        self.use_fp8, self.scales = use_fp8, (float(x_s), float(w_s), float(grad_s))
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        use_fp8: bool = False,
+        x_s: float = 1.0,
+        w_s: float = 1.0,
+        grad_s: float = 1.0,
+    ):
+        # nn.Linear draws the weight within 1 / sqrt(in_features); who wants another one scales it.
+        nn.Linear.__init__(self, in_features, out_features, bias=False)
+        self.scales = (x_s, w_s, grad_s) if use_fp8 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), in bfloat16 with FP8, else in x's dtype."""
-        if self.use_fp8 and self.training and fp8_supported(x.device):
-            out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.scales)
-            return out.view(*x.shape[:-1], -1)
-        return F.linear(x, self.weight.type_as(x))
+        """Map (..., in_features) to (..., out_features), in bfloat16 with FP8, else x's dtype."""
+        if self.scales is None or not self.training or not fp8_supported(x.device):
+            return F.linear(x, self.weight.type_as(x))
+        out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.scales)
+        return out.view(*x.shape[:-1], -1)
 
 
 def as_is(function):
-    """What takes the place of torch.compile where nothing is compiled."""
+    """Return the function: what takes the place of torch.compile where nothing is compiled."""
     return function
-
-
-KERNELS: dict[str, "Kernel"] = {}
-
-
-def kernels_in_use() -> list[str]:
-    return [name for name, kernel in KERNELS.items() if kernel.use]
 
 
 class Kernel:
     """A plain function whose twin in kernels.py is called while choose_kernels has set `use`."""
 
-    def __init__(self, plain):
-        self.plain, self.fused, self.use = plain, TWINS.get(plain.__name__), False
-        KERNELS[plain.__name__] = self
+    def __init__(self, plain: Callable):
+        self.plain = plain
+        self.name = plain.__name__
+        self.fused = TWINS.get(self.name)
+        self.use = False
 
     def __call__(self, *arguments):
-        return (self.fused if self.use else self.plain)(*arguments)
+        function = self.fused if self.use else self.plain
+        return function(*arguments)
 
 
-# -----------------------------------------------------------------------------
-# Optimizers: Muon and Adam as update rules, and the table that says which parameter has which
+def names_in_use(kernels: tuple[Kernel, ...]) -> list[str]:
+    """Return the names of the kernels whose twins are called."""
+    return [kernel.name for kernel in kernels if kernel.use]
 
 
-@Kernel
-def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
-    """a a^T (B, n, n) of a (B, n, k), or with a symmetric c (B, n, n), alpha a a^T + beta c."""
-    return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
+def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=print) -> None:
+    """Use each kernel that works on all ranks, or what --kernels says, and log their names.
 
-
-# Coefficients (a, b, c) of a step, which takes singular values s to a s + b s^3 + c s^5. Those of
-# Newton-Schulz bring most of them to between 0.7 and 1.2, fast rather than exactly; those of Polar
-# Express (arXiv 2505.16932), with its margins for rounding, change from step to step.
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-
-
-def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5, polar_express=False) -> Tensor:
-    """G (..., rows, cols) with its singular vectors kept and its singular values near 1; zero stays
-    zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon."""
-    in_bfloat16 = activation_dtype(G.device) == torch.bfloat16
-    X = (G.bfloat16() if in_bfloat16 else G).reshape(-1, *G.shape[-2:])
-    tall = X.size(-2) > X.size(-1)
-    X = X.mT if tall else X
-    size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
-    X = X / (1.02 * size + 1e-6 if polar_express else size + 1e-7)
-    coefficients = POLAR_EXPRESS if polar_express else NEWTON_SCHULZ
-    for a, b, c in coefficients[:steps]:
-        A = symmetric_matmul(X)  # sums inside the matmuls: in bfloat16, half the rounding error
-        B = symmetric_matmul(A, A, c, b)
-        X = torch.baddbmm(X, B, X, beta=a)
-    return (X.mT if tall else X).reshape(G.shape)
-
-
-def muon_updates(grads, momenta, momentum: Tensor, damped=True, polar_express=False) -> Tensor:
-    """The updates (n, rows, cols) of n matrices; mean gradients and momenta are lists of parts.
-
-    Momenta change in place. Damped, they take up a share of 1 - momentum of each gradient, else all
-    of it: while the momentum is constant, that is only another scale. Compiled, all but the matmuls
-    is one pass over them; momentum () is a tensor, so that a new value compiles nothing.
+    UserError for --kernels on where Triton cannot run.
     """
-    directions = []
-    for grad, buffer in zip(grads, momenta, strict=True):
-        if damped:
-            buffer.lerp_(grad, 1 - momentum)
-            directions.append(grad.lerp(buffer, momentum))
-        else:
-            buffer.mul_(momentum).add_(grad)
-            directions.append(grad + momentum * buffer)
-    return zeropower_via_newtonschulz5(torch.cat(directions), polar_express=polar_express)
-
-
-def normuon_(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """NorMuon (arXiv 2510.05491): updates (n, rows, cols) whose neurons, the longer side, have
-    equal sizes in the mean over steps; each matrix keeps its Frobenius norm. The second moments
-    (n, rows, 1) or (n, 1, cols) change in place."""
-    old, neuron = updates.float(), -1 if second_moment.size(-1) == 1 else -2
-    second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
-    new = old * second_moment.clamp(min=1e-10).rsqrt()
-    before, after = (torch.linalg.matrix_norm(t, keepdim=True) for t in (old, new))
-    return (new * (before / after.clamp(min=1e-10))).type_as(updates)
-
-
-def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
-    """weights -= lr * updates, and where an update makes a weight smaller anyway, or is 0, also
-    lr * decay * weights: cautious weight decay (arXiv 2510.12402)."""
-    for weight, update in zip(weights, updates, strict=True):
-        weight.sub_(lr * (update + decay * weight * (update * weight >= 0)))
-
-
-def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: float) -> None:
-    """A step of Adam in place, in float32, on lists of weights, gradients and state. Epsilon is
-    added to the root of the uncorrected second moment. Where an update makes a weight smaller, the
-    weight decays by lr^2 * decay, too. On a CPU, rows of 65536 numbers stay in the cache."""
-    for weight, grad, kept in zip(weights, grads, state, strict=True):
-        step, (beta1, beta2) = kept["step"].add_(1), betas
-        step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-        parts = [(weight, grad, kept["exp_avg"], kept["exp_avg_sq"])]
-        if not (weight.is_cuda or torch.compiler.is_compiling()):
-            rows = 1 + 65536 // weight[0].numel()
-            parts = zip(*(tensor.split(rows) for tensor in parts[0]), strict=True)
-        for w, g, first, second in parts:
-            first.lerp_(g.float(), 1 - beta1)
-            second.lerp_(g.float().square(), 1 - beta2)
-            update, old = step_size * first / (second.sqrt() + eps), w.float()
-            w.copy_(old - update - lr * lr * decay * old * (update * old > 0))
-
-
-MUON_STEPS = muon_updates, normuon_, cautious_step_
-
-
-def number(value: float, like: Tensor) -> Tensor:
-    """It as a tensor (): compiled functions are not compiled anew for another value."""
-    return torch.full((), value, device=like.device)
-
-
-# An update rule is rule(buckets, lr, now, ...): of buckets (see Bucket) whose rows have one shape,
-# with the group's learning rate `lr` at this moment, and the Moment `now`. It reads bucket.grads,
-# the mean gradient (n, ...) of this rank's n rows. What it keeps in bucket.state is saved and
-# resumed: tensors (n, ...) of any further shape, or () and equal in all buckets. The rule answers
-# with what each bucket sends, (n, ...), and how all ranks change their weights by what was sent:
-# take(weights, sent), two lists.
-
-
-def muon(buckets, lr: float, now, hp: Hyperparameters, steps=MUON_STEPS):
-    """Nesterov momentum whose update is orthogonalised, for matrices (n, rows, cols). With a
-    muon_beta2 it is NorMuon; with a muon_decay, weights decay cautiously, by lr^2. `steps` are the
-    compiled MUON_STEPS."""
-    (rows, cols), (updates_of, norm_, step_) = buckets[0].row_shape, steps
-    for bucket in buckets:
-        if "momentum_buffer" not in bucket.state:
-            bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
-        if hp.muon_beta2 and "second_moment" not in bucket.state:
-            shape = (rows, 1) if rows >= cols else (1, cols)
-            bucket.state["second_moment"] = bucket.grads.new_zeros(len(bucket.grads), *shape)
-    grads = [bucket.grads for bucket in buckets]
-    momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
-    options = number(now.momentum, grads[0]), hp.momentum_damped, hp.polar_express
-    updates = updates_of(grads, momenta, *options).split([len(grad) for grad in grads])
-    if hp.muon_beta2:
-        pairs = zip(updates, [bucket.state["second_moment"] for bucket in buckets], strict=True)
-        updates = [norm_(update, second, hp.muon_beta2) for update, second in pairs]
-    tall, wide, square = hp.muon_mul
-    own_lr = lr * (tall if rows > cols else wide if rows < cols else square)
-    if not hp.muon_decay:
-        return updates, partial(torch._foreach_add_, alpha=-own_lr)
-    numbers = number(own_lr, grads[0]), number(lr * hp.muon_decay, grads[0])
-    return updates, lambda weights, sent: step_(weights, sent, *numbers)
-
-
-def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
-    """Take over what was sent as the new weights."""
-    for weight, new in zip(weights, sent, strict=True):
-        if weight.data_ptr() != new.data_ptr():  # one rank's share of a table is the table
-            weight.copy_(new)
-
-
-def adam(buckets, lr: float, now, betas, eps: float, decay=0.0, step_=None):
-    """Adam, for rows of any shape: with a (compiled) cautious_adam_ and moments in float32; else
-    torch's fused one, without decay."""
-    weights, states = [bucket.weights() for bucket in buckets], [bucket.state for bucket in buckets]
-    for state, weight in zip(states, weights, strict=True):
-        if "step" not in state:
-            state["step"] = torch.zeros((), device=weight.device)
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(weight, dtype=torch.float32 if step_ else None)
-    grads, (beta1, beta2) = [bucket.grads for bucket in buckets], betas
-    if step_:
-        step_(weights, grads, states, number(lr, weights[0]), betas, eps, decay)
-    else:
-        kept = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-        moments, squares, steps = kept
-        options = {"amsgrad": False, "maximize": False, "fused": True, "weight_decay": 0.0}
-        options |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-        grads = [grad.type_as(weight) for grad, weight in zip(grads, weights, strict=True)]
-        torch_adam(weights, grads, moments, squares, [], steps, **options)
-    return weights, copy_new
-
-
-@dataclass(frozen=True)
-class Group:
-    """A row of the table of parameters: which parameters these are, and how they learn."""
-
-    name: str  # its gradient's norm is in the metrics as grad_norm_NAME
-    patterns: tuple[str, ...]  # of names of parameters, as fnmatch reads them
-    rule: Callable
-    lr: float
-    row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
-    least_rows: float  # a bucket has at least so many rows, and one for each rank
-    complete: str = "backward"  # gradients are there in the last backward pass, or at its "end", or
-    # since the "forward" pass
-    every: int = 1  # it learns from the sum of so many steps' gradients
-
-    def learns(self, now: "Moment") -> bool:
-        """Whether it does at a moment. An embedding that is the head learns as the head."""
-        return (now.step + 1) % self.every == 0 and not (now.tied and self.name == "embed")
-
-
-# The parameters of each group, in the order of a step. Those of a group in ELSEWHERE belong to the
-# group that is named there, unless hp.adam_groups has a row for their own.
-PATTERNS = {
-    "head": ("lm_head.weight",),
-    "muon": ("blocks.*.weight", "blocks.*.qkv_w"),
-    "embed": ("embed.weight",),
-    "values": ("value_embeds.*", "bigram_embed.weight"),
-    "scalar": ("skip_weights", "blocks.*lambdas", "smear_lambda", "backout_lambda"),
-    "gates": ("blocks.*gate",),
-    "x0": ("blocks.*.x0_lambda",),
-    "bigram": ("blocks.*.bigram_lambda",),
-    "residual": ("blocks.*.residual_lambda",),
-    "post": ("blocks.*.post_lambda",),
-    "smear": ("smear_gate",),
-    "skip": ("skip_gates",),
-}
-ELSEWHERE = {"gates": "muon", "x0": "scalar", "bigram": "scalar", "residual": "scalar"}
-ELSEWHERE |= {"post": "scalar", "smear": "scalar", "skip": "scalar"}
-
-
-def adam_group(name: str, patterns, hp: Hyperparameters, compile_, **own: float) -> Group:
-    """A group that learns by Adam, by the numbers of its own row of hp.adam_groups or the usual."""
-    tables = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
-    usual = tables.get(name, hp.scalar_lr), *hp.adam_betas, 0.0
-    lr, *betas, decay = (dict(zip(ADAM_FIELDS, usual, strict=True)) | own).values()
-    step_ = compile_(cautious_adam_) if hp.adam_rule == "cautious" else None
-    rule = partial(adam, betas=betas, eps=hp.adam_eps, decay=decay, step_=step_)
-    if name not in tables:
-        return Group(name, patterns, rule, lr, 0, math.inf, every=hp.adam_every)
-    complete = "forward" if name == "head" and not hp.tied_frac else "end"
-    return Group(name, patterns, rule, lr, 1, 1, complete, hp.adam_every)
-
-
-def parameter_table(hp: Hyperparameters, compile_=as_is) -> tuple[Group, ...]:
-    """The groups, in the order in which their gradients leave and their weights are updated."""
-    own, patterns = adam_table(hp, PATTERNS.keys() - {"muon"}), dict(PATTERNS)
-    for name, other in ELSEWHERE.items():
-        if name not in own:
-            patterns[other] += patterns.pop(name)
-    rule = partial(muon, hp=hp, steps=tuple(map(compile_, MUON_STEPS)))
-    matrices = Group("muon", patterns.pop("muon"), rule, hp.muon_lr, 2, 8)
-    groups = [adam_group(n, p, hp, compile_, **own.get(n, {})) for n, p in patterns.items()]
-    # A tied head waits for the embedding's gradient; then matrices do not wait for the head.
-    groups.insert(0 if hp.tied_frac else 1, matrices)
-    return tuple(groups)
-
-
-def members(model: nn.Module, table: tuple[Group, ...] = ()) -> dict[str, dict[str, nn.Parameter]]:
-    """Of each group's name, its parameters by their names. ValueError for a parameter that does not
-    match exactly one row of the table."""
-    table = table or parameter_table(model.hp)
-    found = {group.name: {} for group in table}
-    for name, p in model.named_parameters():
-        rows = [g for g in table if any(fnmatchcase(name, text) for text in g.patterns)]
-        if len(rows) != 1 or p.ndim < rows[0].row_ndim:
-            names = " and ".join(g.name for g in rows) or "no row"
-            wanted = f"it wants exactly one, for its shape {tuple(p.shape)}"
-            raise ValueError(f"{name} matches {names} of parameter_table: {wanted}")
-        found[rows[0].name][name] = p
-    return found
-
-
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def gradient_buffer(weight: Tensor) -> Tensor:
-    """Where the gradient of a vocabulary table is summed in place: weight.grad, made once.
-
-    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms. Buffers
-    of tables that are joined (see ValueEmbeds) are made together, and are parts of one.
-    """
-    name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
-    if getattr(weight, name, None) is None:
-        whole, parts = getattr(weight, "joined", (weight, []))
-        buffer = torch.zeros_like(whole, dtype=torch.float32)
-        setattr(whole, name, buffer)
-        for i, part in enumerate(parts):
-            setattr(part, name, buffer.chunk(len(parts))[i])
-    return getattr(weight, name)
-
-
-class Bucket:
-    """Parameters whose gradients travel together, in their dtype, as rows of one shape. Each rank
-    owns a share: one of world_size equal parts of the rows, to the last of which zeros are added.
-    """
-
-    def __init__(self, params: list[Tensor], row_ndim: int, rank=0, world_size=1):
-        self.params, self.rank, self.world_size = params, rank, world_size
-        self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
-        self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
-        self.share_len = -(-sum(self.counts) // world_size)
-        self.state: dict[str, Tensor] = {}  # what the update rule keeps of this rank's share
-        self.grads = self.sent = self.work = None
-
-    def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
-        """This rank's rows, (share_len, ...), of tensors shaped like the parameters, or of state
-        whose rows have another shape; or the rows of all ranks."""
-        pairs = zip(tensors, self.params, strict=True)
-        rows = [t.reshape(-1, *self.row_shape) if t.shape == p.shape else t for t, p in pairs]
-        rows = torch.cat(rows) if len(rows) > 1 else rows[0]
-        if not whole:
-            rows = rows[self.rank * self.share_len :][: self.share_len]
-        missing = self.share_len * (self.world_size if whole else 1) - len(rows)
-        return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
-
-    def weights(self) -> Tensor:
-        """This rank's rows of the parameters: of one parameter its own memory, unless padded."""
-        return self.share([p.detach() for p in self.params])
-
-    def launch(self) -> None:
-        """Begin to sum the gradients over all ranks. They travel in the parameters' dtype."""
-        grads = [gradient_buffer(p) for p in self.params]  # on one rank, a table's is used as it is
-        if self.world_size > 1:
-            grads = [grad.type_as(p) for grad, p in zip(grads, self.params, strict=True)]
-        self.grads = self.sent = self.share(grads, whole=True)
-        if self.world_size > 1:
-            self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
-            self.work = reduce_scatter(self.grads, self.sent, async_op=True)
-
-    def wait(self) -> Tensor:
-        """This rank's share of the summed gradients, which are in self.grads from now on."""
-        if self.grads is None:
-            self.launch()
-        if self.work is not None:
-            self.work.wait()
-        self.sent = self.work = None
-        return self.grads
-
-    def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to collect all shares; the answer waits for them: a tensor for each parameter, in
-        its shape or, of state with rows of another shape, as rows."""
-        rows, work = share, None
-        if self.world_size > 1:
-            rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
-            work = all_gather(rows, share.contiguous(), async_op=True)
-
-        def collected() -> list[Tensor]:
-            if work is not None:
-                work.wait()
-            parts = rows[: sum(self.counts)].split(self.counts)
-            like_params = rows.shape[1:] == self.row_shape
-            pairs = zip(parts, self.params, strict=True)
-            return [t.view(p.shape) if like_params else t for t, p in pairs]
-
-        return collected
-
-
-class Optimizers:
-    """The update rules at work on all parameters. The order of a step is that of all ranks:
-
-    1. Gradients leave in the order of the table, each bucket as soon as it is complete and those
-       before it have left: the head's before the last backward pass begins (a tied one's at its
-       end), the matrices' while it runs, from the last layer to the first, the others' at its end.
-    2. In the same order each rank updates its share, and sends what has changed: while gradients of
-       the tables travel, it orthogonalises its matrices.
-    3. At last all ranks take over what was sent.
-    """
-
-    def __init__(self, model: nn.Module, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        self.hp, self.names = hp, {p: name for name, p in model.named_parameters()}
-        self.groups: list[tuple[Group, list[Bucket]]] = []
-        table = parameter_table(hp, model.compile_)
-        for group, params in zip(table, members(model, table).values(), strict=True):
-            buckets, unfilled = [], {}
-            for p in reversed(params.values()):  # as backward meets them
-                shape = p.shape[p.ndim - group.row_ndim :]
-                bucket = unfilled.setdefault(shape, [])
-                bucket.insert(0, p)
-                enough = max(group.least_rows, world_size)
-                if world_size == 1 and enough > 1:  # nothing is sent: all of a shape together
-                    enough = math.inf
-                if sum(p.numel() for p in bucket) >= enough * shape.numel():
-                    buckets.append(unfilled.pop(shape))
-            buckets = [*buckets, *unfilled.values()]
-            ranks = group.row_ndim, rank, world_size
-            self.groups.append((group, [Bucket(bucket, *ranks) for bucket in buckets]))
-        self.order = [bucket for _, buckets in self.groups for bucket in buckets]
-        self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
-        for p in self.names:
-            gradient_buffer(p)  # also of what this model does not use
-        for group, buckets in self.groups if world_size > 1 else ():
-            for bucket in buckets if group.complete == "backward" else ():
-                for p in bucket.params:
-                    p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
-
-    def begin_last_backward(self, now: "Moment") -> None:
-        """From now on, gradients are complete when they arrive; some are complete already. Groups
-        that do not learn at this moment keep theirs."""
-        for group, buckets in self.groups:
-            for bucket in buckets if group.learns(now) else ():
-                self.missing[bucket] = 0 if group.complete == "forward" else len(bucket.params)
-        self.launch_complete()
-
-    def arrived(self, bucket: Bucket) -> None:
-        """One of the bucket's gradients is there: complete, if this is the last backward pass."""
-        if bucket in self.missing:
-            self.missing[bucket] -= 1
-            self.launch_complete()
-
-    def launch_complete(self) -> None:
-        """Launch what is next in order, as far as that is complete."""
-        for bucket in list(self.missing):
-            if self.missing[bucket]:
-                break
-            del self.missing[bucket]
-            bucket.launch()
-
-    def grad_norms(self, now: "Moment") -> Tensor:
-        """L2 norms (groups,) of the summed gradients of each group that learns; of others, 0."""
-        length = partial(torch.linalg.vector_norm, dtype=torch.float32)
-        squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
-        for square, (group, buckets) in zip(squares, self.groups, strict=True):
-            for bucket in buckets if group.learns(now) else ():
-                square += length(bucket.wait()).square()
-        all_reduce_([squares])
-        return squares.sqrt()
-
-    @torch.no_grad()
-    def step(self, now: "Moment") -> list[Tensor]:
-        """Update all groups that learn at a moment, and empty their gradients. Every 25 of Adam's
-        steps, and to clip, the answer holds the norms (groups,) of the mean gradient."""
-        for bucket in self.missing:
-            bucket.launch()
-        self.missing = {}
-        grad_scale, norms = 1 / self.hp.batch_seqs, []
-        if (now.step + 1) % (25 * self.hp.adam_every) == 0 or self.hp.grad_clip:
-            norms = [self.grad_norms(now) * grad_scale]
-        if self.hp.grad_clip:
-            grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
-        if self.hp.tied_frac and not now.tied:  # the embedding goes on with the head's state
-            buckets_of = {group.name: buckets for group, buckets in self.groups}
-            for head, embed in zip(buckets_of["head"], buckets_of["embed"], strict=True):
-                embed.state = embed.state or {k: v.clone() for k, v in head.state.items()}
-        pending, learning = [], [row for row in self.groups if row[0].learns(now)]
-        for group, buckets in learning:
-            for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
-                same = [bucket for bucket in buckets if bucket.row_shape == shape]
-                torch._foreach_mul_([bucket.wait() for bucket in same], grad_scale)
-                shares, take = group.rule(same, group.lr * now.lr, now)
-                for bucket, share in zip(same, shares, strict=True):
-                    pending.append((bucket, bucket.gather(share), take))
-                    bucket.grads = None
-        for bucket, sent, take in pending:
-            take(bucket.params, sent())
-        params = [p for _, buckets in learning for bucket in buckets for p in bucket.params]
-        torch._foreach_zero_([gradient_buffer(p) for p in params])
-        return norms
-
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """All ranks' state by parameter name, on rank 0's CPU; others only help."""
-        saved = {name: {} for name in self.names.values()}
-        for bucket in self.order:
-            for key, value in bucket.state.items():
-                values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
-                for p, v in zip(bucket.params, values, strict=True) if bucket.rank == 0 else ():
-                    saved[self.names[p]][key] = v.to("cpu", copy=True)
-        return saved
-
-    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Take over such a state of any number of ranks; of {}, begin anew."""
-        for bucket in self.order:
-            rows = [saved.get(self.names[p], {}) for p in bucket.params]
-            bucket.state.clear()
-            for key, value in rows[0].items():
-                share = bucket.share([row[key] for row in rows]) if value.ndim else value
-                bucket.state[key] = share.to(bucket.params[0].device, copy=True)
+    reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
+    if hp.kernels == "on" and reason:
+        raise UserError(f"--kernels on: {reason}")
+    for kernel in model.kernels:
+        kernel.use = not reason and kernel.fused is not None
+    if hp.kernels == "auto":
+        in_fp8 = trains_in_fp8(hp.fp8, device)
+        dtype = activation_dtype(device)
+        faults = [
+            reason or fault(kernel.plain, model.compile_, hp, device, dtype, in_fp8)
+            for kernel in model.kernels
+        ]
+        # A kernel is used where no rank has a fault: all ranks must compute the same.
+        votes = torch.tensor([float(bool(text)) for text in faults], device=device)
+        all_reduce_([votes])
+        for kernel, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
+            kernel.use = not against
+            if against and not reason:
+                log(f"kernel {kernel.name} is off: {text or 'another rank cannot use it'}")
+    names = " ".join(names_in_use(model.kernels)) or "none"
+    log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
 
 
 # -----------------------------------------------------------------------------
 # Model: masks, attention, layers, and a head whose loss never stores the logits
 
 
-def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
-    """The attention mask as one integer a token: position i sees j when first[i] <= j <= i.
+def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
+    """Return the attention mask as one integer a token: position i sees j when first[i] <= j <= i.
 
     A mask is causal, within a document (END_OF_TEXT begins it) and within a window, so what a token
     sees is one run that ends at itself. A window is in tokens; by the rule "blocks" its whole
-    blocks count, the token's own first and always; by the rule "distance", too, but they lie before
-    the token. Tokens (T,) and windows () or (W,) to (T,) or (W, T) int32, never decreasing.
+    blocks count, the token's own first and always. Tokens (T,) to (T,) int32, never decreasing.
     """
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
-    window = window[..., None].clamp(max=len(input_seq) + BLOCK).int()  # more is no different
+    window = min(window, len(input_seq) + BLOCK)  # a wider one is no different, but may overflow
     if rule == "blocks":
-        in_window = (position // BLOCK + 1 - (window // BLOCK).clamp(min=1)) * BLOCK
-    elif rule == "distance":
-        in_window = position - (window // BLOCK).clamp(min=1) * BLOCK
+        blocks = max(window // BLOCK, 1)
+        in_window = (position // BLOCK + (1 - blocks)) * BLOCK
     else:
-        in_window = position + 1 - window.clamp(min=1)
+        in_window = position + (1 - max(window, 1))
     return torch.maximum(document, in_window)
 
 
 def flex_mask(first: Tensor) -> BlockMask:
-    """A mask of first_visible, (T,), for FlexAttention, from integers: nothing of size T x T.
+    """Return a mask of first_visible, (T,), for FlexAttention: from integers, nothing of T x T.
 
     FlexAttention wants, of each query block, the key blocks of which it sees something and those of
     which it sees everything (full), and the same of each key block. `first` never decreases, so the
@@ -787,32 +714,37 @@ def flex_mask(first: Tensor) -> BlockMask:
     own = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # the diagonal
     # Of each query block: the first key block of which it sees anything, and everything.
     some = first[::BLOCK] // BLOCK
-    whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + BLOCK - 1) // BLOCK, own)
+    whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + (BLOCK - 1)) // BLOCK, own)
     # Of each key block: the first query block beyond it that does not see everything, or anything.
-    search = partial(torch.searchsorted, right=True, out_int32=True)
-    whole_end, some_end = search(whole, own), search(some, own)
-    runs = {
-        "kv": (some, whole),
-        "full_kv": (whole, own),
-        "q": (whole_end, some_end),
-        "full_q": (own + 1, whole_end),
-    }
-    lists = {}
-    for name, (start, end) in runs.items():
-        blocks = start[:, None] + own
-        blocks = torch.where(blocks < end[:, None], blocks, own[:, None])
-        count = end - start if name.startswith("full") else end - start + 1
-        lists |= {f"{name}_num_blocks": count[None, None], f"{name}_indices": blocks[None, None]}
+    whole_end = torch.searchsorted(whole, own, right=True, out_int32=True)
+    some_end = torch.searchsorted(some, own, right=True, out_int32=True)
+
+    # The runs of four lists: of key blocks, partial and full; of query blocks, partial and full.
+    start = torch.stack([some, whole, whole_end, own + 1])
+    end = torch.stack([whole, own, some_end, whole_end])
+    blocks = start[:, :, None] + own
+    blocks = torch.where(blocks < end[:, :, None], blocks, own[:, None])
+    counts = end - start
+    counts[::2] += 1  # the diagonal block of the partial lists
+    kv, full_kv, q, full_q = blocks[:, None, None].unbind()
+    kv_count, full_kv_count, q_count, full_q_count = counts[:, None, None].unbind()
     return BlockMask(
         seq_lengths=(len(first), len(first)),
-        **lists,
+        kv_num_blocks=kv_count,
+        kv_indices=kv,
+        full_kv_num_blocks=full_kv_count,
+        full_kv_indices=full_kv,
+        q_num_blocks=q_count,
+        q_indices=q,
+        full_q_num_blocks=full_q_count,
+        full_q_indices=full_q,
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= first[q]),
     )
 
 
 def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
-    """The same (T, T), or its last rows, 0 or -inf, for scaled_dot_product_attention."""
+    """Return the mask (T, T), or its last rows, as 0 or -inf, as SDPA wants it."""
     position = torch.arange(len(first), device=first.device)
     hidden = (position > position[-rows:, None]) | (position < first[-rows:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
@@ -823,41 +755,15 @@ def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
 FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
-def offset_keys(k: Tensor) -> Tensor:
-    """Keys (1, H, T, D) whose channels that half RoPE does not turn are those of the token before,
-    in whatever document that is (2025-12-14_PartialKeyOffset)."""
-    before, half = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2), k.size(-1) // 2
-    still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
-    return torch.where(still, before, k)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask, scale: float, key_offset=False) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask (a CPU, where
     FlexAttention has no backward pass); they agree."""
-    k = offset_keys(k) if key_offset else k
-    if isinstance(mask, BlockMask):
-        outer = torch.compiler.is_compiling()  # else alone: uncompiled, it makes all T x T scores
-        flex = flex_attention if outer else torch.compile(flex_attention, dynamic=False)
-        return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=FLEX_OPTIONS)
-    return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
-
-
-@torch.compiler.assume_constant_result
-def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for the record's. Then
-    memory is worth more than a few milliseconds."""
-    if device.type == "cpu":
-        return False
-    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
-
-
-def recomputed(function, x: Tensor, *more):
-    """function(x, *more) of x (1, T, ...), for what costs little time and much memory: where memory
-    is small, compiled code makes the result again in the backward pass instead of keeping it."""
-    training = torch.is_grad_enabled() and torch.compiler.is_compiling()
-    if training and memory_is_small(x.device, x.size(1)):
-        return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
-    return function(x, *more)
+    if isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
+    flex = flex_attention
+    if not torch.compiler.is_compiling():  # uncompiled, it would make all T x T scores
+        flex = torch.compile(flex_attention, dynamic=False)
+    return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=FLEX_OPTIONS)
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -865,57 +771,37 @@ def norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
-def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): rotary frequencies, and the factor on attention's scale, after the
-    long window has had these sizes. What turns less than once in the old window slows down with its
-    growth; what turns more than 32 times stays as it is."""
-    factor = 1.0
-    for old, new in itertools.pairwise(windows):
-        turns = old * frequency / (2 * math.pi)
-        fast = ((turns - 1) / 31).clamp(0, 1)
-        frequency = frequency * (old / new + fast * (1 - old / new))
-        factor *= 1 + 0.2 * math.log(new / old)
-    return frequency, factor
-
-
-def rotary_table(length: int, hp: Hyperparameters, device, start=0, windows=(), pair=1) -> tuple:
-    """cos and sin (T, 1, head_dim), float32, of the tokens from start on, for rotate_normed: of
-    each angle (cos, cos) and (sin, -sin). With hp.yarn also a factor () on q, for long windows that
-    have had these sizes. With pair=2 a token has two positions, for paired heads: (T, 2, head_dim).
+def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
+    """Return the angles (head_dim / 2,) by which pairs of channels turn from a token to the next.
 
     "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
     half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
     """
-    full = hp.rope == "full"
-    turning = hp.head_dim // (2 if full else 4)
-    exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
-    frequency = F.pad(hp.rope_base**-exponent, (0, hp.head_dim // 2 - turning))
-    frequency, factor = yarn(frequency, windows if hp.yarn else ())
-    position = torch.arange(pair * start, pair * (start + length), device=device)
-    angle = position.view(length, pair, 1) * frequency
+    pairs = hp.head_dim // 2
+    if hp.rope == "full":
+        return hp.rope_base ** -(torch.arange(pairs, device=device) / pairs)
+    turning = pairs // 2
+    exponent = torch.arange(turning, device=device) / max(turning - 1, 1)
+    return F.pad(hp.rope_base**-exponent, (0, pairs - turning))
+
+
+def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (..., 1, head_dim), float32, of positions (..., 1), for rotate_normed: of
+    each angle (cos, cos) and (sin, -sin)."""
+    angle = position[..., None] * frequency
     cos, sin = angle.cos(), angle.sin()
-    of_q = number(factor, angle) if hp.yarn else None
-    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1), of_q
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
 
 
-def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor=None) -> Tensor:
-    """norm(x) with channels d and d + D/2 turned by a rotary_table's angles, as attend wants it.
+def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Return norm(x) with channels d and d + D/2 turned by a rotary_table's angles.
 
-    (1, T, H, D) to (1, H, T, D). The halves change places by a flip: compiled code then reads them
-    in another order, where a cat would read everything twice.
+    (1, T, H, D) to (1, H, T, D), as attend wants it. The halves change places by a flip: compiled
+    code then reads them in another order, where a cat would read everything twice.
     """
     normed = norm(x, eps).float()
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turned = normed * cos + swapped * sin
-    return (turned if factor is None else turned * factor).type_as(x).transpose(1, 2)
-
-
-GATE_CHANNELS = 12  # of its input, of which a gate is made
-
-
-def gate_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Between 0 and 1, (..., n), by the first channels of x (..., C) and a weight (n, 12)."""
-    return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
+    return (normed * cos + swapped * sin).type_as(x).transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
@@ -923,63 +809,38 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
-        self.heads, width = (hp.num_heads, hp.head_dim), hp.num_heads * hp.head_dim
-        self.scale, self.eps = hp.attn_scale or hp.head_dim**-0.5, hp.norm_eps
-        qkv, bound = CastedLinear(hp.model_dim, 3 * width), hp.init_bound * hp.qkv_init
-        self.qkv_w = nn.Parameter(qkv.weight.detach().view(3, width, -1) * bound)
-        self.mixes_first = layer.values == "first"  # values of the first layer; there, its own
-        self.scales_projections = hp.scaled_projections
-        of_v = [0.5] if self.mixes_first else [] if hp.scaled_projections else [0.5, 0.5]
-        lambdas = [0.5, 1.0, *of_v] if hp.scaled_projections else of_v
-        self.lambdas = nn.Parameter(torch.tensor(lambdas))
+        width = hp.num_heads * hp.head_dim
+        self.head_shape = hp.num_heads, hp.head_dim
+        self.scale = hp.attn_scale or hp.head_dim**-0.5
+        self.eps = hp.norm_eps
+        self.mixes_first = layer.values == "first"
+        # q, k and v are one weight: one matmul makes all three.
+        qkv = CastedLinear(hp.model_dim, 3 * width).weight.detach() * hp.init_bound
+        self.qkv_w = nn.Parameter(qkv.view(3, width, hp.model_dim))
+        self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
         self.c_proj = CastedLinear(width, hp.model_dim)
-        self.c_proj.weight.data *= hp.init_bound * hp.out_init
-        if not hp.out_init:
-            nn.init.zeros_(self.c_proj.weight)  # as bits: a product has negative zeros
-        self.paired, self.key_offset = layer.paired, hp.key_offset and layer.mask == "long"
-        gates_values = hp.value_gate and layer.values not in (None, "first")
-        self.gates_by_values = hp.gate_by_values and not layer.paired
-        zeros = partial(torch.zeros, hp.num_heads, GATE_CHANNELS)
-        self.gate = nn.Parameter(zeros()) if hp.attention_gate else None
-        self.value_gate = nn.Parameter(zeros()) if gates_values else None
+        nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend=attend, post=None):
-        """x (1, T, C), and a value of its size, which is mixed into v, to the result, times post if
-        there is one, and v as it was. Factors on projections multiply weights: then nothing more is
-        kept for their gradients."""
-        (cos, sin, factor), scales = rotary, self.scales_projections
-        qkv_w, out_w = self.qkv_w, self.c_proj.weight
-        if scales:
-            qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
-        if post is not None:
-            out_w = post * out_w
-        qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
-        q, k, v = qkv.view(1, -1, 3, *self.heads).unbind(2)  # (1, T, H, D)
-        own, table = v, None if value is None else value.view_as(v)
-        if self.value_gate is not None:
-            half, read = GATE_CHANNELS // 2, x
-            if self.gates_by_values:
-                read = torch.cat([x[..., :half], table.flatten(2)[..., :half]], dim=-1)
-            table = 2 * gate_of(read, self.value_gate)[..., None] * table
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend):
+        """Map x (1, T, C) to the result (1, T, C), and to v (1, T, H, D) as it was before a value
+        was mixed into it. `value` is a row (T, H * D) of a table, or the first layer's v."""
+        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
+        q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
+        own = v
+        if value is not None:
+            value = value.view_as(v)
         if self.mixes_first:
-            share = self.lambdas[-1]
-            v = (1 - share) * v + share * (v if table is None else table)
-        elif scales:
-            v = v if table is None else v + table
+            share = self.lambdas[0]
+            v = (1 - share) * v + share * (v if value is None else value)
         else:
             v = self.lambdas[0] * v
-            v = v if table is None else v + self.lambdas[1] * table
-        if self.paired:  # half of the heads at either position; even heads turn by the first
-            pairs, turn = self.heads[0] // 2, torch.arange(self.heads[0], device=x.device) % 2
-            q, k, v = (t.reshape(1, -1, pairs, t.size(3)) for t in (q, k, v))
-            cos, sin = (t[:, turn].view(-1, pairs, t.size(2)) for t in (cos, sin))
-        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
-        k = recomputed(rotate_normed, k, cos, sin, self.eps)
-        out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset).transpose(1, 2)
-        out = out.reshape(own.shape)
-        if self.gate is not None:
-            out = out * gate_of(x, self.gate)[..., None]
-        return F.linear(out.flatten(2), out_w.type_as(x)), own
+            if value is not None:
+                v = v + self.lambdas[1] * value
+        cos, sin = rotary
+        q = rotate_normed(q, cos, sin, self.eps)  # (1, H, T, D)
+        k = rotate_normed(k, cos, sin, self.eps)
+        out = attend(q, k, v.transpose(1, 2), mask, self.scale)
+        return self.c_proj(out.transpose(1, 2).flatten(2)), own
 
 
 class ReLUSquared(torch.autograd.Function):
@@ -998,11 +859,8 @@ class ReLUSquared(torch.autograd.Function):
 
 
 @Kernel
-def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, narrow=False) -> Tensor:
-    """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype.
-
-    The twin in Triton takes narrow tiles on GPUs with little shared memory.
-    """
+def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype."""
     h = F.linear(x, w_in)
     post = ReLUSquared.apply(h) if torch.compiler.is_compiling() else F.relu(h).square()
     return F.linear(post, w_out)
@@ -1018,15 +876,13 @@ class MLP(nn.Module):
         self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
-        """x (..., C) to (..., C), times post if there is one."""
-        w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
-        weights = self.c_fc.weight.type_as(x), w_out.type_as(x)
-        return relu2_mlp(x, *weights, shared_memory_is_small(x.device))
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., C) to (..., C)."""
+        return relu2_mlp(x, self.c_fc.weight.type_as(x), self.c_proj.weight.type_as(x))
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP. Before, an earlier output, x0 and bigrams may be added.
+    """One layer: attention, then the MLP. Before, an earlier output and x0 are added.
 
     All that differs from layer to layer comes as an argument, so equal ones are compiled once.
     """
@@ -1034,51 +890,37 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
-        self.mlp, self.eps = MLP(hp), hp.norm_eps
-        # Factors on the layer's input and on x0. Or, by sublayer, on the stream beside attention
-        # and MLP, and on their results: a layer without attention then adds no x0 and no bigrams.
-        first, each = hp.residual_lambda, hp.sublayer_lambdas
-        mixes, sublayers = self.attn is not None or not each, 1 if self.attn is None else 2
-        of_input = torch.tensor([first] if hp.x0_apart else [first, 0.0])
-        self.lambdas = None if each else nn.Parameter(of_input)
-        self.residual_lambda = nn.Parameter(torch.full((sublayers,), first)) if each else None
-        self.post_lambda = nn.Parameter(torch.ones(sublayers)) if each else None
-        self.x0_lambda = nn.Parameter(torch.zeros(1)) if mixes and hp.x0_apart else None
-        of_bigram = torch.tensor([hp.bigram_lambda])
-        self.bigram_lambda = nn.Parameter(of_bigram) if mixes and hp.bigram_rows else None
+        self.mlp = MLP(hp)
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0
+        self.eps = hp.norm_eps
 
-    def kept(self, x: Tensor, sublayer: int) -> Tensor:
-        """What goes on beside attention (0) or the MLP (-1)."""
-        return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
-
-    def mixed(self, x: Tensor, x0: Tensor, bigram: Tensor | None) -> Tensor:
-        """x, and shares of x0 and of a bigram's embedding."""
-        x = x + (self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]) * x0
-        return x if bigram is None else x + self.bigram_lambda[0] * bigram
-
-    def forward(
-        self, x, x0, value, skip, rotary, mask, give_v, attend=attend, bigram=None, source=None
-    ):
-        """x (1, T, C) to (1, T, C), and the v that attention made, if wanted: its gradient is made
-        of zeros where nothing uses it. skip is (weight, output). Attention reads `source`, an
-        earlier output after its norm, or else x."""
-        v, post = None, (None, None) if self.post_lambda is None else self.post_lambda
+    def forward(self, x, x0, value, skip, rotary, mask, attend, give_v: bool):
+        """Map x (1, T, C) to (1, T, C), and to the v that attention made, if it is wanted: where
+        nothing uses v, its gradient would be made of zeros. skip is (weight, output) or None."""
+        v = None
         if skip is not None:
             x = x + skip[0] * skip[1]
-        if self.lambdas is not None:
-            x = self.mixed(self.lambdas[0] * x, x0, bigram)
+        x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
-            read = recomputed(norm, x, self.eps) if source is None else source
-            out, v = self.attn(read, value, rotary, mask, attend, post[0])
-            x = self.kept(x, 0) + out
-            if self.lambdas is None:
-                x = self.mixed(x, x0, bigram)
-        out = self.mlp(recomputed(norm, x, self.eps), post[-1])
-        return self.kept(x, -1) + out, v if give_v else None
+            out, v = self.attn(norm(x, self.eps), value, rotary, mask, attend)
+            x = x + out
+        x = x + self.mlp(norm(x, self.eps))
+        return x, (v if give_v else None)
+
+
+def gradient_buffer(weight: Tensor) -> Tensor:
+    """Return where the gradient of a vocabulary table is summed in place: weight.grad, made once.
+
+    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms.
+    """
+    name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
+    if getattr(weight, name, None) is None:
+        setattr(weight, name, torch.zeros_like(weight, dtype=torch.float32))
+    return getattr(weight, name)
 
 
 def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Rows (T, C) of a table; their gradient is summed in place, no dense one is made anew."""
+    """Return rows (T, C) of a table; their gradient is summed in place, no dense one is made."""
     rows = F.embedding(tokens, table.weight.detach())
 
     def accumulate(grad: Tensor) -> None:
@@ -1089,40 +931,6 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
     return rows
 
 
-class ValueEmbeds(nn.ModuleDict):
-    """Tables (V, C) by their names whose weights are parts of one, so that one lookup reads them
-    all. They are joined again whenever they move to a device or change their dtype."""
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self.join()
-        return self
-
-    def join(self) -> None:
-        """Make one tensor of all weights, of which each is a part from now on."""
-        parts = [table.weight for table in self.values()]
-        if parts:
-            self.weight = torch.cat([part.detach() for part in parts])
-            for part, rows in zip(parts, self.weight.chunk(len(parts)), strict=True):
-                part.data = rows
-                part.joined = self.weight.joined = self.weight, parts
-
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Of tokens (T,), the rows (T, C) of each table."""
-        first = torch.arange(len(self), device=tokens.device, dtype=tokens.dtype)
-        rows = lookup(self, (tokens + self.weight.size(0) // len(self) * first[:, None]).flatten())
-        return dict(zip(self, rows.view(len(self), len(tokens), -1).unbind(), strict=True))
-
-
-def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
-    """The row (T,), int32, of a table that each token (T,) and the one before it select. The first
-    token selects the last row, and the second one reads that row's number in place of the first
-    token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
-    first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
-    tokens = torch.cat([first, tokens[1:].int()])
-    return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
-
-
 # Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
 # sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
 # while a chunk's logits are at hand. On a CPU the softmax then takes a few rows of a chunk at a
@@ -1130,95 +938,86 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 LOSS_ROWS = 16
 
 
-def loss_chunk_len(device: torch.device) -> int:
-    """Tokens in a chunk: enough for fast matmuls. The fewer chunks there are, the fewer times the
-    whole gradient of the head is read and written."""
-    if device.type == "cpu":
-        return 256
-    return 8192 if memory_is_small(device) else 16384
-
-
 def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
-    """Whether a head that shall train in FP8 does: on a CPU it does not."""
+    """Say whether a head that shall train in FP8 does: on a CPU it does not."""
     return wanted and device.type == "cuda" and fp8_supported(device)
 
 
 def trains_in_bfloat16(wanted: bool, device: torch.device) -> bool:
-    """Whether a head that shall train in bfloat16 on a CPU does: where the CPU multiplies such
-    numbers, which takes less than half of the time. On a GPU, what is not FP8 is bfloat16."""
+    """Say whether a head that shall train in bfloat16 on a CPU does: if the CPU has AVX512-BF16,
+    which takes less than half of the time. On a GPU, what is not FP8 is bfloat16."""
     fast = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return wanted and device.type == "cpu" and fast()
 
 
-def next_targets(targets: Tensor, count: int) -> Tensor:
-    """Of targets (T,) the next one, the one after it, ...: (T, count); -1 beyond the end."""
-    return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
-
-
 @Kernel
-def softcapped_cross_entropy(logits, targets, softcap, shares=None, grad_scale=None, grads=None):
-    """Summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
+def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=None):
+    """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
 
-    The logits first become z of sigmoid_form. The gradient of the logits * grad_scale goes to grads
-    (T, V): the logits' own memory, or float8_e5m2. dz/dlogit is (z - z^2 / a) / c. z is at most a,
-    so softmax may subtract a instead of the row's maximum.
-
-    With shares (K,) and targets (T, K) of next_targets, the gradient is that of the losses of all K
-    targets times their shares, and the loss returned is that of the next token alone.
+    The logits first become cap * tanh(logit / cap). This is z = 2 cap * sigmoid(2 logit / cap) less
+    a constant, which softmax does not see. z is at most 2 cap, so softmax may subtract that instead
+    of the row's maximum. The gradient of the logits * grad_scale goes to grads (T, V): the logits'
+    own memory, or float8_e5m2. dz/dlogit is (z - z^2 / (2 cap)) * 2 / cap.
     """
-    (a, b, c), targets = softcap, targets.view(len(targets), -1)
-    share = (targets >= 0) * (1.0 if shares is None else shares)  # (T, K)
+    most, slope = 2 * softcap, 2 / softcap
+    targets = targets[:, None]
     if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
-        z = a * torch.sigmoid(1 / c * (logits.float() + b))
-        z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, targets[:, :1]).float() + b))
-        p = torch.exp(z - a)
+        z = most * torch.sigmoid(slope * logits.float())
+        z_of_target = most * torch.sigmoid(slope * logits.gather(1, targets).float())
+        p = torch.exp(z - most)
         total = p.sum(dim=1, keepdim=True)
-        loss = (total.log() + a - z_of_target).sum()
-        column, p = torch.arange(p.size(1), device=p.device), p / total * share.sum(1, keepdim=True)
-        for k in range(share.size(1)):
-            p = p - share[:, k, None] * (column == targets[:, k, None])
+        loss = (total.log() + most - z_of_target).sum()
+        column = torch.arange(p.size(1), device=p.device)
+        p = p / total - (column == targets).float()
     else:  # z and p are stored, and overwritten where that is possible
         z = logits.float()
-        z = torch.add(z.new_full((), b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
+        z = torch.mul(z, slope, out=z).sigmoid_().mul_(most)
         p = torch.softmax(z, dim=-1)
-        loss = -p.gather(1, targets[:, :1]).log().sum()
-        p = p if shares is None else p.mul_(share.sum(1, keepdim=True))
-        p.scatter_add_(1, targets.clamp(min=0), -share)
+        loss = -p.gather(1, targets).log().sum()
+        p.scatter_add_(1, targets, p.new_full(targets.shape, -1.0))
     if grads is not None:
-        grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(1 / c * grad_scale)
-        grads.copy_(grad if grads.dtype != torch.float8_e5m2 else to_fp8(grad, 1.0, grads.dtype))
+        grad = z.addcmul_(z, z, value=-1 / most).mul_(p).mul_(slope * grad_scale)
+        grads.copy_(to_fp8(grad, 1.0, grads.dtype) if grads.dtype == torch.float8_e5m2 else grad)
     return loss
 
 
 def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """A head's weight (V, K) * scale in float8_e4m3fn: stored by rows, and by columns."""
+    """Return a head's weight (V, K) * scale in float8_e4m3fn: stored by rows, and by columns."""
     w = to_fp8(weight, scale, torch.float8_e4m3fn)
     return w, w.T.contiguous().T
 
 
-def logits_loss(x, w, targets, softcap, shares, grad_scale, scales):
-    """Summed loss () of x (C, K) under the head w (V, K); x as it entered the matmul; and the
-    logits' gradient * grad_scale (C, V), or None without grad_scale."""
-    if scales:
-        x = to_fp8(x, scales[0], torch.float8_e4m3fn)
-        logits, grad_scale = fp8_forward(x, w[0], *scales[:2]), grad_scale * scales[2]
+def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
+    """Return the summed loss () of x (C, K) under the head w (V, K); x as it entered the matmul;
+    and the logits' gradient * grad_scale (C, V), or None without grad_scale.
+
+    cross_entropy is softcapped_cross_entropy or the like, and options what it takes after the
+    targets. With FP8 scales, w is what head_in_fp8 makes of it.
+    """
+    grads = None
+    if scales is not None:
+        x_s, w_s, grad_s = scales
+        x = to_fp8(x, x_s, torch.float8_e4m3fn)
+        logits = fp8_forward(x, w[0], x_s, w_s)
+        grad_scale = grad_scale * grad_s
         grads = torch.empty_like(logits, dtype=torch.float8_e5m2)
     else:
-        logits, grads = x @ w.T, None
+        logits = x @ w.T
         if grad_scale is not None:  # in place, but where torch.compile would copy them first
             grads = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
-    parts = [(logits, targets, grads)]
-    if not x.is_cuda:
-        pieces = itertools.repeat(None) if grads is None else grads.split(LOSS_ROWS)
-        parts = zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), pieces, strict=False)
-    options = softcap, shares, grad_scale
-    loss = sum(softcapped_cross_entropy(*part[:2], *options, part[2]) for part in parts)
+    if x.is_cuda:
+        return cross_entropy(logits, targets, *options, grad_scale, grads), x, grads
+    loss = 0
+    for start in range(0, len(x), LOSS_ROWS):
+        rows = slice(start, start + LOSS_ROWS)
+        rows_grads = None if grads is None else grads[rows]
+        loss = loss + cross_entropy(logits[rows], targets[rows], *options, grad_scale, rows_grads)
     return loss, x, grads
 
 
 def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
-    """The gradient of x (C, K), from logits_loss's; that of w is added into grad_w (V, K)."""
-    if scales:
+    """Return the gradient of x (C, K), of what logits_loss returned; add that of w to grad_w."""
+    if scales is not None:
         x_s, w_s, grad_s = scales
         grad_w.add_(fp8_grad_w(grads, x, grad_s, x_s))
         return fp8_grad_x(grads, w[1], grad_s, w_s)
@@ -1234,103 +1033,110 @@ def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
 HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 
 
-def loss_chunk(x, w, targets, softcap, grad_scale, grad_w, scales, steps=HEAD_STEPS, shares=None):
-    """Summed loss () of x (C, K) under the head w (V, K), and its gradient * grad_scale of x. That
-    of w is added into grad_w (V, K). Without grad_scale there are no gradients. With FP8 scales (of
-    x, w and the logits' gradient) w is what head_in_fp8 makes of it. For shares see HeadLoss."""
-    _, forward, backward = steps
-    loss, x, grads = forward(x, w, targets, sigmoid_form(softcap), shares, grad_scale, scales)
-    return loss, None if grads is None else backward(x, w, grads, grad_w, scales)
-
-
 class HeadLoss(torch.autograd.Function):
-    """Mean soft-capped cross-entropy of x (T, K) and targets (T,) under a head's weight (V, K).
+    """Mean cross-entropy of x (T, K) and targets (T, ...) under the weight (V, K) of a Head.
 
-    If x wants a gradient, the forward pass keeps it, and adds the weight's into gradient_buffer: so
-    such a loss wants exactly one backward(), of itself and not of a multiple. `summed`, gradients
-    are those of the sum over the sequence; with shares (K,), those of K targets for each token.
+    If x wants a gradient, the forward pass keeps it, times grad_scale, and adds the weight's into
+    gradient_buffer: so such a loss wants exactly one backward(), of itself and not of a multiple.
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, targets, softcap, scales=None, steps=HEAD_STEPS, shares=None, summed=False
-    ):
-        w = steps[0](weight, scales[1]) if scales else weight.type_as(x)
-        with_grad, size, grads = ctx.needs_input_grad[0], loss_chunk_len(x.device), (None, None)
+    def forward(ctx, x, weight, targets, head, options, grad_scale, scales):
+        in_fp8, loss_step, backward_step = head.steps
+        w = weight.type_as(x) if scales is None else in_fp8(weight, scales[1])
+        with_grad = ctx.needs_input_grad[0]
+        if not with_grad:
+            grad_scale = None
+        size = head.chunk_len(x.device)
+        total, grads = 0, []
+        for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
+            loss, part, grad_logits = loss_step(
+                part, w, part_targets, head.cross_entropy, options, grad_scale, scales
+            )
+            total = total + loss
+            if with_grad:
+                grad_w = gradient_buffer(weight)
+                grads.append(backward_step(part, w, grad_logits, grad_w, scales))
+            del part, grad_logits  # 0.8 GB, before the next ones are made
         if with_grad:
-            grads = 1.0 if summed else 1 / len(x), gradient_buffer(weight)
-        if shares is not None:
-            targets = next_targets(targets, len(shares))
-        chunks = zip(x.split(size), targets.split(size), strict=True)
-        more = *grads, scales, steps, shares
-        results = [loss_chunk(part, w, t, softcap, *more) for part, t in chunks]
-        if with_grad:
-            ctx.save_for_backward(torch.cat([grad for _, grad in results]).type_as(x))
-        return sum(loss for loss, _ in results) / len(x)
+            ctx.save_for_backward(torch.cat(grads).type_as(x))
+        return total / len(x)
 
     @staticmethod
     def backward(ctx, grad):
         torch._assert_async(grad == 1, "call backward() on the loss itself; scale gradients after")
-        return *ctx.saved_tensors, *[None] * 7
+        (grad_x,) = ctx.saved_tensors
+        return grad_x, None, None, None, None, None, None
 
 
 class Head(CastedLinear):
     """Makes logits and their loss of the trunk's output; `steps` are the compiled HEAD_STEPS."""
 
-    def __init__(self, hp: Hyperparameters):
-        super().__init__(hp.model_dim, padded_vocab(hp), hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
-        self.weight.data.normal_(std=hp.head_init) if hp.head_init else nn.init.zeros_(self.weight)
-        self.softcap, self.steps, self.summed = softcap_of(hp), HEAD_STEPS, hp.loss_sum
-        self.use_bfloat16 = hp.bfloat16_head
+    cross_entropy = softcapped_cross_entropy
 
-    def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
-        """Mean loss () of x (T, C) and targets (T,) int64; for its gradients see HeadLoss."""
-        fp8 = x.requires_grad and trains_in_fp8(self.use_fp8, x.device)
-        if x.requires_grad and trains_in_bfloat16(self.use_bfloat16, x.device):
-            x = x.bfloat16()
-        several = torch.stack([number(s, x) for s in shares]) if shares != (1.0,) else None
-        options = self.scales if fp8 else None, self.steps, several, self.summed
-        return HeadLoss.apply(x, self.weight, targets, self.softcap, *options)
+    def __init__(self, hp: Hyperparameters):
+        super().__init__(hp.model_dim, hp.padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
+        nn.init.zeros_(self.weight)
+        self.softcap = hp.logit_softcap
+        self.use_bfloat16 = hp.bfloat16_head
+        self.steps = HEAD_STEPS
+
+    def chunk_len(self, device: torch.device) -> int:
+        """Return the tokens in a chunk: enough for fast matmuls. The fewer chunks there are, the
+        fewer times the whole gradient of the head is read and written."""
+        return 256 if device.type == "cpu" else 16384
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss () of x (T, C) and targets (T,) int64."""
+        return self.loss_of(x, targets, (self.softcap,), grad_scale=1 / len(x))
+
+    def loss_of(self, x: Tensor, targets: Tensor, options: tuple, grad_scale: float) -> Tensor:
+        """Return the mean loss () of cross_entropy with `options`. In training, in FP8 or in
+        bfloat16 on a CPU if that is wanted and can be; without gradients never."""
+        scales = None
+        if x.requires_grad:
+            if trains_in_bfloat16(self.use_bfloat16, x.device):
+                x = x.bfloat16()
+            if trains_in_fp8(self.scales is not None, x.device):
+                scales = self.scales
+        return HeadLoss.apply(x, self.weight, targets, self, options, grad_scale, scales)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (T, C) to logits (T, padded vocabulary) between 0 and a, in float32, never from FP8."""
-        a, b, c = self.softcap
-        return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
+        """Return the logits (T, padded vocabulary) of x (T, C), in float32, never from FP8. They
+        lie between 0 and 2 cap: see softcapped_cross_entropy."""
+        logits = F.linear(x, self.weight.type_as(x)).float()
+        return 2 * self.softcap * torch.sigmoid(logits / (self.softcap / 2))
 
 
 class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss.
 
     Parameters have the names of 2025-01-26, whose published checkpoints load. On a CPU all is
-    float32; on CUDA embeddings, a tied head and activations are bfloat16.
+    float32; on CUDA embeddings and activations are bfloat16.
     """
+
+    attend = staticmethod(attend)  # sampling has another one, with a memory
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.hp, self.layers = hp, layer_table(hp)
-        tables = sorted({row.values for row in self.layers} - {None, "first"})
-        new_table = partial(nn.Embedding, hp.vocab_size)
-        self.embed, width = new_table(hp.model_dim), hp.num_heads * hp.head_dim
-        value_embeds = ValueEmbeds({i: new_table(width) for i in tables})
-        self.value_embeds = nn.ModuleDict({"embed": value_embeds})
-        for table in value_embeds.values():
-            table.weight.data *= hp.value_init
-        value_embeds.join()
-        zeros, backs_out = torch.zeros, any(row.backout for row in self.layers)
-        bigrams = nn.Embedding.from_pretrained(zeros(hp.bigram_rows, hp.model_dim), freeze=False)
-        self.bigram_embed = bigrams if hp.bigram_rows else None
-        self.blocks = nn.ModuleList(Block(hp, row) for row in self.layers)
-        skips = hp.num_layers // 2  # the upper layers may have a skip connection
-        self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
-        self.skip_gates = nn.Parameter(zeros(skips, GATE_CHANNELS)) if hp.skip_gate else None
-        self.smear_gate = nn.Parameter(zeros(1, GATE_CHANNELS)) if hp.smear else None
-        self.smear_lambda = nn.Parameter(zeros(1)) if hp.smear else None
-        self.backout_lambda = nn.Parameter(torch.tensor([0.5])) if backs_out else None
+        self.hp = hp
+        self.layers = layer_table(hp)
+        self.kernels = softcapped_cross_entropy, relu2_mlp, symmetric_matmul
+        names = sorted({layer.values for layer in self.layers} - {None, "first"})
+        width = hp.num_heads * hp.head_dim
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
+        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
+        self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
+        self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
+        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
         self.lm_head = Head(hp)
-        if hp.tied_frac:
-            self.embed.weight.data.copy_(self.lm_head.weight.data)
-        self.use_flex, self.compiled, self.compile_, self.tied = False, False, as_is, False
-        self.rotary: dict[tuple, dict] = {}  # the last of rotary_of, by its arguments
+        self.use_flex = False
+        self.compiled, self.compile_ = False, as_is
+        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}  # the last of rotary_of
+
+    def tables(self) -> list[nn.Module]:
+        """Return the vocabulary tables that are bfloat16 on CUDA."""
+        return [self.embed, self.value_embeds]
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move there in the dtypes of the place; compile the functions in which time is spent.
@@ -1340,309 +1146,941 @@ class GPT(nn.Module):
         """
         self.to(device)
         self.use_flex = device.type == "cuda"
-        for table in (self.embed, self.value_embeds, self.bigram_embed, self.lm_head):
-            if table is not None and (table is not self.lm_head or self.hp.tied_frac):
-                table.to(activation_dtype(device))
+        for table in self.tables():
+            table.to(activation_dtype(device))
         if compiled:
             self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
             with contextlib.suppress(AttributeError):  # of a torch that has no such setting
                 # Else layers are compiled anew at each start, because of their autograd.Functions.
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-            self.lm_head.steps = tuple(map(self.compile_, HEAD_STEPS))
+            self.lm_head.steps = tuple(self.compile_(step) for step in self.lm_head.steps)
             for block in self.blocks:
                 block.compile(dynamic=False)
         return self
 
-    def tie(self, tied: bool) -> None:
-        """Let embedding and head be one table, with one gradient, or two."""
-        embed, head = self.embed.weight, self.lm_head.weight
-        if tied != self.tied:
-            embed.data = head.data if tied else head.data.clone()
-            gradient_buffer(head)
-            for name in ("grad", "grad32"):  # one of them is the buffer
-                setattr(embed, name, getattr(head, name, None) if tied else None)
-        self.tied = tied
-
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens' (T,) embeddings (T, C), smeared, and what else layers add: the rows of each
-        value table, and of the table of bigrams, by the name "bigram"."""
-        x, tables = lookup(self.embed, input_seq), self.value_embeds["embed"]
-        more = tables(input_seq) if len(tables) else {}
-        if self.smear_gate is not None:  # in whatever document the token before is
-            share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
-            x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
-        if self.bigram_embed is not None:
-            rows = bigram_hash(input_seq, self.hp.bigram_rows)
-            more["bigram"] = lookup(self.bigram_embed, rows)
-        return x, more
+        """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
+        tables = self.value_embeds["embed"].items()
+        values = {name: lookup(table, input_seq) for name, table in tables}
+        return lookup(self.embed, input_seq), values
 
-    def at(self, when: "Moment | int | Tensor") -> "Moment":
-        """A moment; of a long window in tokens, the moment after training, with this window."""
+    def masks(self, input_seq: Tensor, when: Moment | int, make_mask: Callable) -> dict:
+        """Return the masks of input_seq (T,) that layers attend with, by the names of their
+        windows, at a moment or for a long window in tokens."""
         if isinstance(when, Moment):
-            return when
-        return replace(moment(self.hp.num_iterations, self.hp), window=when, short=when // 2)
+            windows = {"long": when.window, "short": when.short}
+        else:
+            windows = {"long": int(when), "short": int(when) // 2}
+        masks = {}
+        for name, window in windows.items():
+            if any(layer.window == name for layer in self.layers):
+                first = first_visible(input_seq, window, self.hp.window_rule)
+                masks[name] = make_mask(first)
+        return masks
 
-    def masks(self, input_seq: Tensor, now: "Moment", make_mask) -> dict:
-        """Those that the layers of input_seq (T,) attend with, by the names of Layer.mask. Where
-        heads are paired, a token has two positions: a document begins at the first of them, and
-        windows count positions."""
-        is_short = torch.arange(2, device=input_seq.device)  # nothing is copied from the host
-        windows = now.window + (now.short - now.window) * is_short
-        used, firsts = {row.mask for row in self.layers}, {}
-        for paired in sorted({row.paired for row in self.layers}):
-            tokens, names = input_seq, ("long", "short")
-            if paired:
-                second = torch.full_like(tokens, -1)
-                tokens, names = torch.stack([tokens, second], dim=1), ("long+pair", "short+pair")
-            first = first_visible(tokens.flatten(), windows, self.hp.window_rule)
-            firsts |= zip(names, first, strict=True)
-        return {name: make_mask(first) for name, first in firsts.items() if name in used}
-
-    def rotary_of(self, length: int, now: "Moment", device, start=0) -> dict[bool, tuple]:
-        """The rotary_tables of a moment, for heads that are paired or not; the last are kept."""
-        windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
-        key = length, start, windows, device
+    def rotary_of(self, length: int, when: Moment | int, device: torch.device, start: int = 0):
+        """Return the rotary_table of so many tokens from `start` on; the last one is kept."""
+        key = length, start, device
         if key not in self.rotary:
-            table = partial(rotary_table, length, self.hp, device, start, windows)
-            kinds = {row.paired for row in self.layers}
-            self.rotary = {key: {paired: table(pair=1 + paired) for paired in kinds}}
+            position = torch.arange(start, start + length, device=device)[:, None]
+            self.rotary = {key: rotary_table(position, rotary_frequencies(self.hp, device))}
         return self.rotary[key]
 
-    def hidden(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
-        """Tokens (T,), whole blocks, at a moment or with a long window, to (T, C), after a norm.
-        Masks and rotary angles are made here, once for all layers."""
+    def hidden(self, input_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
+        """Map tokens (T,), whole blocks, to (T, C), after a norm, at a moment or with a long window
+        in tokens. Masks and rotary angles are made here, once for all layers."""
         if not self.use_flex and len(input_seq) > 16384:
             raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
-        now = self.at(when)
-        masks = self.masks(input_seq, now, flex_mask if self.use_flex else dense_mask)
-        rotary = self.rotary_of(len(input_seq), now, input_seq.device)
-        return self.trunk(*self.embedded(input_seq), rotary, masks)
+        masks = self.masks(input_seq, when, flex_mask if self.use_flex else dense_mask)
+        rotary = self.rotary_of(len(input_seq), when, input_seq.device)
+        x, values = self.embedded(input_seq)
+        return self.trunk(x, values, rotary, masks, self.attend)
 
-    def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks, attend=attend):
-        """From embeddings (T, C), and what `embedded` gives besides, to what the head reads (T, C).
-        Masks come by their names, rotary tables as rotary_of gives them."""
+    def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
+        """Map embeddings (T, C), with the rows of value tables by name, to what the head reads,
+        (T, C). The layers of the upper half add the output of their mirror images below."""
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        values, outputs, sources, weights = dict(more), {}, {}, self.skip_weights.unbind()
-        bigram = more.get("bigram")
-        first_skip = len(self.layers) - len(weights)  # the first layer that may have one
-        mixes_first = any(row.values == "first" for row in self.layers)
-        if bigram is not None and self.hp.sublayer_lambdas:  # here, as layer 0's attention reads it
-            x = x + self.blocks[0].bigram_lambda[0] * bigram
-        for i, (row, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            skip, source = None, sources.get(row.source)
-            if row.skip_from is not None:
-                weight = weights[i - first_skip]
-                if self.skip_gates is not None:
-                    gate = 2 * gate_of(x0, self.skip_gates[i - first_skip, None])
-                    weight = torch.sigmoid(weight) * gate
-                skip = weight, outputs[row.skip_from]
-            give_v = mixes_first and "first" not in values
-            of_row = values.get(row.values), skip, rotary[row.paired], masks.get(row.mask), give_v
-            own_bigram = None if i == 0 and self.hp.sublayer_lambdas else bigram
-            x, v = block(x, x0, *of_row, attend, bigram=own_bigram, source=source)
+        weights = self.skip_weights.unbind()
+        half = len(weights)
+        outputs = []
+        first_v = None
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            skip = None
+            if i >= half:
+                skip = weights[i - half], outputs.pop()
+            value = first_v if layer.values == "first" else values.get(layer.values)
+            give_v = layer.values == "first" and first_v is None
+            mask = masks.get(layer.window)
+            x, v = block(x, x0, value, skip, rotary, mask, attend, give_v)
             if v is not None:
-                values["first"] = v
-            if any(later.skip_from == i for later in self.layers):
-                outputs[i] = x.view(x.shape)
-            if any(later.source == i for later in self.layers):
-                sources[i] = norm(x, self.hp.norm_eps)
-            if row.backout:
-                backout = x
-        x = x if self.backout_lambda is None else x - self.backout_lambda[0] * backout
+                first_v = v
+            if i < half:
+                outputs.append(x.view(x.shape))
         return norm(x, self.hp.norm_eps)[0]
 
-    def logits(self, input_seq: Tensor, when: "Moment | int | Tensor") -> Tensor:
-        """Of tokens (T,) as in `hidden`, the head's logits (T, padded vocabulary)."""
+    def logits(self, input_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
+        """Return the head's logits (T, padded vocabulary) of tokens (T,), as in `hidden`."""
         return self.lm_head.logits(self.hidden(input_seq, when))
 
-    def forward(self, input_seq, target_seq, when: "Moment | int | Tensor") -> Tensor:
-        """Mean loss () of tokens (T,) and targets (T,) int64, of the next token alone. In training,
-        its gradients are those of all targets of the moment: see HeadLoss."""
-        shares = self.at(when).targets if self.training else (1.0,)
-        return self.lm_head.loss(self.hidden(input_seq, when), target_seq, shares)
+    def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
+        """Return the mean loss () of tokens (T,) and targets (T,) int64, at a moment or with a long
+        window in tokens."""
+        return self.lm_head.loss(self.hidden(input_seq, when), target_seq)
 
 
 # -----------------------------------------------------------------------------
-# Schedules: functions of the step alone, whatever machine it runs on
+# Optimizers: Muon and Adam as update rules, and how ranks share them
 
 
-def stage_starts(hp: Hyperparameters) -> list[float]:
-    """Where each row of the stage table begins. Stages are equal shares of the scheduled steps, in
-    whole steps unless hp.exact_stages; if there is an extension, the last row is its own."""
-    rows, steps = len(stage_table(hp.stages)), scheduled_steps(hp)
-    shares = rows - (hp.extension_frac > 0 and rows > 1)
-    starts = [steps * k / shares for k in range(rows)]
-    return starts if hp.exact_stages else [round(start) for start in starts]
+@Kernel
+def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
+    """a a^T (B, n, n) of a (B, n, k), or with a symmetric c (B, n, n), alpha a a^T + beta c."""
+    return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
 
 
-def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
-    """The rows of the stage table that have begun; the last one holds."""
-    return stage_table(hp.stages)[: sum(step >= start for start in stage_starts(hp))]
+# Coefficients (a, b, c) of each step, which takes singular values s to a s + b s^3 + c s^5: most of
+# them to between 0.7 and 1.2, fast rather than exactly.
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def get_lr(step: int, hp: Hyperparameters) -> float:
-    """Multiplier on every learning rate: a linear rise, that of the stage, a linear fall to
-    lr_final. An exact stage's holds from the first step after its start."""
-    rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
-    left = max(1 - step / scheduled_steps(hp), 0.0)
-    w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
-    waits = hp.exact_stages and step in stage_starts(hp)
-    stage = stages_until(max(step - waits, 0), hp)[-1]
-    return rise * (w * stage.lr + (1 - w) * hp.lr_final)
+def orthogonalised(
+    G: Tensor, coefficients: tuple, margin: float = 1.0, eps: float = 1e-7
+) -> Tensor:
+    """Return G (..., rows, cols) with its singular vectors and with singular values near 1; zero
+    stays zero. bfloat16 on CUDA, else G's own dtype.
+
+    G is divided by margin * its Frobenius norm + eps. Then each (a, b, c) makes a step
+    X <- a X + (b A + c A^2) X with A = X X^T. Sums are made inside the matmuls: in bfloat16 that is
+    half the rounding error.
+    """
+    X = G.bfloat16() if activation_dtype(G.device) == torch.bfloat16 else G
+    X = X.reshape(-1, *G.shape[-2:])
+    tall = X.size(-2) > X.size(-1)
+    X = X.mT if tall else X
+    size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
+    X = X / (margin * size + eps)
+    for a, b, c in coefficients:
+        A = symmetric_matmul(X)
+        B = symmetric_matmul(A, A, c, b)
+        X = torch.baddbmm(X, B, X, beta=a)
+    return (X.mT if tall else X).reshape(G.shape)
 
 
-def get_window_size(step: int, hp: Hyperparameters) -> int:
-    """The long window in tokens: the stage's, or it grows, in window_steps rounded up ("blocks") or
-    down."""
-    if window := stages_until(step, hp)[-1].window:
-        return window
-    grown, unit = hp.window_span * step, hp.num_iterations * hp.window_step  # exact in integers
-    if hp.window_rule == "tokens":
-        return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
-    return max(-(-grown // unit) * hp.window_step, hp.window_min)
+def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
+    """Orthogonalise G (..., rows, cols) by steps of Newton-Schulz. Source:
+    kellerjordan.github.io/posts/muon."""
+    return orthogonalised(G, NEWTON_SCHULZ[:steps])
 
 
-def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Muon's momentum at the step: a linear ramp, then flat, and perhaps the ramp back."""
-    ramp = min(step / hp.momentum_warmup_steps, 1.0)
-    if cooldown := hp.momentum_cooldown_steps:
-        ramp = min(ramp, (hp.num_iterations - step) / cooldown)
-    return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
+def nesterov(grads, momenta, momentum: Tensor, damped: bool) -> Tensor:
+    """Return the directions (n, rows, cols) of n matrices, by Nesterov's momentum.
+
+    Mean gradients and momenta are lists of parts; momenta change in place. Damped, they take up a
+    share of 1 - momentum of each gradient, else all of it: while the momentum is constant, that is
+    only another scale. momentum () is a tensor, so that a new value compiles nothing.
+    """
+    directions = []
+    for grad, buffer in zip(grads, momenta, strict=True):
+        if damped:
+            buffer.lerp_(grad, 1 - momentum)
+            directions.append(grad.lerp(buffer, momentum))
+        else:
+            buffer.mul_(momentum).add_(grad)
+            directions.append(grad + momentum * buffer)
+    return torch.cat(directions)
 
 
-def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
-    """Loss weights of the next token and of those after it; the last of several falls to 0."""
-    begun, starts = stages_until(step, hp), [*stage_starts(hp), hp.num_iterations]
-    start, end = starts[len(begun) - 1 : len(begun) + 1]
-    *first, last = begun[-1].targets
-    return *first, last * (end - step) / max(end - start, 1) if first else last
+def muon_updates(grads, momenta, momentum: Tensor, damped: bool) -> Tensor:
+    """Return the orthogonalised directions of nesterov. Compiled, all but the matmuls is one pass
+    over them."""
+    return zeropower_via_newtonschulz5(nesterov(grads, momenta, momentum, damped))
 
 
-def is_tied(step: int, hp: Hyperparameters) -> bool:
-    """Whether head and embedding are one: for a share of the scheduled steps, and on to a step of
-    Adam's; with a share of 1 always."""
-    steps, every = math.ceil(scheduled_steps(hp) * hp.tied_frac), hp.adam_every
-    last = math.ceil((steps + 1) / every) * every - 1
-    return hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= last)
+def number(value: float, like: Tensor) -> Tensor:
+    """Return a number as a tensor (): compiled functions are not compiled anew for another one."""
+    return torch.full((), value, device=like.device)
+
+
+# An update rule is a function rule(buckets, lr, now): of buckets (see Bucket) whose rows have one
+# shape, with the group's learning rate `lr` at this moment, and the Moment `now`. It reads
+# bucket.grads, the mean gradient (n, ...) of this rank's n rows. What it keeps in bucket.state is
+# saved and resumed: tensors (n, ...) of any further shape, or () and equal in all buckets. It
+# returns what each bucket sends to the other ranks, (n, ...), and how all ranks change their
+# weights by what was sent: a function take(weights, sent) of two lists.
+
+
+def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, updates_of=muon_updates):
+    """Muon, for matrices (n, rows, cols): Nesterov's momentum, orthogonalised. `updates_of` is the
+    compiled muon_updates."""
+    for bucket in buckets:
+        if not bucket.state:
+            bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
+    grads = [bucket.grads for bucket in buckets]
+    momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
+    momentum = number(now.momentum, grads[0])
+    updates = updates_of(grads, momenta, momentum, hp.momentum_damped)
+    rows, cols = buckets[0].row_shape
+    own_lr = lr * max(1, rows / cols) ** 0.5
+    return updates.split([len(grad) for grad in grads]), partial(torch._foreach_add_, alpha=-own_lr)
+
+
+def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
+    """Take over what was sent as the new weights."""
+    for weight, new in zip(weights, sent, strict=True):
+        if weight.data_ptr() != new.data_ptr():  # one rank's share of a table is the table
+            weight.copy_(new)
+
+
+def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float):
+    """Adam, for rows of any shape: torch's fused one."""
+    for bucket in buckets:
+        if not bucket.state:
+            weight = bucket.weights()
+            bucket.state["step"] = torch.zeros((), device=weight.device)
+            bucket.state["exp_avg"] = torch.zeros_like(weight)
+            bucket.state["exp_avg_sq"] = torch.zeros_like(weight)
+    weights = [bucket.weights() for bucket in buckets]
+    torch_adam(
+        weights,
+        [bucket.grads.type_as(weight) for bucket, weight in zip(buckets, weights, strict=True)],
+        [bucket.state["exp_avg"] for bucket in buckets],
+        [bucket.state["exp_avg_sq"] for bucket in buckets],
+        max_exp_avg_sqs=[],
+        state_steps=[bucket.state["step"] for bucket in buckets],
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=0.0,
+        eps=eps,
+        maximize=False,
+    )
+    return weights, copy_new
 
 
 @dataclass(frozen=True)
-class Moment:
-    """All that is scheduled, at one step."""
+class Group:
+    """A row of the table of parameters: which parameters these are, and how they learn."""
 
-    step: int
-    lr: float  # multiplier on every learning rate
-    momentum: float  # Muon's
-    window: int  # the long one, in tokens
-    short: int  # the short one
-    seq_len: int  # tokens in a training sequence
-    longest: int  # where documents are cut, if batches are aligned to them
-    targets: tuple[float, ...]  # loss weights of the next token, the one after it, ...
-    tied: bool  # whether the embedding is the head
+    name: str  # its gradient's norm is in the metrics as grad_norm_NAME
+    patterns: tuple[str, ...]  # of names of parameters, as fnmatch reads them
+    rule: Callable
+    lr: float
+    row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
+    least_rows: float = 1  # a bucket has at least so many rows, and one for each rank
+    # When gradients are complete: in the last "backward" pass, at its "end", or since the "forward"
+    # pass before it.
+    complete: str = "backward"
 
 
-def moment(step: int, hp: Hyperparameters) -> Moment:
-    """What holds at a step, from 0 to num_iterations; beyond, what holds after the last one."""
-    step = min(step, hp.num_iterations)
-    stage, window = stages_until(step, hp)[-1], get_window_size(step, hp)
-    last = step == hp.num_iterations and hp.last_window
-    return Moment(
-        step,
-        lr=get_lr(step, hp),
-        momentum=get_muon_momentum(step, hp),
-        window=last or window,
-        short=window // 2,
-        seq_len=hp.seq_len * stage.length,
-        longest=stage.cap or hp.max_document_tokens,
-        targets=get_targets(step, hp),
-        tied=is_tied(step, hp),
+def parameter_table(hp: Hyperparameters, compile_: Callable = as_is) -> tuple[Group, ...]:
+    """Return the groups, in the order in which gradients leave and weights are updated."""
+    by_muon = partial(muon, hp=hp, updates_of=compile_(muon_updates))
+    by_adam = partial(adam, betas=hp.adam_betas, eps=hp.adam_eps)
+    matrices = ("blocks.*.weight", "blocks.*.qkv_w")
+    scalars = ("skip_weights", "blocks.*lambdas")
+    return (
+        Group("head", ("lm_head.weight",), by_adam, hp.head_lr, 1, complete="forward"),
+        Group("muon", matrices, by_muon, hp.muon_lr, 2, least_rows=8),
+        Group("embed", ("embed.weight",), by_adam, hp.embed_lr, 1, complete="end"),
+        Group("values", ("value_embeds.*",), by_adam, hp.embed_lr, 1, complete="end"),
+        Group("scalar", scalars, by_adam, hp.scalar_lr, 0, least_rows=math.inf),
     )
 
 
+def members(model: nn.Module, table: tuple[Group, ...]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return, by each group's name, its parameters by their names. ValueError for a parameter that
+    does not match exactly one row of the table."""
+    found = {group.name: {} for group in table}
+    for name, p in model.named_parameters():
+        rows = [g for g in table if any(fnmatchcase(name, text) for text in g.patterns)]
+        if len(rows) != 1 or p.ndim < rows[0].row_ndim:
+            names = " and ".join(g.name for g in rows) or "no row"
+            wanted = f"it wants exactly one, for its shape {tuple(p.shape)}"
+            raise ValueError(f"{name} matches {names} of parameter_table: {wanted}")
+        found[rows[0].name][name] = p
+    return found
+
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Bucket:
+    """Parameters whose gradients travel together, in their dtype, as rows of one shape. Each rank
+    owns a share: one of world_size equal parts of the rows, to the last of which zeros are added.
+    """
+
+    def __init__(self, params: list[Tensor], row_ndim: int, rank: int = 0, world_size: int = 1):
+        self.params, self.rank, self.world_size = params, rank, world_size
+        self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
+        self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
+        self.share_len = -(-sum(self.counts) // world_size)
+        self.state: dict[str, Tensor] = {}  # what the update rule keeps of this rank's share
+        self.grads = self.sent = self.work = None
+
+    def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
+        """Return this rank's rows, (share_len, ...), of tensors shaped like the parameters, or of
+        state whose rows have another shape; or the rows of all ranks."""
+        rows = []
+        for tensor, p in zip(tensors, self.params, strict=True):
+            like_p = tensor.shape == p.shape
+            rows.append(tensor.reshape(-1, *self.row_shape) if like_p else tensor)
+        rows = torch.cat(rows) if len(rows) > 1 else rows[0]
+        length = self.share_len
+        if whole:
+            length = self.share_len * self.world_size
+        else:
+            rows = rows[self.rank * length : (self.rank + 1) * length]
+        missing = length - len(rows)
+        return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
+
+    def weights(self) -> Tensor:
+        """Return this rank's rows: of one parameter its own memory, unless padded."""
+        return self.share([p.detach() for p in self.params])
+
+    def launch(self) -> None:
+        """Begin to sum the gradients over all ranks. They travel in the parameters' dtype."""
+        grads = [gradient_buffer(p) for p in self.params]  # on one rank, a table's is used as it is
+        if self.world_size > 1:
+            grads = [grad.type_as(p) for grad, p in zip(grads, self.params, strict=True)]
+        self.grads = self.sent = self.share(grads, whole=True)
+        if self.world_size > 1:
+            self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
+            self.work = reduce_scatter(self.grads, self.sent, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return this rank's share of the summed gradients, which is in self.grads from now on."""
+        if self.grads is None:
+            self.launch()
+        if self.work is not None:
+            self.work.wait()
+        self.sent = self.work = None
+        return self.grads
+
+    def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to collect all shares. The function returned waits for them, and returns a tensor
+        for each parameter: in its shape or, of state with rows of another shape, as rows."""
+        rows, work = share, None
+        if self.world_size > 1:
+            rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
+            work = all_gather(rows, share.contiguous(), async_op=True)
+
+        def collected() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            parts = rows[: sum(self.counts)].split(self.counts)
+            if rows.shape[1:] != self.row_shape:
+                return list(parts)
+            return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+        return collected
+
+
+class Optimizers:
+    """The update rules at work on all parameters. The order of a step is that of all ranks:
+
+    1. Gradients leave in the order of the table, each bucket as soon as it is complete and those
+       before it have left: the head's before the last backward pass begins, the matrices' while it
+       runs, from the last layer to the first, the others' at its end.
+    2. In the same order each rank updates its share, and sends what has changed: while gradients of
+       the tables travel, it orthogonalises its matrices.
+    3. At last all ranks take over what was sent.
+    """
+
+    table = staticmethod(parameter_table)
+    norms_every = 25  # steps
+
+    def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
+        self.hp, self.world_size = hp, world_size
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.groups: list[tuple[Group, list[Bucket]]] = []
+        table = self.table(hp, model.compile_)
+        for group, params in zip(table, members(model, table).values(), strict=True):
+            parts = self.bucket_params(group, list(params.values()))
+            buckets = [Bucket(part, group.row_ndim, rank, world_size) for part in parts]
+            self.groups.append((group, buckets))
+        self.order = [bucket for _, buckets in self.groups for bucket in buckets]
+        for p in self.names:
+            gradient_buffer(p)  # also of what this model does not use
+        self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
+        for group, buckets in self.groups:
+            if world_size == 1 or group.complete != "backward":
+                continue
+            for bucket in buckets:
+                for p in bucket.params:
+                    p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
+
+    def bucket_params(self, group: Group, params: list[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters of a group's buckets, in the order in which backward meets them. A
+        bucket is full when it has the rows that the group wants, and one for each rank."""
+        least_rows = max(group.least_rows, self.world_size)
+        if self.world_size == 1 and least_rows > 1:  # nothing is sent: all of a shape together
+            least_rows = math.inf
+        full, unfilled = [], {}
+        for p in reversed(params):
+            shape = p.shape[p.ndim - group.row_ndim :]
+            bucket = unfilled.setdefault(shape, [])
+            bucket.insert(0, p)
+            if sum(p.numel() for p in bucket) >= least_rows * shape.numel():
+                full.append(unfilled.pop(shape))
+        return [*full, *unfilled.values()]
+
+    def learning(self, now: Moment) -> list[tuple[Group, list[Bucket]]]:
+        """Return the groups that learn at a moment, with their buckets. A fork may let some wait:
+        their gradients are kept and added to."""
+        return self.groups
+
+    def begin_last_backward(self, now: Moment) -> None:
+        """From now on, gradients are complete when they arrive; some are complete already."""
+        for group, buckets in self.learning(now):
+            for bucket in buckets:
+                self.missing[bucket] = 0 if group.complete == "forward" else len(bucket.params)
+        self.launch_complete()
+
+    def arrived(self, bucket: Bucket) -> None:
+        """One of the bucket's gradients is there: complete, if this is the last backward pass."""
+        if bucket in self.missing:
+            self.missing[bucket] -= 1
+            self.launch_complete()
+
+    def launch_complete(self) -> None:
+        """Launch what is next in order, as far as that is complete."""
+        for bucket in list(self.missing):
+            if self.missing[bucket]:
+                break
+            del self.missing[bucket]
+            bucket.launch()
+
+    def grad_norms(self, now: Moment) -> Tensor:
+        """Return L2 norms (groups,) of the summed gradients of the groups that learn, else 0."""
+        learning = [group for group, _ in self.learning(now)]
+        squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
+        for square, (group, buckets) in zip(squares, self.groups, strict=True):
+            if group not in learning:
+                continue
+            for bucket in buckets:
+                length = torch.linalg.vector_norm(bucket.wait(), dtype=torch.float32)
+                square += length.square()
+        all_reduce_([squares])
+        return squares.sqrt()
+
+    @torch.no_grad()
+    def step(self, now: Moment) -> list[Tensor]:
+        """Update all groups that learn at a moment, and empty their gradients. Every norms_every
+        steps, and to clip, the list returned holds the norms (groups,) of the mean gradient."""
+        for bucket in self.missing:
+            bucket.launch()
+        self.missing = {}
+        grad_scale, norms = 1 / self.hp.batch_seqs, []
+        if (now.step + 1) % self.norms_every == 0 or self.hp.grad_clip:
+            norms = [self.grad_norms(now) * grad_scale]
+        if self.hp.grad_clip:
+            grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
+        pending = []
+        for group, buckets in self.learning(now):
+            for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
+                same = [bucket for bucket in buckets if bucket.row_shape == shape]
+                torch._foreach_mul_([bucket.wait() for bucket in same], grad_scale)
+                shares, take = group.rule(same, group.lr * now.lr, now)
+                for bucket, share in zip(same, shares, strict=True):
+                    pending.append((bucket, bucket.gather(share), take))
+                    bucket.grads = None
+        for bucket, collected, take in pending:
+            take(bucket.params, collected())
+        self.zero_grad(self.learning(now))
+        return norms
+
+    def zero_grad(self, groups: list[tuple[Group, list[Bucket]]]) -> None:
+        """Empty the gradients of groups."""
+        params = [p for _, buckets in groups for bucket in buckets for p in bucket.params]
+        torch._foreach_zero_([gradient_buffer(p) for p in params])
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return all ranks' state by parameter name, on rank 0's CPU; others only help."""
+        saved = {name: {} for name in self.names.values()}
+        for bucket in self.order:
+            for key, value in bucket.state.items():
+                values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
+                if bucket.rank:
+                    continue
+                for p, v in zip(bucket.params, values, strict=True):
+                    saved[self.names[p]][key] = v.to("cpu", copy=True)
+        return saved
+
+    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Take over such a state of any number of ranks, or begin anew with {}. Gradients that were
+        waiting are forgotten."""
+        self.zero_grad(self.groups)
+        for bucket in self.order:
+            rows = [saved.get(self.names[p], {}) for p in bucket.params]
+            bucket.state.clear()
+            for key, value in rows[0].items():
+                share = bucket.share([row[key] for row in rows]) if value.ndim else value
+                bucket.state[key] = share.to(bucket.params[0].device, copy=True)
+
+
 # -----------------------------------------------------------------------------
-# Run: checkpoints, the timed loop, main()
-
-# Of older checkpoints: what was so before it was a setting, and settings that are ignored (lr_lag:
-# the record's exact_stages has its place).
-BEFORE_SETTINGS = {"norm_eps": 2.0**-23, "momentum_damped": True}
-FORMER_SETTINGS = {"comm_dtype", "verify_data", "lr_lag"}
+# Machine: errors, devices, ranks, signals, the log
 
 
-def load_checkpoint(path: str | Path) -> dict:
-    """A checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a published
-    one, what Run.save saves. UserError if the file is not a whole checkpoint."""
+def all_reduce_(tensors: list[Tensor]) -> None:
+    """Sum each tensor over all ranks, in place; one process has nothing to do."""
+    if dist.is_initialized():
+        for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
+            work.wait()
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return when all of them have come here."""
+    count = torch.ones(1, device=device)
+    all_reduce_([count])
+    count.item()  # on a GPU, only this waits
+
+
+def keep_freed_memory() -> None:
+    """Let glibc, which alone can, keep freed memory. Else each chunk of logits comes anew from the
+    system, page by page: a tenth to a fifth of the demo's time."""
+    M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def start_device(wanted: str, timeout: int = 600) -> torch.device:
+    """Return this process's device; under torchrun, join the other ranks first. After `timeout`
+    seconds of waiting, a rank gives up on the others. UserError without such a GPU."""
+    device, gpus = torch.device("cpu"), torch.cuda.device_count()
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if wanted == "cuda" or (wanted == "auto" and gpus):
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= gpus:
+            remedy = f"start {gpus} processes a node" if gpus else "use --device cpu"
+            raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        if several:  # torchrun gives each process one thread
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, os.cpu_count() // processes))
+        keep_freed_memory()
+    if several:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return device
+
+
+def ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Return peak bytes allocated and reserved on a GPU; without one, the process's, twice."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats()  # empty until something was allocated
+        return stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
+
+
+def to_host(values: Tensor) -> Callable[[], tuple[list[float], float]]:
+    """Start copying from the device. The function returned waits for that copy only, and returns
+    the values and the time when the host saw that they were there."""
+    if values.device.type == "cpu":
+        found = values.tolist(), time.perf_counter()
+        return lambda: found
+    host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
+    host.copy_(values, non_blocking=True)
+    copied.record()
+    return lambda: (copied.synchronize() or host.tolist(), time.perf_counter())
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect the SIGTERMs and SIGINTs that come: the step ends, and a checkpoint is saved.
+
+    A second SIGINT leaves at once; but torchrun repeats to its workers what the terminal sends
+    them, hence it counts only after a second.
+    """
+    seen: list[int] = []
+    first = 0.0
+
+    def note(number: int, frame) -> None:
+        nonlocal first
+        if not seen:
+            first = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > first + 1:
+            os._exit(130)
+        seen.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
     try:
-        state, whole = program.load_whole(path)
+        yield seen
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def project_files(script: Path) -> list[Path]:
+    """Return a script, and then the files beside it or beside this one that it imports, and those
+    that they import."""
+    found = [script]
+    for path in found:
+        names = re.findall(r"^ *(?:import|from) (\w+)", path.read_text("utf-8"), re.MULTILINE)
+        for name in sorted(set(names)):
+            if getattr(sys.modules.get(name), "__file__", None) == str(script):
+                continue  # the script brings this module with it: see tools/bundle.py
+            for other in (script.with_name(f"{name}.py"), HERE / f"{name}.py"):
+                if other.exists():
+                    if other not in found:
+                        found.append(other)
+                    break
+    return found
+
+
+class Log:
+    """What rank 0 writes of a run: its log, its metrics, and the console.
+
+    logs/<run_id>.txt begins with what it takes to believe and to repeat the run: the started script
+    alone, which runs as it stands; then versions, machine, settings, and the other files.
+
+    logs/<run_id>.jsonl has an object for each step: step; tokens so far; train_loss, of the step's
+    batch before its update; val_loss after the step, where it was measured; the fields of Moment;
+    ms, from the step before to when the host sees this one's result; tokens_per_s; memory_mib, the
+    peak so far; and where the optimizers make them, grad_norm_head and its like, before clipping. A
+    row is written when the next step is under way: that costs no waiting.
+
+    The console has plain lines, and on a terminal a bar for the steps.
+    """
+
+    def __init__(self, run: "Run", resumed: bool):
+        """Begin both files, or go on: rows of steps after run.first_step will come again."""
+        hp, rank = run.hp, run.rank
+        self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
+        self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
+        if rank == 0 and self.path.exists() and not resumed:
+            raise UserError(f"{self.path} is there already: choose another --run_id, or --resume")
+        self.path.parent.mkdir(exist_ok=True)
+        self.file = self.path.open("a", buffering=1, encoding="utf-8")
+        self.bar = tqdm(
+            total=hp.num_iterations,
+            initial=run.first_step,
+            file=sys.stdout,
+            leave=False,
+            disable=None,  # no bar where there is no terminal
+            bar_format="{n}/{total} {bar}{postfix}, {remaining} left",
+        )
+        self.norms = [f"grad_norm_{group.name}" for group, _ in run.optimizers.groups]
+        self.tokens = hp.batch_seqs * sum(run.moment(s, hp).seq_len for s in range(run.first_step))
+        self.row, self.row_tokens, self.result = {}, 0, None
+        self.last, self.ended = (0.0, 0.0), 0.0
+        metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
+        self.metrics = metrics.open("ab", buffering=0)
+        if rank == 0:
+            self.metrics.truncate(self.bytes_until(metrics, run.first_step))
+            if self.path.stat().st_size == 0:
+                self.write_header(run)
+
+    def bytes_until(self, path: Path, step: int) -> int:
+        """Return the size of the metrics' rows up to a step, but for a row that a kill cut."""
+        size = 0
+        with contextlib.suppress(ValueError):
+            for row in path.read_bytes().splitlines(keepends=True):
+                if not row.endswith(b"\n") or json.loads(row)["step"] > step:
+                    break
+                size += len(row)
+        return size if step else 0
+
+    def write_header(self, run: "Run") -> None:
+        """Write source, software, machine and settings."""
+        script, *others = project_files(script_of(type(run)))
+        command = "nvidia-smi" if run.device.type == "cuda" else "lscpu || sysctl machdep.cpu"
+        machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+        parts = [
+            script.read_text("utf-8"),
+            f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
+            machine,
+            "\n".join(f"{name}: {show(value)}" for name, value in vars(run.hp).items()),
+        ]
+        parts += [f"{path.name}:\n{path.read_text('utf-8')}" for path in others]
+        for part in parts:
+            print(part, "=" * 100, sep="\n", file=self.file)
+
+    def __call__(self, line: str, console: bool = True) -> None:
+        """Write a line."""
+        print(line, file=self.file)
+        if console:
+            self.bar.write(line)
+            sys.stdout.flush()
+
+    def step(self, line: str, progress: str) -> None:
+        """Write the line of one training step; on a terminal the bar moves instead."""
+        self(line, console=self.bar.disable)
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update()
+
+    def begin_row(self, now: Moment, tokens: int, result: Tensor) -> None:
+        """A step of so many tokens is under way; `result`, of train_step, is still to come."""
+        self.tokens += tokens
+        self.row_tokens = tokens
+        self.row = vars(now) | {"step": now.step + 1, "tokens": self.tokens}
+        self.row["memory_mib"] = peak_memory(result.device)[0] >> 20
+        self.result = to_host(result)
+
+    def finish_row(self, since: float) -> tuple[float, float]:
+        """Return loss and `stop` of the last step begun, whose row is complete then but for a
+        validation; `since` is the time when training began or went on."""
+        if self.result is not None:
+            (loss, stop, *norms), ended = self.result()
+            seconds = ended - max(self.ended, since)
+            self.last, self.ended, self.result = (loss, stop), ended, None
+            self.row["train_loss"] = loss
+            self.row["ms"] = round(1e3 * seconds, 3)
+            self.row["tokens_per_s"] = round(self.row_tokens / seconds)
+            self.row |= zip(self.norms, norms, strict=False)
+        return self.last
+
+    def write_row(self, **more) -> None:
+        """Append the row, if there is one, in one write."""
+        row = self.row | more
+        if row:
+            self.metrics.write(json.dumps(row).encode() + b"\n")
+        self.row = {}
+
+
+def as_program(name: str, parse: Callable, work: Callable) -> None:
+    """Call work(parse()) as a command; an error of the user's becomes one line and a status.
+
+    That is 2 while parsing, else 1. Rank 0 alone writes on the console. Where several ranks fail,
+    the lowest reports: torchrun ends all ranks as soon as one has ended, so the others wait for
+    that. So does a rank that has lost another one, which knows better what happened.
+    """
+    status, rank = 2, int(os.environ.get("RANK", 0))
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        parsed = parse()
+        status = 1
+        work(parsed)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError, RuntimeError) as error:
+        message = str(error)
+        patience = 10 + min(rank, 40) / 4 if rank else 0  # seconds
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {error}"
+        elif isinstance(error, dist.DistError) or re.search("gloo|pair clos", message):
+            message = f"another rank has stopped, or hangs: {error}"
+            patience = max(patience, 5)
+        elif isinstance(error, RuntimeError):
+            raise
+        time.sleep(patience)
+        print(f"{name}: error:", " ".join(message.split())[:500], file=sys.stderr)
+        sys.exit(status)
+    finally:
+        gc.unfreeze()  # see Run.loop
+
+
+# -----------------------------------------------------------------------------
+# Run: flags, checkpoints, warm-up, the timed loop
+
+
+def save_whole(path: Path, state: dict) -> None:
+    """Save a checkpoint as a whole file or not at all; UserError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except Exception as error:  # torch's writer makes everything a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"could not save {path}: is the disk full? ({error})") from error
+
+
+def load_checkpoint(path: str | Path, run_class: type["Run"]) -> dict:
+    """Return a checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a
+    published one, what Run.save saves. UserError if the file is not a whole checkpoint, or if it is
+    another script's."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
+            if damaged := archive.testzip():
+                raise ValueError(f"its part {damaged} is damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
-        if "hyperparameters" in state:
-            if not whole:
-                raise ValueError("its checksum is missing")
-            settings = BEFORE_SETTINGS | state["hyperparameters"]
-            settings = {k: v for k, v in settings.items() if k not in FORMER_SETTINGS}
-            state["hyperparameters"] = hp = replace(RECORDS[state["record"]], **settings)
-            check(hp)
+        saved = state.get("hyperparameters")
+        if saved is None:
+            return state
+        known = run_class.records.get(state["record"])
+        if known is None or saved.keys() - vars(known).keys():
+            other = f"{state['record']} of {state['script']}"
+            raise UserError(f"{path} is of {other}: start that script, or a tool with --script")
+        state["hyperparameters"] = replace(known, **saved)
+        run_class.check(state["hyperparameters"])
         return state
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, UserError):
         raise
     except Exception as error:  # torch's own advice is to load it unsafely
         reason = error if isinstance(error, (ValueError, TypeError)) else type(error).__name__
         raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
 
 
-def parse_args(argv: list[str] | None) -> tuple[Hyperparameters, argparse.Namespace]:
-    """The settings (flags over the record's, or over a checkpoint's own) and the flags given, with
-    `record`, its name, `checkpoint`, the path, and `saved`, what the checkpoint holds. UserError
-    for an unknown flag or a bad value."""
-    about = f"{__doc__.splitlines()[0]} In brackets: values of 2025-01-26_BatchSize."
-    args = program.command_line(about, RECORDS, Hyperparameters).parse_args(argv)
-    args.checkpoint, args.saved = program.where_to_start(args, load_checkpoint)
-    on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-    remembered = "record" not in args and args.saved.get("hyperparameters")
-    if remembered:
+def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
+    """Return the checkpoints in a folder, newest first."""
+    return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def newest_checkpoint(run_id: str, run_class: type["Run"]) -> tuple[Path | None, dict]:
+    """Return the newest intact checkpoint under logs/ of a run, or of any ("*"), and what it holds;
+    or None and {}."""
+    found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
+    for path in found:
+        try:
+            return path, load_checkpoint(path, run_class)
+        except UserError as error:
+            print(f"{error}; trying the one before", file=sys.stderr)
+    if found:
+        raise UserError(f"none of {len(found)} checkpoints under logs/ can be read; remove them")
+    return None, {}
+
+
+def fail(message: str):
+    """Raise UserError: argparse calls this for a bad flag."""
+    raise UserError(message)
+
+
+def flag_parser(run_class: type["Run"]) -> argparse.ArgumentParser:
+    """Return a parser with a flag for each setting, and flags that say what to do. Flags that were
+    not given are missing in its answer; help shows defaults."""
+    script = script_of(run_class)
+    about = (sys.modules[run_class.__module__].__doc__ or script.name).strip().splitlines()[0]
+    parser = argparse.ArgumentParser(
+        prog=script.name,
+        usage=f"{script.name} [--record NAME] [--SETTING VALUE ...]",
+        description=f"{about} In brackets: values of 2025-01-26_BatchSize.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.error = fail
+    names = ", ".join(run_class.records)
+    parser.add_argument("--record", help=f"settings to start from, on a CPU [demo]: {names}")
+    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
+    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
+    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
+    group = parser
+    for f in fields(run_class.settings):
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
+        options = {"help": f"{f.metadata['help']} [{show(f.default)}]"}
+        if f.metadata["choices"]:
+            options["choices"] = f.metadata["choices"]
+        elif isinstance(f.default, tuple):
+            options |= {"type": float, "nargs": len(f.default), "metavar": "float"}
+        else:
+            options |= {"type": f.type, "metavar": f.type.__name__}
+        group.add_argument(f"--{f.name}", **options)
+    return parser
+
+
+def check_record(name: str, run_class: type["Run"]) -> None:
+    """Raise UserError for a record that is not there; name a fork that has it."""
+    if name in run_class.records:
+        return
+    for path in sorted(HERE.glob("forks/*.py")):
+        if f'"{name}"' in path.read_text("utf-8"):
+            where = path.relative_to(HERE)
+            raise UserError(f"--record {name} is in {where}: ./run.sh {where} --record {name}")
+    known = " ".join(run_class.records)
+    raise UserError(f"--record {name}: there is no such record; choose from {known}")
+
+
+def parse_args(
+    argv: list[str] | None, run_class: type["Run"]
+) -> tuple[Hyperparameters, argparse.Namespace]:
+    """Return the settings (flags over the record's, or over a checkpoint's own) and the flags that
+    were given, with `record`, its name, `checkpoint`, its path, and `saved`, what that holds.
+
+    UserError for an unknown flag or a bad value.
+    """
+    args = flag_parser(run_class).parse_args(argv)
+    if "record" in args:
+        check_record(args.record, run_class)
+    wanted = getattr(args, "eval", getattr(args, "resume", None))
+    if wanted == "auto":
+        args.checkpoint, args.saved = newest_checkpoint(getattr(args, "run_id", "*"), run_class)
+        if not args.saved and "eval" in args:
+            raise UserError("no checkpoint under logs/: train with --save_every, or name one")
+        if not args.saved:
+            print("--resume auto: no checkpoint under logs/, a new run begins")
+    else:
+        args.checkpoint = wanted
+        args.saved = {} if wanted is None else load_checkpoint(wanted, run_class)
+
+    # Settings: those of a checkpoint, unless --record asks for others; then the flags.
+    hp = args.saved.get("hyperparameters")
+    if hp is not None and "record" not in args:
         args.record = args.saved["record"]
-    elif "record" not in args:
-        args.record = "demo" if on_cpu else "2025-01-26_BatchSize"
-    hp = replace(remembered or RECORDS[args.record], run_id=args.saved.get("run_id", ""))
-    if "layers" in args and "num_layers" not in args:
-        args.num_layers = args.layers.count(",") + 1
-    hp = replace(hp, **program.given(hp, args))
-    check(hp)
+    else:
+        on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
+        if "record" not in args:
+            args.record = "demo" if on_cpu else run_class.default_record
+        hp = run_class.records[args.record]
+    given = {"run_id": args.saved.get("run_id", "")}
+    for f in fields(run_class.settings):
+        if f.name in args:
+            value = getattr(args, f.name)
+            if f.type is bool:
+                value = value == "on"
+            given[f.name] = tuple(value) if isinstance(value, list) else value
+    if "layers" in given and "num_layers" not in given:
+        given["num_layers"] = given["layers"].count(",") + 1
+    hp = replace(hp, **given)
+    run_class.check(hp)
     if "resume" in args and args.saved:
-        if not (saved := vars(args.saved.get("hyperparameters", argparse.Namespace()))):
-            raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
-        changed = [n for n in LEARNING_FIELDS if vars(hp)[n] != saved[n]]
-        if changed and "resume_force" not in args:
-            text = ", ".join(f"{n} {show(saved[n])} -> {show(vars(hp)[n])}" for n in changed)
-            raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
+        check_resumed(hp, args)
     return hp, args
 
 
-def choose_kernels(hp: Hyperparameters, device: torch.device, compile_=as_is, log=print) -> None:
-    """Use each kernel that works on all ranks, or what --kernels says, and log their names;
-    UserError for --kernels on where Triton cannot run."""
-    reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
-    if hp.kernels == "on" and reason:
-        raise UserError(f"--kernels on: {reason}")
-    for kernel in KERNELS.values():
-        kernel.use = not reason and kernel.fused is not None
-    if hp.kernels == "auto":
-        example = hp, device, activation_dtype(device), trains_in_fp8(hp.fp8, device)
-        faults = [reason or fault(kernel.plain, compile_, *example) for kernel in KERNELS.values()]
-        votes = torch.tensor([float(bool(text)) for text in faults], device=device)
-        all_reduce_([votes])
-        for name, text, against in zip(KERNELS, faults, votes.tolist(), strict=True):
-            KERNELS[name].use = not against
-            if against and not reason:
-                log(f"kernel {name} is off: {text or 'another rank cannot use it'}")
-    log(f"kernels: {' '.join(kernels_in_use()) or 'none'}{reason and f', {reason}'}")
+def check_resumed(hp: Hyperparameters, args: argparse.Namespace) -> None:
+    """Raise UserError if a run with these settings cannot go on from its checkpoint."""
+    saved = args.saved.get("hyperparameters")
+    if saved is None:
+        raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
+    changed = []
+    for name in names_about(hp, "learning"):
+        now, then = getattr(hp, name), getattr(saved, name)
+        if now != then:
+            changed.append(f"{name} {show(then)} -> {show(now)}")
+    if changed and "resume_force" not in args:
+        text = ", ".join(changed)
+        raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
 
 
-def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
-    """The model of a run, with its initial weights or these, where and how it will train."""
+def build(
+    model_class: type[GPT], hp: Hyperparameters, device: torch.device, weights: dict | None = None
+) -> GPT:
+    """Return the model of a run, with its initial weights or these, where and how it will train."""
     torch.manual_seed(hp.seed)
-    model = GPT(hp)
+    model = model_class(hp)
     if weights:
         try:
             model.load_state_dict(weights)
@@ -1656,9 +2094,11 @@ def build(hp: Hyperparameters, device: torch.device, weights=None) -> GPT:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batches: list[Tensor], when, device: torch.device) -> float:
-    """Mean loss of all ranks' validation sequences, at a moment or with a long window; this rank's
-    are (n, T) on its device, and n may be 0."""
+def evaluate(model: GPT, batches: list[Tensor], when: Moment | int, device: torch.device) -> float:
+    """Return the mean loss of all ranks' validation sequences, at a moment or with a long window.
+
+    This rank's inputs and targets are (n, T), on its device, and n may be 0.
+    """
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
     for inputs, targets in zip(*batches, strict=True):
@@ -1669,15 +2109,21 @@ def evaluate(model: GPT, batches: list[Tensor], when, device: torch.device) -> f
     return (total[0] / total[1]).item()
 
 
-def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: int, stop=0):
-    """One step on this rank's (n, T) micro-batches.
+def train_step(
+    model: GPT,
+    optimizers: Optimizers,
+    inputs: Tensor,
+    targets: Tensor,
+    now: Moment,
+    stop: float = 0,
+) -> Tensor:
+    """Make one step on this rank's (n, T) micro-batches.
 
     Returns, of all ranks, the mean loss of the global batch, the sum of `stop`, and the norms of
     the groups' gradients if the optimizers made them: (2,) or (2 + groups,). Gradients are summed,
     and divided only then: each micro-batch's FP8 gradient keeps its scale.
     """
-    loss, now = torch.zeros((), device=inputs.device), moment(step, model.hp)
-    model.tie(now.tied)
+    loss = torch.zeros((), device=inputs.device)
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
         micro_loss = model(input_seq, target_seq, now)
         if i == len(inputs):
@@ -1691,30 +2137,28 @@ def train_step(model: GPT, optimizers, inputs: Tensor, targets: Tensor, step: in
     return torch.cat([result, *norms])
 
 
-def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print) -> None:
-    """Choose kernels, then run the shapes and windows of the run on made-up tokens.
+def warm_up(
+    model: GPT, optimizers: Optimizers, moments: list[Moment], device: torch.device, log=print
+) -> None:
+    """Choose kernels, then make a step of each kind that the run's moments have, on made-up tokens.
 
-    The weights end as they began. Uncompiled, the longest will do. Compilation leaves cycles of
-    Python objects, which hold gigabytes of a GPU's memory: they are collected, and one more round
-    then takes the memory that the run will need.
+    The weights end as they began. Uncompiled, the longest step will do. Compilation leaves cycles
+    of Python objects, which hold gigabytes of a GPU's memory: they are collected, and one more
+    round then takes the memory that the run will need.
     """
-    hp, initial = model.hp, {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
-    choose_kernels(hp, device, model.compile_, log)
-    kinds = {}  # the last of the moments that look alike, of the run and after it
-    for step in range(hp.num_iterations + 1):
-        now = moment(step, hp)
-        kinds[now.window, now.seq_len, len(now.targets), now.tied] = now
+    hp = model.hp
+    initial = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+    choose_kernels(model, hp, device, log)
+    kinds = {now.kind: now for now in moments}  # the last moment of each kind
     longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last one of these
     size = max(longest.seq_len, hp.val_seq_len)
-    tokens = torch.arange(1, size + 1, device=device) % hp.vocab_size
-    val = tokens[None, : hp.val_seq_len]
+    tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
 
     def once(now: Moment) -> None:
+        val = tokens[:, : hp.val_seq_len]
         evaluate(model, [val.int(), val], now, device)  # first: its blocks of memory are larger
-        x, every = tokens[None, : now.seq_len], hp.adam_every
-        first = min(now.step, hp.num_iterations - 1) // every * every
-        for step in range(first, first + every):  # until no gradient waits for a step of Adam's
-            train_step(model, optimizers, x.int(), x, step)
+        x = tokens[:, : now.seq_len]
+        train_step(model, optimizers, x.int(), x, now)
 
     for now in kinds.values() if model.compiled else [longest]:
         once(now)
@@ -1726,36 +2170,95 @@ def warm_up(model: GPT, optimizers: Optimizers, device: torch.device, log=print)
     optimizers.load_state_dict({})
 
 
-class Run:
-    """A run: where it starts, its loop, and what it writes."""
+def script_of(run_class: type["Run"]) -> Path:
+    """Return the file that defines a Run: train_gpt.py, or a fork."""
+    return Path(inspect.getfile(run_class)).resolve()
 
-    def __init__(self, hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None):
+
+class Run:
+    """A run: where it starts, its loop, and what it writes.
+
+    A fork that imports this file has a Run of its own, a subclass. What the fork changes is in the
+    names and the methods that follow; tools read no others.
+    """
+
+    records: dict[str, Hyperparameters] = RECORDS
+    default_record = "2025-01-26_BatchSize"  # on a GPU, if no flag names another; else the demo
+    settings = Hyperparameters
+    model_class = GPT
+    optimizers_class = Optimizers
+    check = staticmethod(check)
+    moment = staticmethod(moment)
+
+    @staticmethod
+    def cut(shard: Shard, position: int, now: Moment, hp: Hyperparameters):
+        """Cut the batch of a moment: see cut_consecutive."""
+        return cut_consecutive(shard, position, now.seq_len, hp.batch_seqs)
+
+    def validates(self, step: int) -> bool:
+        """Say whether the run validates after a step; after the last one it does anyway."""
+        every = self.hp.val_loss_every
+        return bool(every) and step % every == 0
+
+    def can_stop(self, step: int) -> bool:
+        """Say whether a checkpoint after a step holds all that the next step needs."""
+        return True
+
+    def __init__(self, hp: Hyperparameters, args: argparse.Namespace):
         """Find the device, read the validation data, make the model."""
         self.hp, self.record = hp, args.record
-        self.device = device = program.start_device(hp.device, store, hp.comm_timeout)
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
+        self.device = start_device(hp.device, hp.comm_timeout)
+        self.rank, self.world_size = ranks()
         # Validation is one global batch, of which a rank may get nothing.
-        stream = hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, 0, 1
-        batch = next(distributed_data_generator(*stream, num_batches=1, vocab_size=hp.vocab_size))
-        self.val_batch = [t[self.rank :: self.world_size].to(device) for t in batch]
-        self.model = build(hp, device, args.saved.get("model"))
+        validation = distributed_data_generator(
+            hp.val_files,
+            hp.val_seq_len,
+            batch_seqs=hp.val_tokens // hp.val_seq_len,
+            rank=0,
+            world_size=1,
+            num_batches=1,
+            vocab_size=hp.vocab_size,
+        )
+        self.val_batch = [t[self.rank :: self.world_size].to(self.device) for t in next(validation)]
+        self.model = build(self.model_class, hp, self.device, args.saved.get("model"))
 
-    def begin(self, saved: dict, going_on: bool) -> None:
+    def new_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the batches of the steps from first_step on."""
+        hp = self.hp
+
+        def cut_step(shard: Shard, position: int, step: int):
+            return self.cut(shard, position, self.moment(step, hp), hp)
+
+        return distributed_data_generator(
+            hp.train_files,
+            hp.seq_len,
+            hp.batch_seqs,
+            self.rank,
+            self.world_size,
+            start_step=self.first_step,
+            num_batches=hp.num_iterations,
+            epochs=hp.epochs,
+            vocab_size=hp.vocab_size,
+            device=self.device,
+            cut=cut_step,
+        )
+
+    def begin(self, saved: dict, resumed: bool) -> None:
         """Start the log, warm up, and take over what a checkpoint saved, if there is one."""
-        hp, device, on_gpu = self.hp, self.device, self.device.type == "cuda"
+        hp, device = self.hp, self.device
+        on_gpu = device.type == "cuda"
         self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
-        ranks = self.rank, self.world_size
-        longest = (lambda step: moment(step, hp).longest) if hp.align_to_documents else None
-        stream = hp.train_files, (lambda step: moment(step, hp).seq_len), hp.batch_seqs, *ranks
-        more = self.first_step, hp.num_iterations, hp.epochs, hp.vocab_size, longest, device
-        self.batches = distributed_data_generator(*stream, *more)
-        self.optimizers = Optimizers(self.model, hp, *ranks)
-        self.log = log = program.Logger(hp, device, self.rank, self.first_step, going_on)
+        self.batches = self.new_batches()
+        self.optimizers = self.optimizers_class(self.model, hp, self.rank, self.world_size)
+        self.log = log = Log(self, resumed)
         self.folder = Path("logs", log.run_id)
-        for unfinished in self.folder.glob("*.tmp") if self.rank == 0 else ():
-            unfinished.unlink()  # of a run that was killed while it saved
-        place, own = torch.cuda.get_device_name() if on_gpu else "CPU", vars(RECORDS[self.record])
-        flags = "".join(f" --{name} {show(v)}" for name, v in vars(hp).items() if v != own[name])
+        if self.rank == 0:
+            for unfinished in self.folder.glob("*.tmp"):  # of a run that was killed while it saved
+                unfinished.unlink()
+        own = self.records[self.record]
+        changed = [n for n in vars(hp) if getattr(hp, n) != getattr(own, n)]
+        flags = "".join(f" --{name} {show(getattr(hp, name))}" for name in changed)
+        place = torch.cuda.get_device_name() if on_gpu else "CPU"
         log(f"record {self.record}{flags}\non {self.world_size} x {place}, log in {log.path}")
         if self.record == "demo" and hp.device == "auto" and not on_gpu:
             log("no GPU found: this is a small demonstration, on the sample corpus in data/")
@@ -1767,148 +2270,156 @@ class Run:
         if total.item() != self.first_step * self.world_size:
             raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
         start = clock(device)
-        warm_up(self.model, self.optimizers, device, log)
+        moments = [self.moment(step, hp) for step in range(hp.num_iterations + 1)]
+        warm_up(self.model, self.optimizers, moments, device, log)
         log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         if saved:
-            changed = "" if program.source() == saved["code"] else "; the source has changed since"
-            if (former := saved.get("kernels", kernels_in_use())) != kernels_in_use():
-                changed += f"; its kernels were: {' '.join(former) or 'none'}"
-            log(f"resumed at step {self.first_step}{changed}")
-            self.optimizers.load_state_dict(saved["optimizers"])
-            torch.set_rng_state(saved["random"])
-            saved.clear()  # as large as the model and more
-        path = log.path.with_suffix(".jsonl") if self.rank == 0 else log.path
-        norms = [f"grad_norm_{group.name}" for group in parameter_table(hp)]
-        tokens = hp.batch_seqs * sum(moment(step, hp).seq_len for step in range(self.first_step))
-        self.metrics = program.Metrics(path, norms, self.first_step, tokens)
+            self.take_over(saved)
+
+    def take_over(self, saved: dict) -> None:
+        """Go on from a checkpoint, whose weights the model has already."""
+        text = f"resumed at step {self.first_step}"
+        if script_of(type(self)).read_text("utf-8") != saved["code"]:
+            text += "; the source has changed since"
+        if names_in_use(self.model.kernels) != saved["kernels"]:
+            text += f"; its kernels were: {' '.join(saved['kernels']) or 'none'}"
+        self.log(text)
+        self.optimizers.load_state_dict(saved["optimizers"])
+        torch.set_rng_state(saved["random"])
+        saved.clear()  # as large as the model and more
 
     def loop(self) -> None:
         """Train to the last step, or until a signal comes. The clock stands still meanwhile where
         the run validates or saves."""
-        hp, metrics, stop = self.hp, self.metrics, 0.0
-        # Batches arrive in one place: nothing is allocated for them in a step.
-        most = hp.seq_len * max(stage.length for stage in stage_table(hp.stages))
-        size, dtypes = hp.batch_seqs // self.world_size * most, (torch.int32, torch.int64)
-        places = [torch.empty(size, dtype=dtype, device=self.device) for dtype in dtypes]
+        hp, log, stop, path = self.hp, self.log, 0.0, None
         gc.freeze()  # what is there by now stays: no collection need walk through it
-        with program.stop_signals(alone=self.world_size == 1) as signals:
+        with stop_signals() as signals:
             start = clock(self.device)
             for step in range(self.first_step, hp.num_iterations + 1):
                 last, new = step == hp.num_iterations, step > self.first_step
-                validate = last or (hp.val_loss_every and step % hp.val_loss_every == 0)
-                validate = validate and (new or step == 0)  # else it was done before
-                stop = stop and not last
-                leave = stop and step % hp.adam_every == 0  # else gradients wait for the next step
-                save = hp.save_every and (last or step % hp.save_every == 0)
-                save = new and (leave or save)
-                if validate or save:
-                    self.check_loss(metrics.fetch(start)[0], step)
+                # What was done before a checkpoint was saved is not done again after resuming.
+                validate = (last or self.validates(step)) and (new or step == 0)
+                leave = stop and not last and new and self.can_stop(step)
+                save = new and hp.save_every and (last or step % hp.save_every == 0)
+                if validate or save or leave:
+                    self.check_loss(log.finish_row(start)[0], step)
                     self.seconds += clock(self.device) - start
-                    metrics.write(**self.validate(step) if validate else {})
-                    path = save and self.save(step)
+                    log.write_row(**(self.validate(step) if validate else {}))
+                    if save or leave:
+                        path = self.save(step)
                     if leave:
                         self.leave(step, signals)
                     start = clock(self.device)
                 if last:
                     break
-                now, batch = moment(step, hp), []
-                for place, arrived in zip(places, next(self.batches), strict=True):
-                    batch.append(place[: arrived.numel()].view_as(arrived))
-                    batch[-1].copy_(arrived, non_blocking=True)
-                result = train_step(self.model, self.optimizers, *batch, step, stop=bool(signals))
-                loss, stop = metrics.fetch(start)  # of the step before: no waiting
+                now = self.moment(step, hp)
+                batch = [part.to(self.device, non_blocking=True) for part in next(self.batches)]
+                result = train_step(self.model, self.optimizers, *batch, now, stop=bool(signals))
+                loss, stop = log.finish_row(start)  # of the step before: no waiting
                 self.check_loss(loss, step)
-                metrics.write()
-                row = vars(now) | {"step": step + 1}
-                metrics.begin(row, hp.batch_seqs * now.seq_len, result)
+                log.write_row()
+                log.begin_row(now, hp.batch_seqs * now.seq_len, result)
                 ms = 1e3 * (self.seconds + time.perf_counter() - start)
-                rate = metrics.tokens / ms
-                progress = f"loss {loss:.3f}, {ms / (step + 1):.0f} ms/step, {rate:.1f}k tokens/s"
-                self.log.step(self.line(step + 1, ms), progress)
-        self.log.bar.close()
-        allocated, reserved = (size >> 20 for size in program.peak_memory(self.device))
-        self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-        if save:
-            command = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
-            print("read what it writes:", shlex.join([command, "tools/sample.py", str(path)]))
+                rate = f"{ms / (step + 1):.0f} ms/step, {log.tokens / ms:.1f}k tokens/s"
+                log.step(self.line(step + 1, ms), f"loss {loss:.3f}, {rate}")
+        self.end(path)
 
     def line(self, step: int, ms: float, loss: str = "") -> str:
-        """A line as the community's scripts parse it."""
+        """Return a line as the community's scripts parse it."""
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         return f"step:{step}/{self.hp.num_iterations} {loss}{times}"
 
-    def check_loss(self, loss: float, step: int) -> None:  # equal on all ranks: all stop together
-        if not math.isfinite(loss):
-            kept = next(iter(program.checkpoints(self.folder)), "none")
-            remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
-            raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+    def check_loss(self, loss: float, step: int) -> None:
+        """Raise UserError if a loss is not finite. It is equal on all ranks: all stop together."""
+        if math.isfinite(loss):
+            return
+        kept = next(iter(checkpoints(self.folder)), "none")
+        remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
+        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
 
     def validate(self, step: int) -> dict:
-        """Log the validation loss; what the metrics' row shall have of it."""
-        loss = evaluate(self.model, self.val_batch, moment(step, self.hp), self.device)
+        """Log the validation loss, and return what the metrics' row shall have of it."""
+        loss = evaluate(self.model, self.val_batch, self.moment(step, self.hp), self.device)
         self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
         self.check_loss(loss, step)
-        reached = step, loss, self.seconds, self.world_size * (self.device.type == "cuda")
-        if note := program.against_published(RECORDS, self.record, self.hp, *reached):
-            self.log.bar.write(note)
         return {"step": step, "val_loss": loss}
 
     def save(self, step: int) -> Path:
-        """Save all that it takes to go on after the step."""
+        """Save all that it takes to go on after the step, and return the file's path."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             self.check_loss(math.nan, step)
-        names = program.names_of(Hyperparameters, "learning", "run")
-        settings = {name: getattr(self.hp, name) for name in names}
-        state = {"record": self.record, "hyperparameters": settings, "run_id": self.log.run_id}
-        state |= {"step": step, "seconds": self.seconds, "random": torch.get_rng_state()}
-        state |= {"code": program.source(), "kernels": kernels_in_use()}
-        state |= {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
+        script = script_of(type(self))
+        names = names_about(self.hp, "learning", "run")
+        state = {
+            "script": script.name,
+            "code": script.read_text("utf-8"),
+            "record": self.record,
+            "hyperparameters": {name: getattr(self.hp, name) for name in names},
+            "run_id": self.log.run_id,
+            "step": step,
+            "seconds": self.seconds,
+            "random": torch.get_rng_state(),
+            "kernels": names_in_use(self.model.kernels),
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+        }
         path = self.folder / f"state_step{step:06}.pt"
         if self.rank == 0:
-            program.save_whole(path, state)
-            for old in program.checkpoints(self.folder)[self.hp.keep :]:
+            save_whole(path, state)
+            for old in checkpoints(self.folder)[self.hp.keep :]:
                 old.unlink()
         return path
 
     def leave(self, step: int, signals: list[int]) -> None:
         """End the process as the signal would have, after rank 0 has saved."""
-        program.wait_for_all_ranks(self.device)
+        wait_for_all_ranks(self.device)
         number = signal.Signals(signals[0] if signals else signal.SIGTERM)
         self.log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
         sys.exit(128 + number)
 
+    def end(self, path: Path | None) -> None:
+        """Log the memory that was needed, and print what can be done next."""
+        self.log.bar.close()
+        allocated, reserved = (size >> 20 for size in peak_memory(self.device))
+        self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        run_sh = HERE / "run.sh"
+        if not run_sh.exists():
+            return  # this file alone
+        command = "./run.sh" if Path.cwd() == HERE else str(run_sh)
+        if path is not None:
+            print("read what it writes:", shlex.join([command, "tools/sample.py", str(path)]))
+        if self.hp.train_files.startswith(FINEWEB):
+            log = str(self.log.path)
+            print("compare with published runs:", shlex.join([command, "tools/records.py", log]))
 
-def train(hp: Hyperparameters, args: argparse.Namespace, store: dist.Store | None) -> None:
-    """A run, from finding the device to the last line of the log; with --eval, one validation."""
+
+def work(parsed: tuple[Hyperparameters, argparse.Namespace], run_class: type[Run]) -> None:
+    """Train as parse_args found, from finding the device to the last line of the log; with --eval,
+    validate once."""
+    hp, args = parsed
     step = args.saved.get("step", hp.num_iterations if args.saved else 0)
-    if "resume" in args and step >= hp.num_iterations:
+    if "resume" in args and args.saved and step >= hp.num_iterations:
         print(f"the run had finished: step {step} of {hp.num_iterations} is saved")
         return
-    run = Run(hp, args, store)
+    run = run_class(hp, args)
     if "eval" in args:
-        choose_kernels(hp, run.device, run.model.compile_)
-        loss = evaluate(run.model, run.val_batch, moment(step, hp), run.device)
+        choose_kernels(run.model, hp, run.device)
+        loss = evaluate(run.model, run.val_batch, run.moment(step, hp), run.device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
         return
-    run.begin(args.saved, going_on="resume" in args)
+    run.begin(args.saved, resumed="resume" in args)
     run.loop()
 
 
-def work(parsed: tuple[Hyperparameters, argparse.Namespace], store: dist.Store | None) -> None:
-    """Print records or train, as parse_args found."""
-    hp, args = parsed
-    if "list_records" in args or "diff" in args:
-        names = getattr(args, "diff", list(RECORDS))
-        program.print_records(RECORDS, names, differing="diff" in args)
-    else:
-        train(hp, args, store)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
-    program.as_program("train_gpt.py", lambda: parse_args(argv), work)
+def main(argv: list[str] | None = None, run_class: type[Run] = Run) -> None:
+    """The command line, of this file or of a fork whose Run is given."""
+    as_program(
+        script_of(run_class).name,
+        parse=lambda: parse_args(argv, run_class),
+        work=lambda parsed: work(parsed, run_class),
+    )
 
 
 if __name__ == "__main__":

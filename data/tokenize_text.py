@@ -352,12 +352,11 @@ def tokenize(args: argparse.Namespace) -> None:
         print(f"{path}: {count} tokens")
     print(f"{train.documents} documents for training, {val.documents} for validation")
     stem, val_flags = args.out / args.name, "--val_files PATTERN"
-    if val.written:  # val_tokens of that record, or what fits; a batch lies in one shard
+    if val.written:  # val_tokens of the demo, or what fits; a batch lies in one shard
         fitting = (max(val.written.values()) - 1) // 1024 * 1024
         val_tokens = max(1024, min(fitting, 65536))
         val_flags = f"--val_files '{stem}_val_*.bin' --val_tokens {val_tokens}"
-    # Not the demo, which reads the beginnings of many documents: there may be few.
-    print(f"./run.sh --record demo_2025-01-26 --train_files '{stem}_train_*.bin' {val_flags}")
+    print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: see train_gpt.py
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: see run.sh
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models: others would wait for each other
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools")]
+sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools", "forks")]
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter: it asks when imported
     os.environ["TRITON_INTERPRET"] = "1"
@@ -31,9 +31,10 @@ VOCAB = 512
 
 @pytest.fixture
 def tiny() -> train_gpt.Hyperparameters:
-    """The demo of 2025-01-26 with a vocabulary, a width and a batch that cost nothing."""
+    """Return the demo with a vocabulary, a width and a batch that cost nothing, in float32."""
     return replace(
-        train_gpt.RECORDS["demo_2025-01-26"],
+        train_gpt.RECORDS["demo"],
+        bfloat16_head=False,
         vocab_size=VOCAB,
         model_dim=32,
         num_heads=2,
@@ -59,28 +60,37 @@ def shard(path: Path, tokens, magic=20240520, version=1, count=None, cut=0) -> P
 
 @pytest.fixture
 def write_shard(tmp_path):
-    """write_shard(name, tokens, **header) writes a shard into tmp_path and returns its path."""
-    return lambda name, *arguments, **header: shard(tmp_path / name, *arguments, **header)
+    """Return write(name, tokens, **header): it writes a shard into tmp_path, returns its path."""
+
+    def write(name: str, tokens, **header) -> Path:
+        return shard(tmp_path / name, tokens, **header)
+
+    return write
 
 
 @pytest.fixture
 def randomize():
-    """Give every parameter of a model values that no test can mistake for its initial ones."""
+    """Return apply(model), which gives every parameter values that no test can mistake for its
+    initial ones, and returns the model."""
 
     def apply(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
         generator = torch.Generator().manual_seed(seed)
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
-            scale = 1.0 if "embed" in name else 0.3 if p.ndim < 2 else p.size(-1) ** -0.5
-            offset = 0.7 if p.ndim < 2 else 0.0
-            p.data.copy_(offset + scale * noise)
+            if p.ndim < 2:
+                p.data.copy_(0.7 + 0.3 * noise)
+            elif "embed" in name:
+                p.data.copy_(noise)
+            else:
+                p.data.copy_(p.size(-1) ** -0.5 * noise)
         return model
 
     return apply
 
 
 def language(folder: Path) -> list[str]:
-    """Flags of a run of seconds, on a made-up language of 512 words with its shards in a folder."""
+    """Return flags of a run of seconds, in float32, on a made-up language of 512 words whose shards
+    are written into the folder."""
     rng = np.random.default_rng(0)
     follower = rng.permutation(512)
     words = [0]
@@ -89,7 +99,8 @@ def language(folder: Path) -> list[str]:
     shard(folder / "train_1.bin", words[:30000])
     shard(folder / "val_0.bin", words[30000:])
     sizes = {
-        "record": "demo_2025-01-26",
+        "record": "demo",
+        "bfloat16_head": "off",
         "vocab_size": 512,
         "model_dim": 64,
         "num_heads": 2,
@@ -111,17 +122,19 @@ def language(folder: Path) -> list[str]:
 
 @pytest.fixture
 def flags(tmp_path, monkeypatch) -> list[str]:
-    """Those of `language`, in an empty folder, where the test is."""
+    """Return the flags of `language`, in an empty folder, where the test runs."""
     monkeypatch.chdir(tmp_path)
     return language(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> SimpleNamespace:
-    """A run of eight steps of a small demo: its folder, its checkpoint's path, what it printed."""
+    """Train a small demo for eight steps; return its folder, its checkpoint's path and what it
+    printed."""
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
     length = "--batch_seqs 2 --num_iterations 8 --val_tokens 1024 --val_loss_every 0 --run_id it"
     folder = tmp_path_factory.mktemp("trained")
-    console = console_of(f"--record demo_2025-01-26 --device cpu {sizes} {length}".split(), folder)
+    record = "--record demo --bfloat16_head off --device cpu"
+    console = console_of(f"{record} {sizes} {length}".split(), folder)
     path = folder / "logs/it/state_step000008.pt"
     return SimpleNamespace(folder=folder, path=path, console=console)

@@ -40,7 +40,7 @@ CARDS = {
 
 
 def made_up(name: str) -> SimpleNamespace:
-    """What torch.cuda.get_device_properties would say of a card."""
+    """Return what torch.cuda.get_device_properties would say of a card."""
     (major, minor), shared, memory, processors = CARDS[name]
     return SimpleNamespace(
         name=name,
@@ -83,7 +83,7 @@ TARGET = GPUTarget("cuda", CAPABILITY, 32)
 
 
 class Driver:
-    """Triton's, of a GPU to compile for."""
+    """Triton's driver, of a GPU to compile for."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda device: {
@@ -130,8 +130,8 @@ interface.get_compute_capability = staticmethod(lambda device=None: CAPABILITY)
 logging.getLogger("torch._inductor.runtime.triton_heuristics").setLevel(logging.CRITICAL)
 
 
-def captured(function, *arguments) -> list[torch.fx.GraphModule]:
-    """The forward graph of function(*arguments), and the backward one if there is any."""
+def captured(function, *arguments, **named) -> list[torch.fx.GraphModule]:
+    """Return the forward graph of a call, and the backward one if there is any."""
     graphs = []
 
     def keep(graph, inputs):
@@ -151,7 +151,9 @@ def captured(function, *arguments) -> list[torch.fx.GraphModule]:
         decompositions=decomposition.select_decomp_table(),
     )
     torch._dynamo.reset()
-    out = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)(*arguments)
+    out = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)(
+        *arguments, **named
+    )
     out = out[0] if isinstance(out, tuple) else out
     if out.requires_grad:
         out.backward(torch.empty_like(out))
@@ -159,7 +161,7 @@ def captured(function, *arguments) -> list[torch.fx.GraphModule]:
 
 
 def moved(graph: torch.fx.GraphModule) -> list:
-    """Move all that is known of the graph's values to the made-up GPU; the graph's inputs there."""
+    """Move all that is known of the graph's values to the made-up GPU; return its inputs there."""
     there = {}
 
     def move(value):
@@ -184,7 +186,7 @@ def moved(graph: torch.fx.GraphModule) -> list:
 
 
 def source_of(graph: torch.fx.GraphModule) -> str:
-    """What Inductor writes for the graph."""
+    """Return what Inductor writes for the graph."""
     global lowering
     lowering = True
     mode = fake_tensor.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -202,7 +204,7 @@ def source_of(graph: torch.fx.GraphModule) -> str:
 
 
 def taken(kernel) -> dict:
-    """What a compiled kernel asks of the GPU."""
+    """Return what a compiled kernel asks of the GPU."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -219,7 +221,7 @@ def taken(kernel) -> dict:
 
 
 def compiled(source: str):
-    """A row for each configuration of a kernel that Inductor wrote."""
+    """Yield a row for each configuration of a kernel that Inductor wrote."""
     name = re.search(r"^def (\w+)\(", source, re.MULTILINE)[1]
     tuner = getattr(PyCodeCache.load(source), name)
     for config in tuner.configs:
@@ -243,74 +245,64 @@ def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import kernels  # noqa: E402
 import train_gpt  # noqa: E402
 
-# The functions by which train_gpt asks for a device, as they answer on the card.
-always = torch.compiler.assume_constant_result
-small_memory = CARD.total_memory < 40e9
+# The functions by which a device is asked for, as they answer on the card.
 train_gpt.activation_dtype = lambda device: torch.bfloat16
-train_gpt.shared_memory_is_small = always(
+kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
     lambda device: CARD.shared_memory_per_block_optin < 160_000
 )
-train_gpt.memory_is_small = always(lambda device, tokens=49152: small_memory)
-TOKENS = train_gpt.loss_chunk_len(torch.device("cuda"))
-train_gpt.LOSS_ROWS = TOKENS  # all rows of a chunk at once
 
 
 def layer_graphs(hp):
-    """The layer that has most: earlier outputs, values from elsewhere, a long window; and the same
-    of those whose heads are paired."""
-    shape, table = (1, hp.seq_len, hp.model_dim), train_gpt.layer_table(hp)
-
-    def features(row) -> tuple[int, bool]:
-        more = row.values, row.skip_from, row.source
-        return sum(field is not None for field in more), row.window == "long"
-
-    for paired in sorted({row.paired for row in table}):
-        row = max([row for row in table if row.paired == paired], key=features)
-        x, x0, value, skip, bigram, source = (
-            torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(6)
-        )
-        tokens = torch.zeros(hp.seq_len * (1 + paired), dtype=torch.int32)
-        first = train_gpt.first_visible(tokens, torch.tensor(896), hp.window_rule)
-        rotary = train_gpt.rotary_table(hp.seq_len, hp, "cpu", pair=1 + paired)
-        if row.values == "first":
-            value = value.view(1, hp.seq_len, hp.num_heads, hp.head_dim)
-        skip = None if row.skip_from is None else (torch.ones(()), skip)
-        source = None if row.source is None else source
-        bigram = bigram if hp.bigram_rows else None
-        arguments = x, x0, value, skip, rotary, train_gpt.flex_mask(first), False
-        block, name = train_gpt.Block(hp, row), "paired layer" if paired else "layer"
-        yield name, captured(block, *arguments, train_gpt.attend, bigram, source)
+    """Yield the graphs of the layer that has most: values from elsewhere, an earlier output."""
+    table = train_gpt.layer_table(hp)
+    attending = [i for i, row in enumerate(table) if row.window != "none"]
+    last = max(attending, key=lambda i: (table[i].values is not None, i))
+    shape = 1, hp.seq_len, hp.model_dim
+    x, x0, value, output = (
+        torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(4)
+    )
+    skip = (torch.ones(()), output) if last >= len(table) // 2 else None
+    if table[last].values is None:
+        value = None
+    first = train_gpt.first_visible(torch.zeros(hp.seq_len, dtype=torch.int32), 896, hp.window_rule)
+    frequencies = train_gpt.rotary_frequencies(hp, torch.device("cpu"))
+    rotary = train_gpt.rotary_table(torch.arange(hp.seq_len)[:, None], frequencies)
+    mask = train_gpt.flex_mask(first)
+    block = train_gpt.Block(hp, table[last])
+    yield "layer", captured(block, x, x0, value, skip, rotary, mask, train_gpt.attend, False)
 
 
 @torch.no_grad()
 def loss_graphs(hp):
-    """The steps of the head and its loss, one by one, as a run compiles them."""
-    vocab, fp8 = train_gpt.padded_vocab(hp), hp.fp8 and CAPABILITY >= 89
-    x, targets = torch.empty(TOKENS, hp.model_dim, dtype=torch.bfloat16), torch.zeros(TOKENS).long()
-    count = max(len(stage.targets) for stage in train_gpt.stage_table(hp.stages))
-    several = train_gpt.next_targets(targets, count) if count > 1 else targets
-    shares = torch.ones(count) if count > 1 else None
+    """Yield the graphs of the steps of the head and its loss, as a run compiles them."""
+    with torch.device("meta"):
+        head = train_gpt.Head(hp)
+    tokens, vocab = head.chunk_len(torch.device("cuda")), hp.padded_vocab
+    train_gpt.LOSS_ROWS = tokens  # all rows of a chunk at once
+    x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
+    targets = torch.zeros(tokens, dtype=torch.int64)
     weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
-    w, scales = weight.bfloat16(), (hp.x_s, hp.w_s, hp.grad_s) if fp8 else None
     quantize, forward, backward = train_gpt.HEAD_STEPS
-    if fp8:
+    loss = partial(captured, forward, cross_entropy=head.cross_entropy, options=(hp.logit_softcap,))
+    bfloat16 = weight.bfloat16()
+    w, scales, inputs, dtype = bfloat16, None, x, torch.bfloat16
+    if hp.fp8 and CAPABILITY >= 89:
         yield "head in float8", captured(quantize, weight, hp.w_s)
-        w = quantize(weight, hp.w_s)
-    grads = torch.empty(TOKENS, vocab, dtype=torch.float8_e5m2 if fp8 else torch.bfloat16)
-    form = hp.logit_sigmoid if hp.logit_sigmoid[0] else hp.logit_softcap
-    softcap, scale = train_gpt.sigmoid_form(form), 1.0 if hp.loss_sum else 1 / hp.seq_len
-    yield "loss", captured(forward, x, w, several, softcap, shares, scale, scales)
-    inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn) if fp8 else x
+        w, scales = quantize(weight, hp.w_s), (hp.x_s, hp.w_s, hp.grad_s)
+        inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn)
+        dtype = torch.float8_e5m2
+    grads = torch.empty(tokens, vocab, dtype=dtype)
+    yield "loss", loss(x, w, targets, grad_scale=1 / hp.seq_len, scales=scales)
     yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
-    arguments = x, weight.bfloat16(), targets, softcap, None, None, None
-    yield "loss of validation", captured(forward, *arguments)
+    yield "loss of validation", loss(x, bfloat16, targets, grad_scale=None, scales=None)
 
 
 @torch.no_grad()
-def muon_graphs(hp, square_only=False):
-    """Updates of all matrices of a shape, by the buckets in which one GPU has them all."""
+def muon_graphs(hp, square_only: bool = False):
+    """Yield the graphs of all matrices of a shape, by the buckets in which one GPU has them all."""
     with torch.device("meta"):
         optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp)
     buckets = next(buckets for group, buckets in optimizers.groups if group.name == "muon")
@@ -319,26 +311,35 @@ def muon_graphs(hp, square_only=False):
             continue
         counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
         grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
-        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, hp.polar_express
+        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped
         name = " x ".join(map(str, shape))
         yield f"muon {name}", captured(train_gpt.muon_updates, *arguments)
-        if hp.muon_beta2:
-            updates, rows = torch.zeros(counts[0], *shape).bfloat16(), shape[0] >= shape[1]
-            second = torch.zeros(counts[0], *((shape[0], 1) if rows else (1, shape[1])))
-            yield f"normuon {name}", captured(train_gpt.normuon_, updates, second, hp.muon_beta2)
 
 
-def main(record: str, kernels: str, *parts: str) -> None:
-    hp = train_gpt.RECORDS[record]
-    hp = replace(hp, fp8=hp.fp8 and "--no_fp8" not in parts)
-    for kernel in train_gpt.KERNELS.values():
-        kernel.use = kernels == "on"
-    graphs_of = {"layer": layer_graphs, "loss": loss_graphs, "muon": muon_graphs}
-    graphs_of["square"] = partial(muon_graphs, square_only=True)
-    for part in [part for part in parts if part != "--no_fp8"]:
+GRAPHS = {
+    "layer": layer_graphs,
+    "loss": loss_graphs,
+    "muon": muon_graphs,
+    "square": partial(muon_graphs, square_only=True),
+}
+
+
+def main(words: list[str], run_class=train_gpt.Run, graphs_of=GRAPHS) -> None:
+    """Report on what the words after the card name."""
+    record, choice, *parts = words
+    hp = run_class.records[record]
+    if "--no_fp8" in parts:
+        parts.remove("--no_fp8")
+        hp = replace(hp, fp8=False)
+    with torch.device("meta"):
+        model = run_class.model_class(hp)
+    for kernel in model.kernels:
+        kernel.use = choice == "on"
+    for part in parts:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of[part](hp):
             report(label, graphs)
 
 
-main(*sys.argv[2:])
+if __name__ == "__main__":
+    main(sys.argv[2:])

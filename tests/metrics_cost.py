@@ -4,10 +4,11 @@
 
 Each pair is two steps in a random order: one that only reads its loss, and one that also writes its
 row; every 25th row has the norms of gradients. A step is a single sequence, an eighth of that of
-demo_2025-01-26 (of the record's on a GPU), so a row weighs eight times as much as in a run. There
-all steps are alike; in the demo, Adam learns at each second one.
+the demo (of the record's on a GPU), so a row weighs eight times as much as in a run.
 """
 
+import argparse
+import os
 import random
 import statistics
 import sys
@@ -19,39 +20,37 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import program  # noqa: E402
 import train_gpt  # noqa: E402
 
 
 def main() -> None:
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 600
-    device = program.start_device("auto", None)
-    on_gpu = device.type == "cuda"
-    record = "2025-01-26_BatchSize" if on_gpu else "demo_2025-01-26"
-    hp = replace(train_gpt.RECORDS[record], batch_seqs=1)
-    model = train_gpt.build(hp, device)
-    optimizers = train_gpt.Optimizers(model, hp)
-    train_gpt.warm_up(model, optimizers, device)
+    device = train_gpt.start_device("auto")
+    record = "2025-01-26_BatchSize" if device.type == "cuda" else "demo"
+    hp = replace(train_gpt.RECORDS[record], batch_seqs=1, run_id="it")
+    run = train_gpt.Run(hp, argparse.Namespace(record=record, saved={}))
     tokens = torch.randint(hp.vocab_size, (hp.batch_seqs, hp.seq_len + 1), device=device)
-    rng, ratios, rows = random.Random(0), [], []
+    inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
+    rng = random.Random(0)
+    ratios, rows = [], []
     with tempfile.TemporaryDirectory() as folder:
-        names = [f"grad_norm_{group.name}" for group in train_gpt.parameter_table(hp)]
-        metrics = program.Metrics(Path(folder, "it.jsonl"), names, 0)
+        os.chdir(folder)
+        run.begin(saved={}, resumed=False)
         for pair in range(pairs):
             seconds = {}
             for written in rng.sample((False, True), 2):
-                step, start = pair % 25 if written else 0, program.clock(device)
-                inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
-                result = train_gpt.train_step(model, optimizers, inputs, targets, step)
+                now = run.moment(pair % 25 if written else 0, hp)
+                start = train_gpt.clock(device)
+                result = train_gpt.train_step(run.model, run.optimizers, inputs, targets, now)
                 if written:
-                    ready = program.clock(device)
-                    metrics.begin(vars(train_gpt.moment(step, hp)), hp.seq_len, result)
-                    metrics.fetch(start)
-                    metrics.write()
+                    ready = train_gpt.clock(device)
+                    run.log.begin_row(now, hp.seq_len, result)
+                    run.log.finish_row(start)
+                    run.log.write_row()
                     rows.append(time.perf_counter() - ready)
                 else:
-                    program.to_host(result)()
-                seconds[written] = program.clock(device) - start
+                    train_gpt.to_host(result)()
+                seconds[written] = train_gpt.clock(device) - start
             ratios.append(seconds[True] / seconds[False])
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(f"{pairs} pairs: with / without: median {middle:.4f}, quartiles {low:.4f} {high:.4f}")

@@ -7,6 +7,7 @@ import json
 import multiprocessing.forkserver
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ FORKS.set_forkserver_preload(["pytest", "train_gpt"])
 
 
 def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
-    """The finished process of the command line, under torchrun if there are ranks.
+    """Run a script, under torchrun if there are ranks; return its finished process.
 
     This file is a script, too: its first argument names other work, as MODULE:FUNCTION.
     """
@@ -41,20 +42,21 @@ def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*launcher, script, *map(str, arguments)]
-    options = {"capture_output": True, "text": True, "timeout": HANGS} | options
-    return subprocess.run(command, **options)
+    timeout = options.pop("timeout", HANGS)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def console_of(arguments: list, folder: Path) -> str:
-    """What main prints in a folder, in this process; without pytest's fixtures, to be shared."""
+def console_of(arguments: list, folder: Path, main=train_gpt.main) -> str:
+    """Return what main prints in a folder, in this process; without pytest's fixtures, so that
+    tests can share it. Another main is that of a fork: partial(train_gpt.main, run_class=...)."""
     console = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(console):
-        train_gpt.main([str(a) for a in arguments])
+        main([str(a) for a in arguments])
     return console.getvalue()
 
 
 def error_of(arguments: list, capsys, main=train_gpt.main) -> tuple[int, str]:
-    """Exit status and standard error of main in this process, which must be one line."""
+    """Return exit status and standard error of main in this process, which must be one line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
@@ -64,7 +66,7 @@ def error_of(arguments: list, capsys, main=train_gpt.main) -> tuple[int, str]:
 
 
 def begin(work, arguments: tuple, environment: dict[str, str], output: Path) -> None:
-    """What a forked process does: work, as a program in this environment."""
+    """Do, in a forked process, work as a program in this environment."""
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -75,23 +77,30 @@ class Program:
     """train_gpt.py's main, or other work, in a process for each rank, here and now.
 
     Ranks meet as under torchrun, in a store that none of them keeps; but nobody stops the others if
-    one ends. `work` is a function of a module.
+    one ends, unless the test calls `fail`. `work` is a function of a module, or a partial of one;
+    it is called with the arguments as words, and with `more`.
     """
 
     def __init__(self, arguments: list, ranks: int = 0, work=train_gpt.main, more=(), nodes=1):
-        self.outputs, self.store, self.ranks = tempfile.TemporaryDirectory(), None, []
+        self.outputs = tempfile.TemporaryDirectory()
+        self.store = None
+        self.ranks = []
         environment = {}
         if ranks:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(ranks)}
-            environment["LOCAL_WORLD_SIZE"] = str(ranks // nodes)
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks // nodes),
+            }
         with contextlib.chdir(HERE):  # there the server finds train_gpt.py, when it begins
             multiprocessing.forkserver.ensure_running()
         for rank in range(max(ranks, 1)):
             if ranks:
-                local_rank = rank % (ranks // nodes)
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                environment["RANK"] = str(rank)
+                environment["LOCAL_RANK"] = str(rank % (ranks // nodes))
             words = [str(a) for a in arguments], *more
             output = Path(self.outputs.name, str(rank))
             process = FORKS.Process(target=begin, args=(work, words, environment, output))
@@ -100,13 +109,22 @@ class Program:
             self.ranks.append(process)
 
     def text(self, name: str, rank: int = 0) -> str:
-        """What a rank has written so far on "out" or "err"."""
+        """Return what a rank has written so far on "out" or "err"."""
         path = Path(self.outputs.name, f"{rank}.{name}")
         return path.read_text() if path.exists() else ""
 
+    def fail(self) -> list[int]:
+        """Wait for a rank to fail, end the others as torchrun does, and return the statuses."""
+        end = time.monotonic() + HANGS
+        while not any(process.exitcode for process in self.ranks) and time.monotonic() < end:
+            time.sleep(0.1)
+        self.send(signal.SIGTERM)
+        return self.end()
+
     def wait_for(self, text: str) -> None:
         """Return when rank 0 has printed this, or raise if it ends before."""
-        end, lives = time.monotonic() + HANGS, True
+        end = time.monotonic() + HANGS
+        lives = True
         while text not in self.text("out"):
             if not lives or time.monotonic() > end:
                 raise RuntimeError(f"no {text!r} in {self.text('out')}{self.text('err')}")
@@ -114,13 +132,13 @@ class Program:
             lives = self.ranks[0].is_alive()
 
     def send(self, number: int) -> None:
-        """A signal to all ranks."""
+        """Send a signal to all ranks."""
         for process in self.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     def end(self, ranks: slice = slice(None)) -> list[int]:
-        """The statuses of ranks when they have ended; -n, as subprocess has them, for a signal."""
+        """Wait for ranks to end; return their statuses, -n for a signal, as subprocess has them."""
         for process in self.ranks[ranks]:
             process.join(HANGS)
             if process.exitcode is None:
@@ -130,25 +148,28 @@ class Program:
 
 
 def before_step(number: int, action) -> None:
-    """In a process of its own: let action() come before a step of the run, but the last one."""
+    """Let action() come before a step of the run, but the last one, which the warm-up makes, too.
+    This is for a process of its own."""
     step_of = train_gpt.train_step
 
-    def train_step(model, optimizers, inputs, targets, step, **options):
-        if step == number:
+    def train_step(model, optimizers, inputs, targets, now, **options):
+        if now.step == number:
             action()
-        return step_of(model, optimizers, inputs, targets, step, **options)
+        return step_of(model, optimizers, inputs, targets, now, **options)
 
     train_gpt.train_step = train_step
 
 
 def rows(path: Path, killed: bool = False) -> list[dict]:
-    """Of a run's .jsonl, all lines: one that is not whole raises, but the last of a killed run."""
+    """Return all rows of a run's .jsonl. One that is not whole raises, but not the last one of a
+    killed run."""
     *lines, rest = path.read_text().split("\n")
     assert killed or not rest
     return [json.loads(line) for line in lines]
 
 
 def val_losses(text: str) -> dict[int, float]:
+    """Return the validation losses in a run's log, or on its console, by steps."""
     return {int(m[1]): float(m[3]) for m in VAL.finditer(text)}
 
 

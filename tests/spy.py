@@ -12,7 +12,10 @@ from pathlib import Path
 import train_gpt
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str], run_class: type[train_gpt.Run] = train_gpt.Run) -> None:
+    """Run train_gpt.py, or a fork whose Run is given, and write the report."""
+    optimizers_class = run_class.optimizers_class
+    make, step_of = optimizers_class.__init__, optimizers_class.step
     seen, sent = {}, []
 
     def counting(name, payload):
@@ -27,10 +30,9 @@ def main(words: list[str]) -> None:
 
     counting("reduce_scatter", lambda output, input_: input_.nbytes)
     counting("all_gather", lambda output, input_: output.nbytes)
-    make, step_of = train_gpt.Optimizers.__init__, train_gpt.Optimizers.step
 
     def remember(self, model, *arguments):
-        seen.update(model=model, optimizers=self)
+        seen["model"], seen["optimizers"] = model, self
         make(self, model, *arguments)
 
     def step(self, *arguments):
@@ -39,8 +41,8 @@ def main(words: list[str]) -> None:
         sent.clear()
         return norms
 
-    train_gpt.Optimizers.__init__, train_gpt.Optimizers.step = remember, step
-    train_gpt.main(words)
+    optimizers_class.__init__, optimizers_class.step = remember, step
+    train_gpt.main(words, run_class)
 
     digest = hashlib.sha256()
     for p in seen["model"].parameters():

@@ -4,6 +4,7 @@ import math
 import random
 import re
 import signal
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,38 +12,21 @@ from types import SimpleNamespace
 import ablate
 import numpy as np
 import pytest
+import script
 from ablate import TECHNIQUES, Effects
 from compare import Side
 from scipy import stats
 
 import train_gpt
-from program import UserError
-from records import ADAM_FIELDS, Layer, Stage, layer_table, number_rows, stage_table
-from train_gpt import HERE, RECORDS
+from train_gpt import HERE, UserError
 
+FORK = "forks/train_gpt_2026.py"
+Frontier = script.load(HERE / FORK)
+frontier = sys.modules[Frontier.__module__]
+RECORDS = Frontier.records
 OF_2026 = [name for name in RECORDS if name.startswith("2026")]
 NEWEST = OF_2026[-1]
-IN_README = {  # the row's name there, where it is not ours
-    "stages of the batch": "stages: batch, windows, learning rate",
-    "extension, wide last window": "extension steps, wide last window",
-    "skip connection": "one gated skip",
-    "residual factor above 1": "λ of the residual and of x0",
-    "late attention reads earlier": "late attention reads an earlier output",
-    "lambda on attention's weights": "λ on attention's weights",
-    "value embeddings": "five value tables, in other layers",
-    "value gates": "gated value embeddings",
-    "value gates read values": "value gates that read the values",
-    "several targets a token": "several targets a token; the head untied at two thirds",
-    "NorMuon": "NorMuon, factors by shape",
-    "cautious decay of matrices": "cautious decay by lr²",
-    "cautious decay of Adam's": "cautious decay by lr²",
-    "betas by group": "betas and decay by group",
-    "shorter documents, higher last rate": (
-        "shorter documents at first, a higher last learning rate"
-    ),
-}
-# Settings that cannot stay without a technique.
-ALSO = {"whole documents": {"stages"}, "value gates": {"gate_by_values"}}
+TABLES = {"layers", "stages", "adam_groups"}  # settings
 FIELDS = {  # of rows, where the setting of a technique is a table
     "whole documents": {"cap"},
     "backout": {"backout"},
@@ -56,42 +40,46 @@ FIELDS = {  # of rows, where the setting of a technique is a table
 }
 
 
-TABLE = (HERE / "README.md").read_text("utf-8").split("| technique |")[1].split("\n\n")[0]
-README = {  # by its name each technique's switch, and the record that brought it with its gain
-    name: rest for name, *rest in (re.split(r" *\| *", row)[1:4] for row in TABLE.splitlines()[2:])
-}
-
-
 @pytest.fixture(autouse=True)
 def interrupts():
-    """An ablation leaves them to its runs: give them back."""
+    """Give Python its handler of interrupts back: an ablation leaves them to its runs."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def in_readme(technique) -> list[str]:
-    return README[IN_README.get(technique.name, technique.name)]
+def flags_without(technique, hp) -> list[str]:
+    """Return the flags that turn a technique off."""
+    return ablate.flags_without(technique, hp, Frontier)
+
+
+def settings_of(words: list[str]):
+    """Return the frontier's settings by flags."""
+    return train_gpt.parse_args(words, Frontier)[0]
 
 
 def settings_without(technique, record: str):
-    """The settings that the technique's flags lead to; None if there are no flags."""
-    flags = ablate.flags_without(technique, RECORDS[record])
-    return train_gpt.parse_args(["--record", record, *flags])[0] if flags else None
+    """Return the settings that the technique's flags lead to; None if there are no flags."""
+    flags = flags_without(technique, RECORDS[record])
+    return settings_of(["--record", record, *flags]) if flags else None
+
+
+def rows_of(hp, name: str) -> list[dict]:
+    """Return the rows of a setting that is a table, with their fields."""
+    if name == "adam_groups":
+        known = ("lr", "beta1", "beta2", "decay")
+        return [row for _, row in frontier.number_rows(hp.adam_groups, name, known)]
+    if name == "layers":
+        return [vars(row) for row in frontier.layer_table(hp)]
+    return [vars(row) for row in frontier.stage_table(hp.stages)]
 
 
 def fields_that_differ(hp, off, name: str) -> set[str]:
-    """Of a setting's rows; what is not equal must be as if it had not been set."""
-    tables, found = [], set()
-    for settings in (hp, off):
-        if name == "adam_groups":
-            rows = [row for _, row in number_rows(settings.adam_groups, name, ADAM_FIELDS)]
-        else:
-            rows = layer_table(settings) if name == "layers" else stage_table(settings.stages)
-            rows = [vars(row) for row in rows]
-        tables.append(rows)
-    unset = vars(Layer("long")) | vars(Stage())
-    for a, b in zip(*tables, strict=True):
+    """Return the fields of a setting's rows that differ; what does must be as if it had not been
+    set."""
+    unset = vars(frontier.Layer("long")) | vars(frontier.Stage())
+    found = set()
+    for a, b in zip(rows_of(hp, name), rows_of(off, name), strict=True):
         for key in a:
             if a[key] != b.get(key):
                 assert b.get(key) == unset.get(key)
@@ -103,40 +91,49 @@ def fields_that_differ(hp, off, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_flags_turn_off_what_the_readme_says_and_nothing_else(technique):
-    switch, _ = in_readme(technique)
-    switches = set(re.findall(r"--(\w+)", switch)) | ALSO.get(technique.name, set())
-    if "word" in switch or "of a stage" in switch:
-        switches |= {"layers", "stages"}
+def test_flags_turn_a_technique_off_and_nothing_else(technique):
+    """What they change is then as in 2025-01-26, whose values are the defaults."""
+    plain = Frontier.settings()
     records = [name for name in OF_2026 if settings_without(technique, name)]
     for record in records:
         hp, off = RECORDS[record], settings_without(technique, record)
+        assert not flags_without(technique, off)
         changed = {f.name for f in fields(hp) if getattr(hp, f.name) != getattr(off, f.name)}
-        assert changed - {"run_id"} <= switches and not ablate.flags_without(technique, off)
-        for name in changed & {"layers", "stages", "adam_groups"}:
+        assert changed - {"run_id"} <= technique.off.keys()
+        for name in changed & TABLES:
             if technique.name != "stages of the batch":
                 assert fields_that_differ(hp, off, name) == FIELDS[technique.name]
+        for name in changed - TABLES:
+            if technique.name == "value tables from small numbers":  # zeros came before them
+                assert off.value_init == 0
+            else:
+                assert getattr(off, name) == getattr(plain, name)
     assert records
 
 
-def test_gains_are_those_of_the_readme():
-    """But of those that came with another, which the README says."""
-    for technique in TECHNIQUES:
-        alone = re.sub(r"[\d.]+ s with\b", "", in_readme(technique)[1])
-        gains = [float(gain) for gain in re.findall(r"([\d.]+) s\b", alone)]
-        # The README's gain of the five value tables is not that of having value embeddings.
-        expected = [None] if technique.name == "value embeddings" else gains or [None]
-        assert technique.gain in expected, technique.name
+def test_no_technique_is_there_twice():
+    for record in OF_2026:
+        flags = [flags_without(technique, RECORDS[record]) for technique in TECHNIQUES]
+        flags = [" ".join(words) for words in flags if words]
+        assert len(set(flags)) == len(flags) > 20
+    assert len({technique.name for technique in TECHNIQUES}) == len(TECHNIQUES)
 
 
 @pytest.mark.parametrize("record", [name for name in RECORDS if name[0] == "2"])
 def test_a_record_has_no_technique_of_a_later_one(record):
-    """But value embeddings and skip connections, which the README dates by their latest form."""
+    """But skip connections, which are dated by their latest form."""
     for technique in TECHNIQUES:
-        if technique.name not in ("value embeddings", "skip connection"):
-            brought = re.search(r"20\d\d-\d\d-\d\d", in_readme(technique)[1])[0]
-            off = ablate.flags_without(technique, RECORDS[record])
-            assert not off or brought <= record[:10], technique.name
+        if technique.name != "skip connection":
+            off = flags_without(technique, RECORDS[record])
+            assert not off or technique.brought <= record[:10], technique.name
+
+
+@pytest.mark.parametrize("record", train_gpt.RECORDS)
+def test_a_script_lacks_the_techniques_for_which_it_has_no_setting(record):
+    """train_gpt.py's records have one: value embeddings, of tables."""
+    hp = train_gpt.RECORDS[record]
+    having = [t.name for t in TECHNIQUES if ablate.flags_without(t, hp, train_gpt.Run)]
+    assert having == ([] if record.startswith("2024") else ["value embeddings"])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def test_a_record_has_no_technique_of_a_later_one(record):
 )
 def test_words_are_taken_out_of_rows_whole(words, text, left):
     words = [word.replace("=N", f"={ablate.NUMBER}") for word in words]
-    assert ablate.without("layers", *words)(SimpleNamespace(layers=text)) == {"layers": left}
+    assert ablate.without("layers", *words)(SimpleNamespace(layers=text), Frontier) == left
 
 
 TWO_STAGES = "--extension_frac 0 --stages length=1+window=128+lr=1,length=4+window=256+lr=2"
@@ -165,12 +162,13 @@ TWO_STAGES = "--extension_frac 0 --stages length=1+window=128+lr=1,length=4+wind
 def test_one_stage_has_as_many_tokens_and_the_last_window(words):
     """But for rounding of its length to whole sequences."""
     flags = ["--record", *words.split()]
-    hp = train_gpt.parse_args(flags)[0]
+    hp = settings_of(flags)
     technique = next(t for t in TECHNIQUES if t.name == "stages of the batch")
-    off = train_gpt.parse_args([*flags, *ablate.flags_without(technique, hp)])[0]
+    off = settings_of([*flags, *flags_without(technique, hp)])
+    assert len(frontier.stage_table(off.stages)) == 1
 
     def of_steps(settings, name: str) -> list:
-        return [getattr(train_gpt.moment(s, settings), name) for s in range(hp.num_iterations)]
+        return [getattr(Frontier.moment(s, settings), name) for s in range(hp.num_iterations)]
 
     lengths = of_steps(off, "seq_len")
     assert len(set(lengths)) == 1
@@ -182,8 +180,8 @@ def test_one_stage_has_as_many_tokens_and_the_last_window(words):
 
 
 def tables(count: int, techniques: int, seeds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Differences to the record's run in a block, (count, techniques, seeds), which has a run of
-    its own for each block and seed; and what is true of each technique."""
+    """Return differences to the record's run in a block, (count, techniques, seeds); the record has
+    a run for each block and seed. Return, too, what is true of each technique."""
     rng = np.random.default_rng(0)
     true = rng.normal(0, 3, techniques)
     runs = rng.normal(0, 1, (count, techniques, seeds)) + true[:, None]
@@ -265,8 +263,8 @@ HEADER += ["p", "verdict", "gain_s"]
 
 @pytest.fixture
 def ablation(tmp_path, monkeypatch, capsys):
-    """ablation(words) has its runs made up, and fail where (side, seed) is in `fails`; returns
-    status, lines printed, the error and the runs in order, by name, side and seed."""
+    """Return ablation(words): its runs are made up, and fail where (side, seed) is in `fails`. It
+    returns status, lines printed, the error and the runs in order, by name, side and seed."""
 
     def call(words: str, changed_seed=-1, fails=()) -> tuple[int, list[str], str, dict]:
         made = {}
@@ -296,8 +294,8 @@ def ablation(tmp_path, monkeypatch, capsys):
 
 
 def by_hand(made: dict, seeds: range) -> tuple[dict[str, np.ndarray], float]:
-    """Of each technique's side, by seeds (seeds, 3) the difference of losses, the logarithm of the
-    times, and that of the times to equal loss; nan if a run failed. And the worth."""
+    """Return for each technique's side, by seeds (seeds, 3), the difference of losses, the log
+    of the times' ratio, and that of the times to equal loss; nan if a run failed. And the worth."""
     worths = [made["it_0", "record", s].loss - made["it", "record_longer", s].loss for s in seeds]
     worth, own, values = np.mean(worths) / math.log(1862 / 1490), None, {}
     for (_, side, seed), run in made.items():
@@ -311,12 +309,12 @@ def by_hand(made: dict, seeds: range) -> tuple[dict[str, np.ndarray], float]:
 
 
 HAVING = {  # techniques of the newest record, by side
-    re.sub(r"\W+", "_", t.name): t for t in TECHNIQUES if ablate.flags_without(t, RECORDS[NEWEST])
+    re.sub(r"\W+", "_", t.name): t for t in TECHNIQUES if flags_without(t, RECORDS[NEWEST])
 }
 
 
 def check_table(lines: list[str], made: dict, seeds: range, count: int) -> None:
-    """The table after the first seeds is that by hand; it leaves out what failed until then."""
+    """Check that the table after the first seeds is that by hand, less what failed until then."""
     done = seeds[:count]
     values, worth = by_hand(made, done)
     table = np.array([values.get(s, np.full((count, 3), math.nan)) for s in HAVING])
@@ -352,7 +350,7 @@ def check_table(lines: list[str], made: dict, seeds: range, count: int) -> None:
 
 
 def test_rounds_and_their_tables_sorted_by_effect(ablation):
-    status, lines, err, made = ablation(f"--ablate --record {NEWEST} --run_id it --seed 4")
+    status, lines, err, made = ablation(f"--ablate {FORK} --record {NEWEST} --run_id it --seed 4")
     assert (status, err) == (0, "")
     assert lines[0] == "logs are logs/it_*.txt; after a stop, --run_id it goes on"
     seeds = [seed for _, _, seed in made]
@@ -370,7 +368,7 @@ def test_rounds_and_their_tables_sorted_by_effect(ablation):
 def test_a_technique_whose_run_fails_is_left_out(ablation):
     """From then on, also if a later run of it does not; the others are as without it."""
     fails = {("smear", 4), ("paired_heads", 4), ("paired_heads", 5), ("YaRN", 6)}
-    words = f"--ablate --record {NEWEST} --run_id it --seed 4"
+    words = f"--ablate {FORK} --record {NEWEST} --run_id it --seed 4"
     status, lines, err, made = ablation(words, fails=fails)
     assert (status, err) == (0, "")
     for count, left_out in ((2, {"smear", "paired heads"}), (3, {"smear", "paired heads", "YaRN"})):
@@ -384,7 +382,7 @@ def test_a_technique_whose_run_fails_is_left_out(ablation):
 
 @pytest.mark.parametrize("side", ["record", "record_longer"])
 def test_a_failing_run_of_the_record_ends_it(side, ablation):
-    words = f"--ablate --record {NEWEST} --run_id it"
+    words = f"--ablate {FORK} --record {NEWEST} --run_id it"
     status, lines, err, made = ablation(words, fails={(side, 1)})
     assert status == 1 and err.count("\n") == 1 and f"{side}_seed1 failed" in err
     assert {seed for _, other, seed in made if other not in SPECIAL} == {0}
@@ -392,7 +390,7 @@ def test_a_failing_run_of_the_record_ends_it(side, ablation):
 
 @pytest.mark.parametrize("word", ["value", "VaLue"])
 def test_only_takes_techniques_by_a_word_of_their_names(word, ablation):
-    words = f"--ablate --record {NEWEST} --only {word} --run_id it --runs 2"
+    words = f"--ablate {FORK} --record {NEWEST} --only {word} --run_id it --runs 2"
     _, lines, _, made = ablation(words)
     names, start = {t.name for t in TECHNIQUES if "value" in t.name}, lines.index("") + 4
     assert {re.split("  +", line)[0] for line in lines[start : start + 4]} == names
@@ -402,7 +400,7 @@ def test_only_takes_techniques_by_a_word_of_their_names(word, ablation):
 
 
 def test_a_name_goes_on_with_the_same_flags_only(ablation):
-    words = f"--ablate --record {NEWEST} --run_id it"
+    words = f"--ablate {FORK} --record {NEWEST} --run_id it"
     assert ablation(f"{words} --runs 2 --only value")[0] == 0
     assert ablation(f"{words} --runs 3")[0] == 0  # more seeds, and more techniques
     status, lines, err, made = ablation(f"{words} --muon_lr 0.06")
@@ -413,9 +411,9 @@ def test_a_name_goes_on_with_the_same_flags_only(ablation):
 @pytest.mark.parametrize(
     "words",
     [
-        "--ablate --runs 1",
-        "--ablate --only nothing",
-        f"--ablate --record {NEWEST} --only backout",
+        f"--ablate {FORK} --runs 1",
+        f"--ablate {FORK} --only nothing",
+        f"--ablate {FORK} --record {NEWEST} --only backout",
         "--ablate --record 2024-11-19_FlexAttention",
         "--ablate --no_such 1",
         "--ablate --runs many",
@@ -428,10 +426,27 @@ def test_bad_flags_start_nothing(words, ablation):
     assert (status, made) == (2, {}) and err.count("\n") == 1
 
 
+def test_too_few_techniques_are_named_with_the_script_that_has_more(ablation):
+    status, _, err, made = ablation("--ablate --record 2025-01-26_BatchSize")
+    assert (status, made) == (2, {})
+    assert "it found value embeddings; forks/train_gpt_2026.py has many" in err
+
+
+def test_a_list_of_the_techniques_makes_no_runs(ablation):
+    status, lines, err, made = ablation(f"--ablate {FORK} --record {NEWEST} --list")
+    assert (status, err, made) == (0, "", {})
+    header, *rows = (re.split("  +", line) for line in lines)
+    assert header == ["technique", "brought", "gain_s", "without it"]
+    for technique, (name, brought, gain, off) in zip(HAVING.values(), rows, strict=True):
+        assert (name, brought) == (technique.name, technique.brought)
+        assert gain == ("-" if technique.gain is None else f"{technique.gain:.1f}")
+        assert off.split() == flags_without(technique, RECORDS[NEWEST])
+
+
 @pytest.mark.parametrize(("changed_seed", "tables_before"), [(1, 0), (2, 1)])
 def test_runs_whose_source_changed_are_refused(changed_seed, tables_before, ablation):
     """At the end of the round."""
-    words = f"--ablate --record {NEWEST} --only value --run_id it --runs 4"
+    words = f"--ablate {FORK} --record {NEWEST} --only value --run_id it --runs 4"
     status, lines, err, made = ablation(words, changed_seed=changed_seed)
     assert status == 1 and "differ in source" in err and err.count("\n") == 1
     assert max(seed for *_, seed in made) == changed_seed

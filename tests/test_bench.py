@@ -4,24 +4,23 @@ import contextlib
 import io
 import json
 import os
-import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench
 import numpy as np
 import pytest
+import records
 import torch
 from conftest import ROOT
 from runs import run
 from torch.utils.flop_counter import FlopCounterMode
 
-import program
 import train_gpt
 
-sys.path.insert(0, str(ROOT / "tools"))
-import bench  # noqa: E402
-
 CPU = torch.device("cpu")
+OWN = ROOT / "train_gpt.py"
 RATE = 0.05  # TFLOP/s, in place of a measured ceiling
 # As a process, with that ceiling: two ranks on one core measure it slowly.
 SCRIPT = "import bench; bench.matmul_tflops = lambda *_: {}; bench.main()"
@@ -38,17 +37,16 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The report of a run with everything in it, and the folder in which it ran."""
-    folder, console = tmp_path_factory.mktemp("bench"), io.StringIO()
+    """Return the report of a run with everything in it, and the folder in which it ran."""
+    folder = tmp_path_factory.mktemp("bench")
+    console = io.StringIO()
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, 9000
     tokens = (np.arange(9000) % 500).astype("<u2")
     (folder / "shard").write_bytes(header.tobytes() + tokens.tobytes())
     own = "--json --steps 1 --micro_batches 1 --trace 2"
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
-    flags = (
-        f"{own} --record demo_2025-01-26 --device cpu {sizes} --vocab_size 500 --train_files shard"
-    )
+    flags = f"{own} --record demo --device cpu {sizes} --vocab_size 500 --train_files shard"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console):
         patch.chdir(folder)
         patch.setattr(bench, "matmul_tflops", lambda *_: RATE)
@@ -57,7 +55,7 @@ def finished(tmp_path_factory):
 
 
 def counted(work) -> int:
-    """Operations of the matrix products in `work`, by torch's own count."""
+    """Return the operations of the matrix products in `work`, by torch's own count."""
     with FlopCounterMode(display=False) as counter:
         work()
     counts = counter.get_flop_counts()["Global"]
@@ -66,41 +64,46 @@ def counted(work) -> int:
 
 @pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])
 def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sight(tiny, record):
-    layers, rule = train_gpt.RECORDS[record].layers, train_gpt.RECORDS[record].window_rule
-    changed = {"seq_len": 384, "vocab_size": 50257, "layers": layers, "window_rule": rule}
-    hp = train_gpt.replace(tiny, **changed)
-    model, window = train_gpt.build(hp, CPU), 256
+    rule = train_gpt.RECORDS[record].window_rule
+    layers = train_gpt.RECORDS[record].layers
+    hp = replace(tiny, seq_len=384, vocab_size=50257, layers=layers, window_rule=rule)
+    model = train_gpt.build(train_gpt.GPT, hp, CPU)
+    window = 256
+    now = replace(train_gpt.moment(0, hp), window=window, short=window // 2)
     tokens = torch.randint(0, 500, (1, 384), generator=torch.Generator().manual_seed(0))
     tokens[:, [0, 37, 300]] = train_gpt.END_OF_TEXT
-    matmul, attention = bench.model_flops(model, tokens, window)
+    matmul, attention = bench.model_flops(train_gpt.Run, model, tokens, now)
     # The head's gradient is added in place by addmm_, which torch does not count.
     uncounted = 2 * 384 * model.lm_head.weight.numel()
-    assert matmul == uncounted + counted(lambda: model(tokens[0], tokens[0], window).backward())
+    assert matmul == uncounted + counted(lambda: model(tokens[0], tokens[0], now).backward())
 
     pairs = 0
     for layer in model.layers:
-        size, document = {"long": window, "short": window // 2}.get(layer.window, 0), 0
+        if layer.window == "none":
+            continue
+        size = window if layer.window == "long" else window // 2
+        document = 0
         for i, token in enumerate(tokens[0].tolist()):
             document = i if token == train_gpt.END_OF_TEXT else document
-            for j in range(document, i + 1) if size else ():
+            for j in range(document, i + 1):
                 blocks = i // 128 - j // 128 < size // 128
                 pairs += blocks if rule == "blocks" else i - j < size
     assert attention == 12 * hp.num_heads * hp.head_dim * pairs
 
 
 def test_newton_schulz_flops_are_those_that_a_step_of_the_optimizers_runs(tiny):
-    model = train_gpt.build(tiny, CPU)
+    model = train_gpt.build(train_gpt.GPT, tiny, CPU)
     optimizers = train_gpt.Optimizers(model, tiny)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     step = counted(lambda: optimizers.step(train_gpt.moment(0, tiny)))
-    assert step == bench.newton_schulz_flops(model)
+    assert step == bench.newton_schulz_flops(train_gpt.Run, model)
 
 
 def test_json_has_the_keys_that_the_help_names(finished):
     report, _ = finished
     keys = [*report, *report["windows"][0], *report["vs"]["windows"][0], *report["trace"]]
-    assert len(report) == 13 and not [key for key in keys if key not in bench.__doc__]
+    assert len(report) == 14 and not [key for key in keys if key not in bench.__doc__]
     assert report["batch"] == "1 x 128 tokens, 1 a process" and not report["compiled"]
     assert [w["step"] for w in report["windows"]] == [0, 64, 127]
     assert [w["window"] for w in report["windows"]] == [128, 128, 256]
@@ -115,6 +118,7 @@ def test_json_has_the_keys_that_the_help_names(finished):
 def test_vs_compares_block_by_block(finished):
     report = finished[0]
     assert report["vs"]["flags"] == f"{report['flags']} --num_layers 2"
+    assert report["script"] == report["vs"]["script"] == "train_gpt.py"
     for a, b in zip(report["windows"], report["vs"]["windows"], strict=True):
         ratios = sorted(y / x for x, y in zip(a["blocks"], b["blocks"], strict=True))
         assert len(ratios) == 5 and b["ratio"] == pytest.approx(ratios[2])
@@ -160,11 +164,43 @@ def test_people_read_all_of_it_but_the_blocks(finished, capsys):
 
 
 def test_each_run_keeps_the_kernels_that_it_chose(flags):
-    one, kernel = bench.Run(flags, CPU), SimpleNamespace(use=False)
-    assert [found for found, _ in one.kernels] == list(train_gpt.KERNELS.values())
+    one = bench.Timed(bench.configuration(OWN, flags), CPU)
+    kernel = SimpleNamespace(use=False)
+    assert tuple(found for found, _ in one.kernels) == one.model.kernels
     one.kernels = [(kernel, True)]
     one.step(0)
     assert kernel.use
+
+
+def test_another_script_is_timed_and_compared(write_shard, tmp_path, monkeypatch, capsys):
+    """The frontier, on documents, against a fork that lies in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "matmul_tflops", lambda *_: RATE)
+    (tmp_path / "timed_fork.py").write_text("import train_gpt\nclass Run(train_gpt.Run): pass\n")
+    write_shard("it.bin", [50256, *range(99)] * 50)
+    sizes = "--model_dim 16 --num_heads 2 --head_dim 8 --num_layers 4 --seq_len 128"
+    data = "--val_seq_len 128 --val_tokens 128 --train_files it.bin"
+    flags = f"--record demo --device cpu {sizes} {data}".split()
+    own = "--json --steps 5 --micro_batches 1"
+    words = f"train_gpt_2026.py {own}".split()
+    bench.main([*words, "--vs", "timed_fork.py --muon_lr .1", *flags])
+    report = json.loads(capsys.readouterr().out)
+    vs = report["vs"]
+    assert report["script"] == "forks/train_gpt_2026.py"
+    assert vs["script"] == str(tmp_path / "timed_fork.py") and vs["flags"].endswith("_lr .1")
+    assert [len(side["windows"]) for side in (report, vs)] == [3, 3]
+    assert report["batch"] == "1 x 128 or 256 or 384 tokens, 1 a process"
+
+
+def test_every_second_step_is_one_in_which_adam_learns_where_a_run_has_that(flags):
+    script = ROOT / "forks/train_gpt_2026.py"
+    record = ["--record", "2025-08-23_SparseAttnGate", "--align_to_documents", "off"]
+    timed = bench.Timed(bench.configuration(script, [*flags, *record, "--adam_every", "2"]), CPU)
+    learns, step = [], timed.optimizers.step
+    timed.optimizers.step = lambda now: learns.append(now.adam) or step(now)
+    for _ in range(4):
+        timed.step(2)
+    assert learns in ([True, False] * 2, [False, True] * 2)
 
 
 def test_fresh_starts_share_caches_that_begin_empty(flags, monkeypatch, capsys):
@@ -178,16 +214,17 @@ def test_fresh_starts_share_caches_that_begin_empty(flags, monkeypatch, capsys):
         return SimpleNamespace(returncode=len(caches) // 3)
 
     monkeypatch.setattr(bench.subprocess, "run", launch)
-    assert list(bench.start_seconds(flags)) == ["cold start", "warm start"]
+    chosen = bench.configuration(OWN, flags)
+    assert list(bench.start_seconds(chosen)) == ["cold start", "warm start"]
     (cold, empty, triton), (warm, full, triton_again) = caches
     assert cold == warm and triton == triton_again and not empty and full and not cold.exists()
     with pytest.raises(train_gpt.UserError, match="cold start failed; --no_compile_times"):
-        bench.start_seconds(flags)
+        bench.start_seconds(chosen)
     assert capsys.readouterr().out == ""  # among which --json would be lost
 
 
 def test_h100s_are_estimated_to_reach_the_published_minutes(monkeypatch):
-    monkeypatch.setattr(program, "published", lambda: {"a": {"minutes": 3.0}})
+    monkeypatch.setattr(records, "published", lambda: {"a": {"minutes": 3.0}})
     monkeypatch.setattr(bench, "RANKS", 8)
     assert bench.estimate(1.0, 1.0)["a"] == {"published": 3, "by_matmuls": 3, "by_memory": 3}
     monkeypatch.setattr(bench, "RANKS", 1)
@@ -209,16 +246,19 @@ def test_the_demos_operations_are_what_calibrate_takes_them_for():
     """Those of all steps, on the batches that a run has, at 60 % of the rate of matmuls."""
     hp = train_gpt.RECORDS["demo"]
     model = train_gpt.GPT(hp)
-    moments = [train_gpt.moment(step, hp) for step in range(hp.num_iterations)]
-    sizes = (lambda step: moments[step].seq_len), hp.batch_seqs, 0, 1
-    limits = {"num_batches": hp.num_iterations, "epochs": hp.epochs}
-    limits["longest"] = lambda step: moments[step].longest
-    batches = train_gpt.distributed_data_generator(hp.train_files, *sizes, **limits)
-    flops = [
-        sum(bench.model_flops(model, inputs, now))
-        for (inputs, _), now in zip(batches, moments, strict=True)
-    ]
-    assert pytest.approx(sum(flops) / 0.6e12, rel=0.01) == bench.DEMO_TFLOP
+    batches = train_gpt.distributed_data_generator(
+        hp.train_files,
+        hp.seq_len,
+        hp.batch_seqs,
+        rank=0,
+        world_size=1,
+        num_batches=hp.num_iterations,
+        epochs=hp.epochs,
+    )
+    flops = 0
+    for step, (inputs, _) in enumerate(batches):
+        flops += sum(bench.model_flops(train_gpt.Run, model, inputs, train_gpt.moment(step, hp)))
+    assert pytest.approx(flops / 0.6e12, rel=0.01) == bench.DEMO_TFLOP
 
 
 @pytest.mark.parametrize(
@@ -232,7 +272,8 @@ def test_the_demos_operations_are_what_calibrate_takes_them_for():
         ("--vs=--num_layers=1", "--num_layers"),
         ("--vs=--device=cuda", "--vs cannot change --device"),
         ("--resume auto", "--resume is for train_gpt.py"),
-        ("--list_records", "--list_records is for train_gpt.py"),
+        ("--vs none.py", "there is no script none.py"),
+        ("--script none.py", "there is no script none.py"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(words, message, flags, capsys):
@@ -244,15 +285,15 @@ def test_a_users_mistake_is_one_line_and_status_2(words, message, flags, capsys)
 
 
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT.format(RATE))
+    (tmp_path / "two_ranks.py").write_text(SCRIPT.format(RATE))
     env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
-    script, own = str(tmp_path / "script.py"), ["--json", "--steps", 1, "--micro_batches", 1]
+    script, own = str(tmp_path / "two_ranks.py"), ["--json", "--steps", 1, "--micro_batches", 1]
     process = run([*own, *flags], ranks=2, script=script, env=env)
     assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout)
     assert report["machine"].startswith("2 x CPU")
     assert report["batch"] == "2 x 128 tokens, 1 a process"
-    hp, _ = train_gpt.parse_args(flags)
+    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     matrices = sum(p.numel() for p in train_gpt.GPT(hp).blocks.parameters() if p.ndim > 1)
     for w in report["windows"]:
         assert w["matmul_tflop"] == pytest.approx(6e-12 * 256 * (matrices + 512 * 64))  # of both

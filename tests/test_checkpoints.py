@@ -2,11 +2,10 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import io
 import os
 import random
 import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,32 +17,32 @@ from conftest import language
 from runs import console_of, error_of, val_losses
 
 import train_gpt
-from records import LAYERS_2024
 from train_gpt import (
     GPT,
-    LEARNING_FIELDS,
+    LAYERS_2024,
     RECORDS,
     Hyperparameters,
+    Run,
     UserError,
     load_checkpoint,
     main,
+    names_about,
     parse_args,
 )
 
+LEARNING = names_about(Hyperparameters, "learning")
+
 
 def write(path: Path, state: dict) -> Path:
-    """A checkpoint of this program, as its format is described: with its checksum at the end."""
-    data = io.BytesIO()
-    torch.save(state, data)
+    """Write a checkpoint, and return its path."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    digest = hashlib.sha256(data.getvalue()).digest()
-    path.write_bytes(data.getvalue() + b"SHA-256:" + digest)
+    torch.save(state, path)
     return path
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """A run of eight steps that saves in the middle: flags, losses, checkpoints by step."""
+    """Train for eight steps, save in the middle; return flags, losses, and checkpoints by step."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*language(folder), "--num_iterations", "8", "--val_loss_every", "4"]
     flags += ["--window_span", "256", "--seq_len", "256"]
@@ -56,7 +55,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture
 def saved(run) -> dict:
-    """What the run saved in the middle."""
+    """Return what the run saved in the middle."""
     return torch.load(run.paths[4], weights_only=True)
 
 
@@ -77,7 +76,7 @@ def test_a_checkpoint_evaluates_to_the_loss_of_its_step(step, run, tmp_path, mon
 
 def test_a_published_checkpoint_loads(flags, tmp_path, capsys, randomize):
     """Names with torch.compile's prefix, bfloat16 embeddings, and no settings of ours inside."""
-    hp, _ = parse_args(flags)
+    hp, _ = parse_args(flags, Run)
     model = randomize(GPT(hp))
     model.embed.bfloat16().float()  # so that saving in bfloat16 loses nothing
     weights = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -96,31 +95,39 @@ def test_a_published_checkpoint_loads(flags, tmp_path, capsys, randomize):
 # ---- settings
 
 
-TINY = {"model_dim": 32, "num_heads": 4, "head_dim": 16, "vocab_size": 50304, "seq_len": 128}
-TINY |= {"val_seq_len": 256, "val_tokens": 512, "batch_seqs": 2, "num_iterations": 2, "epochs": 0}
-TINY |= {"layers": LAYERS_2024, "num_layers": 2, "max_document_tokens": 64, "window_min": 256}
-TINY |= {"tied_frac": 0.5}
-WITH = {  # settings that cannot be on alone
-    "paired_heads": "--num_heads 4",
-    "gate_by_values": "--value_gate on",
-    "sublayer_lambdas": "--x0_apart on",
+TINY = {
+    "model_dim": 32,
+    "num_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 50304,
+    "seq_len": 128,
+    "val_seq_len": 256,
+    "val_tokens": 512,
+    "batch_seqs": 2,
+    "num_iterations": 2,
+    "epochs": 0,
+    "layers": LAYERS_2024,
+    "num_layers": 2,
+    "window_min": 256,
 }
 
 
 def another(name: str, hp: Hyperparameters):
-    """A legal value of the setting other than hp's."""
+    """Return a legal value of the setting other than hp's."""
     (f,) = (f for f in dataclasses.fields(hp) if f.name == name)
     value = getattr(hp, name)
     if f.type is bool:
         return not value
-    if "choices" in f.metadata:
+    if f.metadata["choices"]:
         return next(choice for choice in f.metadata["choices"] if choice != value)
-    if f.type is str:
-        rows = {"layers": LAYERS_2024, "stages": "window=256,window=512"}
-        return (rows | {"adam_groups": "scalar+lr=0.02"})[name]
+    if name == "layers":
+        return LAYERS_2024
     if isinstance(value, tuple):
         return tuple(x / 2 for x in value)
-    for other in [value / 2 or 0.5] if f.type is float else [value + 1, value * 2 or 2, value + 2]:
+    others = [value + 1, value * 2 or 2, value + 2]
+    if f.type is float:
+        others = [value / 2 or 0.5]
+    for other in others:
         with contextlib.suppress(UserError):
             train_gpt.check(replace(hp, **{name: other}))
             return other
@@ -128,53 +135,55 @@ def another(name: str, hp: Hyperparameters):
 
 
 def typed(name: str, value) -> list[str]:
-    """As words of the command line, to the last digit."""
-    return [f"--{name}", *(repr(value) if type(value) is float else train_gpt.show(value)).split()]
+    """Return a setting as words of the command line, to the last digit."""
+    text = repr(value) if type(value) is float else train_gpt.show(value)
+    return [f"--{name}", *text.split()]
 
 
 def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
     """A run in which each of them is another one than the record's, but for two that do not fit the
     others; what a machine has is gone."""
     monkeypatch.chdir(tmp_path)
-    own = RECORDS["demo_2025-01-26"]
-    others = [name for name in LEARNING_FIELDS if name not in ("rope", "grad_clip", *TINY)]
+    own = RECORDS["demo"]
+    others = [name for name in LEARNING if name not in ("rope", "grad_clip", *TINY)]
     changed = TINY | {name: another(name, own) for name in others}
     assert all(getattr(own, name) != value for name, value in changed.items())
     words = [word for name, value in changed.items() for word in typed(name, value)]
     words += ["--device", "cpu", "--compile", "off", "--save_every", "2", "--run_id", "it"]
-    words += ["--record", "demo_2025-01-26"]
+    words += ["--record", "demo"]
     main(words)
-    hp = load_checkpoint("logs/it/state_step000002.pt")["hyperparameters"]
+    hp = load_checkpoint("logs/it/state_step000002.pt", Run)["hyperparameters"]
     assert {name: getattr(hp, name) for name in changed} == changed
-    assert len(changed) == len(LEARNING_FIELDS) - 2
-    assert hp == replace(parse_args(words)[0], device="auto", compile="auto")
+    assert len(changed) == len(LEARNING) - 2
+    assert hp == replace(parse_args(words, Run)[0], device="auto", compile="auto")
     saved = torch.load("logs/it/state_step000002.pt", weights_only=True)["hyperparameters"]
     names = {f.name for f in dataclasses.fields(Hyperparameters)}
     assert saved.keys() == names - {"device", "compile", "kernels"}
 
 
-@pytest.mark.parametrize("name", LEARNING_FIELDS)
+@pytest.mark.parametrize("name", LEARNING)
 def test_to_resume_with_any_learning_setting_changed_is_refused_by_name(name, run):
     path = str(run.paths[4])
-    was = load_checkpoint(path)["hyperparameters"]
+    was = load_checkpoint(path, Run)["hyperparameters"]
     now = another(name, was)
     text = f"{name} {train_gpt.show(getattr(was, name))} -> {train_gpt.show(now)}"
-    words = ["--resume", path, *typed(name, now), *WITH.get(name, "").split()]
+    words = ["--resume", path, *typed(name, now)]
     with pytest.raises(UserError, match=re.escape(text)):
-        parse_args(words)
-    hp, _ = parse_args([*words, "--resume_force"])
+        parse_args(words, Run)
+    hp, _ = parse_args([*words, "--resume_force"], Run)
     assert getattr(hp, name) == now != getattr(was, name)
 
 
 def test_a_run_may_go_on_with_other_settings_of_the_run_and_of_the_machine(run):
-    path, was = str(run.paths[4]), load_checkpoint(run.paths[4])["hyperparameters"]
-    fields = {f.name: f for f in dataclasses.fields(was)}
-    names = fields.keys() - set(LEARNING_FIELDS)
+    path = str(run.paths[4])
+    was = load_checkpoint(path, Run)["hyperparameters"]
+    names = vars(was).keys() - set(LEARNING)
     assert {"train_files", "run_id", "save_every", "device"} < names and "seed" not in names
     texts = {"train_files": "a", "val_files": "b", "run_id": "c"}
     for name in names:
         value = texts.get(name) or another(name, was)
-        assert getattr(parse_args(["--resume", path, *typed(name, value)])[0], name) == value
+        hp, _ = parse_args(["--resume", path, *typed(name, value)], Run)
+        assert getattr(hp, name) == value
 
 
 def test_a_new_setting_is_one_of_learning_unless_it_says_otherwise():
@@ -184,64 +193,58 @@ def test_a_new_setting_is_one_of_learning_unless_it_says_otherwise():
     assert f.metadata["about"] == "learning"
 
 
-# ---- older checkpoints, and those of other programs
+# ---- checkpoints of other programs, and of other versions of this one
 
 
-def as_of_7620c08(state: dict) -> dict:
-    """What that commit would have saved: its source, its settings, nothing about kernels."""
-    old = {key: value for key, value in state.items() if key != "kernels"}
-    settings = dict(state["hyperparameters"])
-    del settings["norm_eps"], settings["momentum_damped"]
-    settings |= {"comm_dtype": "auto", "verify_data": False}
-    return old | {"hyperparameters": settings, "code": '"""Train a GPT-2-small-sized ..."""\n'}
+@pytest.mark.parametrize("flag", ["--eval", "--resume"])
+def test_a_checkpoint_of_another_script_is_refused_and_the_script_is_named(
+    flag, saved, tmp_path, capsys
+):
+    """Its record is not there, or a record of that name has other settings."""
+    saved["script"] = "train_gpt_2026.py"
+    settings = saved["hyperparameters"]
+    for record, more in (("2026-03-06_SimplifyHC", {}), ("demo", {"stages": "window=256"})):
+        saved["record"], saved["hyperparameters"] = record, settings | more
+        path = write(tmp_path / "it.pt", saved)
+        status, err = error_of([flag, path, "--device", "cpu"], capsys)
+        assert status == 2
+        assert f"{path} is of {record} of train_gpt_2026.py: start that script" in err
 
 
-def test_a_checkpoint_of_an_older_program_evaluates_and_goes_on(
+def test_a_checkpoint_with_settings_that_cannot_be_is_refused(saved, tmp_path, capsys):
+    saved["hyperparameters"]["num_layers"] = 1
+    path = write(tmp_path / "it.pt", saved)
+    status, err = error_of(["--eval", path, "--device", "cpu"], capsys)
+    assert status == 2 and "--num_layers 1: must be at least 2" in err
+
+
+def test_a_setting_that_a_checkpoint_lacks_is_that_of_its_record(run, saved, tmp_path):
+    """So what becomes a setting later is as it was."""
+    lost = ("norm_eps", "momentum_damped", "muon_lr")
+    for name in lost:
+        del saved["hyperparameters"][name]
+    saved["record"] = "2024-11-24_WindowWarmup"
+    found = load_checkpoint(write(tmp_path / "it.pt", saved), Run)["hyperparameters"]
+    whole = load_checkpoint(run.paths[4], Run)["hyperparameters"]
+    record = RECORDS[saved["record"]]
+    own = {name: getattr(record, name) for name in lost}
+    assert found == replace(whole, **own) and not record.momentum_damped
+
+
+def test_to_go_on_after_a_change_of_the_source_is_said_in_the_log(
     run, saved, tmp_path, monkeypatch, capsys
 ):
-    """That is 7620c08, which had other settings; a run ends as it would have."""
+    """The run ends as it would have."""
     monkeypatch.chdir(tmp_path)
-    old = as_of_7620c08(saved)
-    keys = "record hyperparameters code run_id step seconds model optimizers random"
-    assert old.keys() == set(keys.split())
-    path = write(Path("logs/it/state_step000004.pt"), old)
-    main(["--eval", str(path), "--device", "cpu"])
-    assert f"val_loss:{run.losses[4]:.4f} " in capsys.readouterr().out
+    assert saved["code"] == Path(train_gpt.__file__).read_text()
+    write(Path("logs/it/state_step000004.pt"), saved | {"code": "another"})
     main(["--resume", "auto", "--device", "cpu"])
     out = capsys.readouterr().out
     assert "\nresumed at step 4; the source has changed since\n" in out
     assert val_losses(out) == {8: run.losses[8]}
-    ours = load_checkpoint(run.paths[8])["model"]
-    for name, weight in load_checkpoint("logs/it/state_step000008.pt")["model"].items():
+    ours = load_checkpoint(run.paths[8], Run)["model"]
+    for name, weight in load_checkpoint("logs/it/state_step000008.pt", Run)["model"].items():
         assert torch.equal(weight, ours[name]), name
-
-
-def test_what_became_a_setting_later_is_as_it_was_for_an_older_checkpoint(saved, tmp_path):
-    """Also of a record that now has another value: the run goes on as it began."""
-    state = as_of_7620c08(saved) | {"record": "2024-11-24_WindowWarmup"}
-    path = write(tmp_path / "old.pt", state)
-    hp, now = load_checkpoint(path)["hyperparameters"], RECORDS[state["record"]]
-    assert (hp.norm_eps, hp.momentum_damped) == (torch.finfo(torch.float32).eps, True)
-    assert (now.norm_eps, now.momentum_damped) == (torch.finfo(torch.bfloat16).eps, False)
-    with pytest.raises(UserError, match="momentum_damped on -> off"):
-        parse_args(["--resume", str(path), "--record", state["record"]])
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"no_such_setting": 1}, "no_such_setting"),
-        ({"num_layers": 1}, "--num_layers 1: must be at least 2"),
-    ],
-)
-def test_a_checkpoint_with_settings_that_cannot_be_is_refused(
-    settings, words, saved, tmp_path, capsys
-):
-    saved["hyperparameters"] |= settings
-    path = write(tmp_path / "it.pt", saved)
-    status, err = error_of(["--eval", path, "--device", "cpu"], capsys)
-    assert status == 2 and f"{path} is not a whole checkpoint of this program" in err
-    assert words in err
 
 
 def test_to_go_on_under_other_kernels_is_said_in_the_log(saved, tmp_path, monkeypatch, capsys):
@@ -257,23 +260,70 @@ def test_to_go_on_under_other_kernels_is_said_in_the_log(saved, tmp_path, monkey
 # ---- damage
 
 
-def test_no_damage_passes_for_a_checkpoint(run, tmp_path):
-    """20 lengths, among them those that cut into the checksum only, and 20 changed bytes."""
-    whole, rng = run.paths[4].read_bytes(), random.Random(0)
-    lengths = [0, 1, len(whole) - 1, len(whole) - 32, len(whole) - 40]
-    lengths += [rng.randrange(len(whole)) for _ in range(15)]
-    damaged = [whole[:length] for length in lengths] + [whole + b"0"]
-    for _ in range(20):
-        data = bytearray(whole)
-        data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
-        damaged.append(bytes(data))
+def places(path: Path) -> dict[str, range]:
+    """Return where in the file the bytes of each of a checkpoint's records are."""
+    found = {}
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            assert info.compress_type == zipfile.ZIP_STORED
+            lengths = data[info.header_offset + 26 :][:4]  # of the local header's name and extra
+            start = info.header_offset + 30 + sum(np.frombuffer(lengths, "<u2").tolist())
+            found[info.filename] = range(start, start + info.file_size)
+    return found
+
+
+def flip(path: Path, place: int) -> None:
+    """Change a byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def equal(a, b) -> bool:
+    """Say whether two checkpoints hold the same, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_flipped_byte_in_any_record_of_a_checkpoint_is_noticed(run, tmp_path):
     path = tmp_path / "state_step000001.pt"
-    for data in damaged:
-        path.write_bytes(data)
-        with pytest.raises(UserError, match="state_step000001.pt is "):
-            load_checkpoint(path)
-    path.write_bytes(whole)
-    assert load_checkpoint(path)["step"] == 4
+    whole = run.paths[4].read_bytes()
+    rng = random.Random(0)
+    found = places(run.paths[4])
+    assert len(found) > 50  # a record for each tensor, and the pickle
+    for name, where in found.items():
+        path.write_bytes(whole)
+        if not where:
+            continue
+        flip(path, rng.choice(where))
+        with pytest.raises(UserError, match=re.escape(f"its part {name} is damaged")) as error:
+            load_checkpoint(path, Run)
+        assert f"{path} is not a whole checkpoint" in str(error.value)
+
+
+def test_a_cut_checkpoint_is_refused_and_no_flipped_byte_changes_what_it_holds(run, tmp_path):
+    """Between the records there are bytes that nothing reads."""
+    path = tmp_path / "state_step000001.pt"
+    whole = run.paths[4].read_bytes()
+    rng = random.Random(0)
+    lengths = [0, 1, len(whole) // 2, len(whole) - 22, len(whole) - 1]
+    for length in lengths + [rng.randrange(len(whole)) for _ in range(15)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match="state_step000001.pt is not a whole checkpoint"):
+            load_checkpoint(path, Run)
+    expected = load_checkpoint(run.paths[4], Run)
+    refused = 0
+    for _ in range(100):
+        path.write_bytes(whole)
+        flip(path, rng.randrange(len(whole)))
+        try:
+            assert equal(load_checkpoint(path, Run), expected)
+        except UserError as error:
+            assert f"{path} is " in str(error)
+            refused += 1
+    assert refused > 50
 
 
 class Bomb:
@@ -285,7 +335,7 @@ def test_a_pickle_bomb_executes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"step": 1, "model": Bomb()}, "bomb.pt")
     with pytest.raises(UserError, match="bomb.pt is not a whole checkpoint"):
-        load_checkpoint("bomb.pt")
+        load_checkpoint("bomb.pt", Run)
     assert not Path("exploded").exists()
     torch.load("bomb.pt", weights_only=False)
     assert Path("exploded").exists()  # it would have
@@ -298,13 +348,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     for step in (4, 8):
         (folder / f"state_step{step:06}.pt").write_bytes(run.paths[step].read_bytes())
     newest = folder / "state_step000008.pt"
-    data = bytearray(newest.read_bytes())
-    data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
+    place = max(places(newest).values(), key=len)[7]
+    flip(newest, place)
     main(["--resume", "auto", "--device", "cpu"])
     out, err = capsys.readouterr()
     assert "state_step000008.pt is not a whole checkpoint" in err
-    assert "(its checksum is wrong); trying the one before" in err
+    assert re.search(r"\(its part \S+ is damaged\); trying the one before", err)
     assert "resumed at step 4" in out and val_losses(out) == {8: run.losses[8]}
     main(["--resume", "auto", "--device", "cpu"])  # it is whole again
     assert "the run had finished: step 8 of 8 is saved" in capsys.readouterr().out
@@ -313,7 +362,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     with pytest.raises(SystemExit) as stop:
         main(["--resume", "auto", "--device", "cpu"])
     assert stop.value.code == 2
-    assert "none of 2 checkpoints under logs/ is whole" in capsys.readouterr().err
+    assert "none of 2 checkpoints under logs/ can be read; remove them" in capsys.readouterr().err
 
 
 def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, capsys):
@@ -327,6 +376,13 @@ def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, c
     assert "resumed at step 2" in capsys.readouterr().out
     kept = sorted(path.name for path in tmp_path.glob("logs/it/*"))
     assert kept == ["state_step000006.pt", "state_step000008.pt"]
+
+
+def test_an_empty_run_id_is_that_of_no_run(run, monkeypatch):
+    """It comes from a variable of the shell that is not set: any run goes on."""
+    monkeypatch.chdir(run.folder)
+    _, args = parse_args(["--resume", "auto", "--run_id", ""], Run)
+    assert args.checkpoint == run.paths[8].relative_to(run.folder)
 
 
 def test_without_a_checkpoint_a_new_run_begins_and_says_so(flags, capsys):

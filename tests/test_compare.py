@@ -1,5 +1,5 @@
-"""tools/compare.py: its statistics by simulation, and comparisons of a fork that makes up its runs
-from flags and seed."""
+"""tools/compare.py: its statistics by simulation, and comparisons of a project that makes up its
+runs from flags and seed."""
 
 import json
 import math
@@ -15,13 +15,16 @@ import pytest
 from compare import Comparison, Side
 from scipy import optimize, stats
 
+from train_gpt import HERE
+
 MADE_UP = """# Trains nothing; with e times the steps its loss is lower by 0.1.
 import math, os, random, signal, sys
 from pathlib import Path
 
 with open("calls.txt", "a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
-flags = {name[2:]: value for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
+source = Path(sys.argv[1]).read_text()
+flags = {name[2:]: value for name, value in zip(sys.argv[2::2], sys.argv[3::2])}
 run_id, steps, rate = flags["run_id"], int(flags["num_iterations"]), flags.get("muon_lr", "0.05")
 noise, changed = random.Random(run_id), rate == "0.06"
 if rate == "0.09":
@@ -41,7 +44,7 @@ settings = "\\n".join(f"{k}: {v}" for k, v in (flags | {"muon_lr": rate}).items(
 lines = f"record demo\\nstep:0/{steps} val_loss:10.8258 train_time:0ms step_avg:0.00ms\\n"
 if rate != "0.08":
     lines += f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:1.00ms\\n"
-parts = Path(__file__).read_text(), "torch 2.13.0", settings, lines
+parts = source, "torch 2.13.0", settings, lines
 Path("logs").mkdir(exist_ok=True)
 Path("logs", run_id + ".txt").write_text(("\\n" + 100 * "=" + "\\n").join(parts))
 """
@@ -50,20 +53,21 @@ ABOUT = " ".join(compare.__doc__.split())
 
 @pytest.fixture(autouse=True)
 def interrupts():
-    """A comparison leaves them to its runs: give them back."""
+    """Give Python its handler of interrupts back: a comparison leaves them to its runs."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def settled_at(numbers: np.ndarray, alpha: float, most: int) -> np.ndarray:
-    """After how many pairs the test settles a difference in numbers (..., most); 0: it does not."""
+    """Return after how many pairs the test settles a difference in numbers (..., most); 0 where it
+    does not."""
     hits = compare.p_values(numbers) < compare.thresholds(alpha, most)
     return np.where(hits.any(-1), hits.argmax(-1) + 2, 0)
 
 
 def bound(share: float, times: int) -> float:
-    """What a share of so many trials stays below, but for one time in 40."""
+    """Return what a share of so many trials stays below, but for one time in 40."""
     return share + 2 * math.sqrt(share * (1 - share) / times)
 
 
@@ -103,7 +107,7 @@ def test_no_difference_is_settled_as_rarely_as_alpha_says(alpha, most):
 
 
 def ps(numbers: np.ndarray) -> np.ndarray:
-    """By scipy, p after 2, 3, ... numbers of each row."""
+    """Return, by scipy, p after 2, 3, ... numbers of each row."""
     looks = range(2, numbers.shape[1] + 1)
     return np.array([stats.ttest_1samp(numbers[:, :n], 0, axis=1).pvalue for n in looks]).T
 
@@ -155,18 +159,21 @@ def test_worth_of_time_is_the_slope_of_loss_over_the_logarithm_of_steps():
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
-    """`write(noise)` makes a fork of made-up runs. `compare(b, *flags, a="")` compares its flags a
-    and b; returns status, lines printed, and what is on stderr, that of runs, too. `calls()` are
-    the runs that were made since it was last asked."""
+    """Return a project of made-up runs, whose script is at `path`. `write(noise)` makes it anew.
+    `compare(b, *flags, a="")` compares its flags a and b; it returns status, lines printed, and
+    what is on stderr, that of runs, too. `calls()` returns the runs that were made since it was
+    last asked."""
     monkeypatch.chdir(tmp_path)
-    launch = tmp_path / "fork" / "launch.py"
-    launch.parent.mkdir()
+    launch = tmp_path / "fork" / "tools" / "launch.py"
+    launch.parent.mkdir(parents=True)
+    path = tmp_path / "fork" / "made_up.py"
+    path.write_text("# Its runs are made up.\n")
 
     def write(noise: float = 1.0) -> None:
         launch.write_text(MADE_UP.replace("NOISE", str(noise)))
 
     def call(b: str, *flags, a: str = "") -> tuple[int, list[str], str]:
-        sides = f"{launch.parent} {a}", f"fork {b}"
+        sides = f"{path} {a}", f"fork/made_up.py {b}"
         status, shared = 0, ["--num_iterations", "128", "--run_id", "it"]
         try:
             compare.main(["--compare", *sides, *shared, *map(str, flags)])
@@ -182,30 +189,31 @@ def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
         return [line.split("--run_id ")[1].removeprefix("it_") for line in made]
 
     write()
-    return SimpleNamespace(write=write, compare=call, calls=calls, path=launch)
+    return SimpleNamespace(write=write, compare=call, calls=calls, path=path)
 
 
 def in_turn(seeds: range) -> list[str]:
-    """A B, B A, A B, ..."""
+    """Return the names of runs in turn: A B, B A, A B, ..."""
     sides = ("ABBA" * len(seeds))[: 2 * len(seeds)]
     return [f"{side}_seed{seeds[i // 2]}" for i, side in enumerate(sides)]
 
 
 def last_step(name: str) -> tuple[float, float]:
-    """Loss and seconds of a log."""
+    """Return loss and seconds of a log."""
     text = Path(f"logs/it_{name}.txt").read_text()
     loss, ms = re.findall(r"val_loss:(\S+) train_time:(\d+)ms", text)[-1]
     return float(loss), int(ms) / 1000
 
 
 def differences(seeds: range) -> tuple[np.ndarray, np.ndarray]:
-    """Of the logs: B's loss minus A's, and the logarithm of the times' ratio."""
+    """Return, of the logs, B's loss minus A's, and the logarithm of the times' ratio."""
     pairs = [[last_step(f"{side}_seed{seed}") for side in "AB"] for seed in seeds]
     a, b = np.array(pairs).transpose(1, 2, 0)
     return b[0] - a[0], np.log(b[1] / a[1])
 
 
 def interval(numbers: np.ndarray) -> tuple[float, float]:
+    """Return, by scipy, the mean and half of its 95 % interval."""
     low, high = stats.ttest_1samp(numbers, 0).confidence_interval(0.95)
     return (low + high) / 2, (high - low) / 2
 
@@ -301,8 +309,8 @@ def test_a_plan_may_not_change_once_there_are_runs(key, changed, fork):
     fork.calls()
     plan = Path("logs/it.json").read_text()
     known = json.loads(plan)
-    folder, flags = str(fork.path.parent), ["--num_iterations", "128"]
-    assert known == PLAN | {"A": [folder, *flags], "B": [folder, *flags]}
+    side = [str(fork.path), "--num_iterations", "128"]
+    assert known == PLAN | {"A": side, "B": side}
     status, lines, err = fork.compare("", *changed.split())
     assert (status, lines, fork.calls()) == (1, [], [])
     expected = f"logs/it.json: {key} was {known[key]}: choose another --run_id"
@@ -390,7 +398,11 @@ def test_an_interrupt_is_left_to_the_run(fork):
         "'--seq_len 5' ''",
         "'' '--resume auto'",
         "'' 'no_fork --muon_lr 0.06'",
-        "'' '~/no_fork --muon_lr 0.06'",
+        "'' 'no_fork.py --muon_lr 0.06'",
+        "'' '~/no_fork.py --muon_lr 0.06'",
+        "'' 'forks/no_fork.py --muon_lr 0.06'",
+        "'' 'forks/train_gpt_2026.py --no_such 1'",
+        "'' '' --seed -1",
         "'' '--muon_lr \"0.06'",
         "'--seed 4' ''",
         "'' '--muon_lr 0.06 --seed=4'",
@@ -415,6 +427,7 @@ def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
         ("--muon_lr '0.06", "B is --muon_lr '0.06: No closing quotation"),
         ("--seed 4", "--seed is for A and B: leave it out of '--seed 4'"),
         ("--run_id=x", "--run_id is for A and B: leave it out of '--run_id=x'"),
+        ("train_gpt.py --seed 4", "--seed is for A and B: leave it out of 'train_gpt.py --seed 4'"),
     ],
 )
 def test_what_is_wrong_with_a_side_is_said(text, reason):
@@ -423,13 +436,27 @@ def test_what_is_wrong_with_a_side_is_said(text, reason):
     assert str(error.value) == f"--compare: {reason}"
 
 
-def test_a_side_is_a_folder_that_may_begin_with_a_tilde_and_flags_with_quotes(fork, monkeypatch):
-    home = fork.path.parent.parent
-    monkeypatch.setenv("HOME", str(home))
-    found = Side.of("B", "~/fork --train_files 'a b/*.bin'", ["--num_iterations", "128"])
-    flags = "--num_iterations", "128", "--train_files", "a b/*.bin"
-    assert found == Side("B", flags, fork.path.parent)
-    assert Side.of("A", "", []) == Side("A", (), compare.HERE)
+def test_a_side_is_a_script_whose_path_may_begin_with_a_tilde_and_flags_with_quotes(
+    fork, monkeypatch
+):
+    """Without a script, it is the one of both."""
+    monkeypatch.setenv("HOME", str(fork.path.parent.parent))
+    common = ["--num_iterations", "128"]
+    found = Side.of("B", "~/fork/made_up.py --train_files 'a b/*.bin'", common)
+    flags = ("--num_iterations", "128", "--train_files", "a b/*.bin")
+    assert found == Side("B", flags, fork.path)
+    assert Side.of("A", "", []) == Side("A", (), HERE / "train_gpt.py")
+    assert Side.of("A", "", [], own=fork.path) == Side("A", (), fork.path)
+
+
+def test_a_script_is_started_by_its_own_project_if_it_has_one(fork, tmp_path):
+    """Also one of its forks; others by this project."""
+    project = fork.path.parent
+    own = project / "tools" / "launch.py"
+    assert Side("A", (), project / "x.py").launcher == own
+    assert Side("A", (), project / "forks" / "x.py").launcher == own
+    for path in (HERE / "train_gpt.py", HERE / "forks" / "train_gpt_2026.py", tmp_path / "x.py"):
+        assert Side("A", (), path).launcher == HERE / "tools" / "launch.py"
 
 
 @pytest.mark.parametrize("words", ["--help", "-h", "'' '' --help"])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import torch
 from torch._dynamo.utils import counters
@@ -11,41 +12,44 @@ import train_gpt
 
 def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
     """Windows of 128, 256 and 384 tokens, validations of another length, two layers of a kind."""
-    compile_, warm_up, graphs = torch.compile, train_gpt.warm_up, []
+    warm_up, graphs = train_gpt.warm_up, []
 
     def warm_up_and_count(*arguments):
         warm_up(*arguments)
         graphs.append(counters["stats"]["unique_graphs"])
 
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options)
-    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
     monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)  # else a chunk is traced piece by piece
     torch._dynamo.reset()
     counters.clear()
-    layers = "long+v0,short+v1,none+x1,short+x0"
+    layers = "long+v0,short+v1,none,short"
     more = f"--compile on --layers {layers} --num_iterations 6 --val_loss_every 2 --batch_seqs 2"
     sizes = "--seq_len 256 --val_seq_len 128 --window_span 384"
     train_gpt.main([*flags, *more.split(), *sizes.split()])
     graphs.append(counters["stats"]["unique_graphs"])
-    layers, loss, muon = 2 * 3, 3, 3  # with and without gradients; Muon's by shape of matrix
+    layers, loss, muon = 2 * 3, 3, 3  # two of a kind, with and without gradients; by shapes
     assert graphs == [layers + loss + muon] * 2 and not counters["graph_break"]
 
 
 def test_warm_up_leaves_no_garbage_in_cycles(tiny, monkeypatch):
-    """As torch.compile makes it: with tensors of a GPU in it, it would keep gigabytes."""
+    """torch.compile makes such: with tensors of a GPU in it, it would keep gigabytes."""
 
     class Cycle:
         def __init__(self):
             self.me, self.tensor = self, torch.zeros(1)
 
+    def train_step(*arguments):
+        left.append(weakref.ref(Cycle()))
+
     left = []
-    monkeypatch.setattr(train_gpt, "train_step", lambda *a: left.append(weakref.ref(Cycle())))
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
     gc.disable()
     try:
         model = train_gpt.GPT(tiny)
-        train_gpt.warm_up(model, train_gpt.Optimizers(model, tiny), torch.device("cpu"))
+        optimizers = train_gpt.Optimizers(model, tiny)
+        moments = [train_gpt.moment(0, tiny)]
+        train_gpt.warm_up(model, optimizers, moments, torch.device("cpu"))
     finally:
         gc.enable()
     assert left and all(cycle() is None for cycle in left)

@@ -1,7 +1,6 @@
 """Shards and the loader against plain numpy slices of the stream."""
 
 import hashlib
-import itertools
 import os
 import random
 import re
@@ -64,7 +63,8 @@ def test_ranks_together_see_the_stream_in_order(
     expected = [
         s[i * batch : (i + 1) * batch + 1] for s in shards for i in range((len(s) - 1) // batch)
     ]
-    pattern, batch_seqs = str(tmp_path / "s*.bin"), per_rank * world_size
+    pattern = str(tmp_path / "s*.bin")
+    batch_seqs = per_rank * world_size
 
     def loader(rank):
         return distributed_data_generator(
@@ -112,53 +112,34 @@ def test_ranks_share_a_numpy_slice_of_the_stream_over_a_shard_boundary(write_sha
         assert {len(p) for p in parts} == {len(begins)}  # it ends with the data
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    sizes=st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=3),
-    seq_len=st.integers(1, 30),
-    longest=st.integers(1, 25),
-    world_size=st.sampled_from([1, 2, 4]),
-    start_step=st.integers(0, 3),
-)
-def test_aligned_sequences_are_the_beginnings_of_whole_documents(
-    sizes, seq_len, longest, world_size, start_step, write_shard, tmp_path
-):
-    """Against documents dealt out one by one; a document is 50256 and `size` tokens of its own."""
-    for old in tmp_path.glob("*.bin"):
-        old.unlink()
-    word, batches = itertools.count(1), []
-    for i, shard in enumerate(sizes):
-        documents = [[50256, *(next(word) for _ in range(size))] for size in shard]
-        write_shard(f"s{i}.bin", [7, 7, *sum(documents, [])])  # begins within a document
-        sequences, current = [], []
-        for document in documents:
-            current += document[:longest]
-            if len(current) > seq_len:
-                sequences.append(current[: seq_len + 1])
-                current = []
-        batches += [sequences[j : j + 4] for j in range(0, len(sequences) - 3, 4)]
+def test_a_cut_of_ones_own_makes_sequences_of_pieces_and_a_length_for_each_step(write_shard):
+    """Against numpy: of a step's 4 sequences each is 3 tokens, 5 tokens further on one more, and so
+    on, with a target behind them."""
+    stream = np.random.default_rng(0).integers(0, 50257, 1000)
+    path = str(write_shard("a.bin", stream))
 
-    def loader(rank, start):
-        sizes = seq_len, 4, rank, world_size, start
-        return distributed_data_generator(str(tmp_path / "s*.bin"), *sizes, longest=longest)
+    def cut(shard, position, step):
+        pieces = step + 1
+        end = position + 4 * 5 * pieces
+        if end >= len(shard.tokens):
+            return None
+        begins = range(position, end, 5 * pieces)
+        lengths = [3] * (pieces - 1) + [4]
+        return [
+            [(begin + 5 * i, begin + 5 * i + n) for i, n in enumerate(lengths)] for begin in begins
+        ], end
 
-    if not batches:
-        with pytest.raises(UserError, match="a batch needs"):
-            loader(0, 0)
-        return
-    found = [list(loader(rank, start_step)) for rank in range(world_size)]
-    assert {len(part) for part in found} == {max(len(batches) - start_step, 0)}
-    for step, expected in enumerate(batches[start_step:]):
-        inputs, targets = (torch.cat([part[step][i] for part in found]).tolist() for i in (0, 1))
-        assert inputs == [sequence[:-1] for sequence in expected]
-        assert targets == [sequence[1:] for sequence in expected]
-        for sequence in inputs:
-            starts = [i for i, token in enumerate(sequence) if token == 50256]
-            ends = [*starts[1:], len(sequence)]
-            assert starts[0] == 0
-            assert all(end - start <= longest for start, end in zip(starts, ends, strict=True))
+    position = 0
+    parts = [distributed_data_generator(path, 8, 4, rank, 2, cut=cut) for rank in range(2)]
+    for step, batches in enumerate(zip(*parts, strict=True)):
+        rows = stream[position : position + 20 * (step + 1)].reshape(4, step + 1, 5)
+        position += 20 * (step + 1)
+        assert np.array_equal(
+            torch.cat([inputs for inputs, _ in batches]), rows[..., :3].reshape(4, -1)
+        )
+        targets = np.concatenate([rows[..., :3].reshape(4, -1)[:, 1:], rows[:, -1, 3:4]], axis=1)
+        assert np.array_equal(torch.cat([found for _, found in batches]), targets)
+    assert step == 8 and position == 20 * 45  # the next batch wants 200 of the 100 tokens left
 
 
 def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, tmp_path):
@@ -186,7 +167,7 @@ DAMAGES = ["magic", "version", "count", "header", "odd", "tokens", "empty", "tra
 
 
 def damaged(rng: random.Random, whole: bytes) -> tuple[str, bytes]:
-    """One way to damage a shard of 400 tokens, and what is left of its bytes."""
+    """Choose a way to damage a shard of 400 tokens; return its name, and what the damage leaves."""
     kind = rng.choice(DAMAGES)
     data = bytearray(whole)
     if kind in ("magic", "version", "count"):
@@ -197,16 +178,23 @@ def damaged(rng: random.Random, whole: bytes) -> tuple[str, bytes]:
         data[i : i + 2] = rng.randrange(50257, 65536).to_bytes(2, "little")
     elif kind == "trailing":
         data += rng.randbytes(rng.randrange(1, 5000))
-    else:
-        size = {"header": rng.randrange(1, 1025), "empty": 0}.get(kind, rng.randrange(1025, 1824))
-        del data[size - (kind == "tokens") * (size % 2) :]
+    elif kind == "header":
+        del data[rng.randrange(1, 1025) :]
+    elif kind == "empty":
+        data.clear()
+    elif kind == "tokens":
+        del data[2 * rng.randrange(513, 912) :]
+    else:  # an odd number of bytes
+        del data[2 * rng.randrange(512, 912) + 1 :]
     return kind, bytes(data)
 
 
 def test_300_damaged_shards_are_refused_by_name(write_shard, tmp_path):
     whole = write_shard("a.bin", np.arange(400)).read_bytes()
-    bad, pattern = tmp_path / "b.bin", str(tmp_path / "*.bin")
-    rng, seen = random.Random(0), set()
+    bad = tmp_path / "b.bin"
+    pattern = str(tmp_path / "*.bin")
+    rng = random.Random(0)
+    seen = set()
     for _ in range(300):
         kind, content = damaged(rng, whole)
         seen.add(kind)

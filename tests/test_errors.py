@@ -1,8 +1,10 @@
 """Bad input ends with one line that helps, a status, and no half-written file, on all ranks."""
 
+import contextlib
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,13 @@ FLAGS = [
     ("--muon_lr", 2, "argument --muon_lr: expected one argument"),
     ("--muon_lr fast", 2, "argument --muon_lr: invalid float value: 'fast'"),
     ("--fp8 maybe", 2, "argument --fp8: invalid choice: 'maybe'"),
-    ("--record 2023", 2, "argument --record: invalid choice: '2023'"),
-    ("--diff demo 2023", 2, "argument --diff: invalid choice: '2023'"),
+    ("--record 2023", 2, "--record 2023: there is no such record; choose from 2024-11-19_Flex"),
+    (
+        "--record 2026-03-06_SimplifyHC",
+        2,
+        "--record 2026-03-06_SimplifyHC is in forks/train_gpt_2026.py: "
+        "./run.sh forks/train_gpt_2026.py --record 2026-03-06_SimplifyHC",
+    ),
     ("--seq_len 100", 2, "--seq_len 100: must be at least 128, a multiple of 128"),
     ("--val_seq_len 64", 2, "--val_seq_len 64: must be at least 128, a multiple of 128"),
     ("--val_tokens 300", 2, "--val_tokens 300: must be a multiple of val_seq_len"),
@@ -34,10 +41,9 @@ FLAGS = [
     ("--logit_softcap 80", 2, "--logit_softcap 80: must be from 0.001 to 38"),
     ("--num_layers 1", 2, "--num_layers 1: must be at least 2"),
     ("--num_layers 14", 2, "--num_layers 14: --layers has 12"),
-    ("--layers long,wide,long,long", 2, "--layers: 'wide' cannot be layer 1"),
-    ("--layers long,long+x0,long,long", 2, "'long+x0' cannot be layer 1"),
-    ("--layers long,long,long+x2,long", 2, "'long+x2' cannot be layer 2"),
-    ("--layers long,none+v0,long,long", 2, "'none+v0' cannot be layer 1"),
+    ("--layers long,wide,long,long", 2, "--layers: 'wide' is no layer; a row is long, short or"),
+    ("--layers long,none+v0,long,long", 2, "--layers: 'none+v0' is no layer; a row is long,"),
+    ("--layers long,long,long", 2, "--num_layers 4: --layers has 3"),
     ("--device cuda", 1, "process 0 finds 0 GPUs on its machine: use --device cpu"),
     ("--kernels on", 1, "--kernels on: Triton wants a CUDA GPU"),
     ("--seq_len 17408 --batch_seqs 1", 1, "17408 tokens a sequence need a GPU; try --record demo"),
@@ -84,7 +90,7 @@ TABLE = [*FLAGS, *SHARDS, *CHECKPOINTS, *RUNNING]
 
 
 def make_files(folder: Path) -> list[str]:
-    """What the table names, and the flags of a run that works there."""
+    """Make what the table names; return the flags of a run that works there."""
     flags = [*language(folder), "--val_loss_every", "0"]
     console_of([*flags, "--num_iterations", "1", "--save_every", "1", "--run_id", "it"], folder)
     (folder / "logs/it/state_step000001.pt").rename(folder / "it.pt")
@@ -120,7 +126,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(("words", "status", "message"), TABLE)
 def test_bad_input_ends_with_one_line(words, status, message, folder, capsys, monkeypatch):
-    """And writes nothing, but the log of a run that had begun."""
+    """It writes nothing, but the log of a run that had begun."""
     if words == "--device cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     folder, flags = folder
@@ -136,7 +142,7 @@ def test_bad_input_ends_with_one_line(words, status, message, folder, capsys, mo
 
 @pytest.mark.parametrize("flag", ["--resume", "--eval"])
 def test_an_empty_name_is_no_checkpoint(flag, flags, capsys):
-    """As from a variable of the shell that is not set."""
+    """It comes from a variable of the shell that is not set."""
     status, err = error_of([*flags, flag, ""], capsys)
     assert status == 2 and "No such file" in err
 
@@ -156,9 +162,9 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
     """The step that breaks the weights is followed by a save: that one must not happen."""
     step_of = train_gpt.train_step
 
-    def breaking(model, optimizers, inputs, targets, step, **options):
-        loss = step_of(model, optimizers, inputs, targets, step, **options)
-        if step == 2:
+    def breaking(model, optimizers, inputs, targets, now, **options):
+        loss = step_of(model, optimizers, inputs, targets, now, **options)
+        if now.step == 2:
             model.embed.weight.data.fill_(float("nan"))
         return loss
 
@@ -171,11 +177,12 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
     saved = sorted(tmp_path.glob("logs/*/*"))
     assert [p.name for p in saved] == ["state_step000001.pt", "state_step000002.pt"]
     for path in saved:
-        weights = train_gpt.load_checkpoint(path)["model"].values()
+        weights = train_gpt.load_checkpoint(path, train_gpt.Run)["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
 
 
 def with_small_files(words: list[str]) -> None:
+    """Run main, which may not write files of more than 300 kB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
     main(words)
 
@@ -203,32 +210,58 @@ def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
 )
 def test_an_error_of_all_ranks_is_printed_once(words, ranks, status, message, flags):
     program = Program([*flags, *words.split()], ranks)
-    assert program.end() == [status] * ranks
+    assert program.fail() == [status] + [-signal.SIGTERM] * (ranks - 1)
     printed = "".join(program.text("err", rank) for rank in range(ranks))
     assert printed.count("\n") == 1 and message in printed
     assert not any(program.text("out", rank) for rank in range(1, ranks))
 
 
 def failing(words: list[str]) -> None:
-    """Main, with an error in the third step of rank 1."""
+    """Run main with an error in the third step of rank 1, whose patience ends in a second."""
 
     def fail():
         raise UserError("only here")
 
     if os.environ["RANK"] == "1":
+        sleep = time.sleep
+        time.sleep = lambda seconds: sleep(min(seconds, 1))
         before_step(3, fail)
     main(words)
 
 
 def test_an_error_of_one_rank_stops_all_and_is_the_one_that_is_printed(flags):
-    """Rank 0 waits for it meanwhile."""
+    """Rank 0 waits for it meanwhile, and longer when it has lost it: torchrun ends it then."""
     program = Program([*flags, "--num_iterations", "100000"], 2, failing)
-    assert program.end() == [1, 1]
+    assert program.fail() == [-signal.SIGTERM, 1]
     assert program.text("err", 1) == "train_gpt.py: error: only here\n" and not program.text("err")
 
 
+def test_an_error_of_rank_0_is_printed_at_once_and_others_wait(monkeypatch, capsys):
+    """For 10 seconds and more: torchrun ends them before. Who lost another rank waits, too."""
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    lost = RuntimeError("Connection closed by peer: gloo")
+
+    def report(error: Exception, rank: int) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+
+        def work(parsed):
+            raise error
+
+        with pytest.raises(SystemExit) as stop, contextlib.redirect_stdout(None):
+            train_gpt.as_program("it.py", parse=lambda: None, work=work)
+        assert stop.value.code == 1
+        return capsys.readouterr().err
+
+    assert report(UserError("mine"), 0) == "it.py: error: mine\n"
+    assert report(UserError("mine"), 3) == "it.py: error: mine\n"
+    assert report(lost, 0).startswith("it.py: error: another rank has stopped, or hangs: Conn")
+    assert report(lost, 3).startswith("it.py: error: another rank has stopped, or hangs: Conn")
+    assert waited == [0, 10.75, 5, 10.75]
+
+
 def killed(words: list[str]) -> None:
-    """Main, but rank 1 is killed in its third step."""
+    """Run main, but rank 1 is killed in its third step."""
     if os.environ["RANK"] == "1":
         before_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     main(words)

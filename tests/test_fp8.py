@@ -27,7 +27,7 @@ def layer(tokens=256, width=128, vocab=512, weight_std=0.05, grad_std=2.0**-17):
 
 
 def saturated(x, scale, dtype):
-    """The share of values that the range of the dtype clamps."""
+    """Return the share of values that the range of the dtype clamps."""
     return ((x * scale).abs() > torch.finfo(dtype).max).float().mean().item()
 
 
@@ -96,20 +96,27 @@ def test_a_head_trains_in_fp8_where_it_shall_and_the_gpu_can(monkeypatch):
 @pytest.mark.parametrize("fp8, training", [(True, True), (True, False), (False, True)])
 def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny, monkeypatch):
     """As on a GPU that can: with the scales of the settings."""
-    scales, head_loss = [], HeadLoss.apply
+    given, head_loss = [], HeadLoss.apply
+
+    def apply(*arguments):
+        given.append(arguments)
+        return head_loss(*arguments)
+
     monkeypatch.setattr(train_gpt, "trains_in_fp8", lambda wanted, device: wanted)
-    monkeypatch.setattr(HeadLoss, "apply", lambda *a: scales.append(a[4]) or head_loss(*a))
+    monkeypatch.setattr(HeadLoss, "apply", apply)
     head = Head(replace(tiny, fp8=fp8, x_s=2.0, w_s=4.0, grad_s=8.0))
     head.loss(torch.randn(16, tiny.model_dim, requires_grad=training), torch.arange(16))
-    assert scales == [(2.0, 4.0, 8.0) if fp8 and training else None]
+    scales = (2.0, 4.0, 8.0) if fp8 and training else None
+    assert [arguments[-1] for arguments in given] == [scales]
 
 
 @pytest.mark.parametrize("tokens", [128, 304])  # half a chunk, and chunks of 256 and 48
-def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tokens):
+def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tokens, tiny):
     linear, x, _ = layer(tokens)
+    head = Head(replace(tiny, logit_softcap=15.0))
     targets = torch.randint(0, 512, (tokens,), generator=torch.Generator().manual_seed(0))
     inputs, weight = x.detach().bfloat16().requires_grad_(), linear.weight
-    loss = HeadLoss.apply(inputs, weight, targets, 15.0, linear.scales)
+    loss = HeadLoss.apply(inputs, weight, targets, head, (15.0,), 1 / tokens, linear.scales)
     loss.backward()
 
     x64, w64 = (t.detach().double().requires_grad_() for t in (inputs, weight))

@@ -24,7 +24,7 @@ VOCAB = 128  # GPT-2's tokens that occur in questions of these words, numbered a
 
 
 def made_up(count: int, longest: int = 30) -> list[dict]:
-    """Questions of random words; endings differ in length, and labels are texts now and then."""
+    """Return questions of random words; endings differ in length, and some labels are texts."""
     rng = random.Random(0)
 
     def phrase(least: int, most: int) -> str:
@@ -41,12 +41,14 @@ def made_up(count: int, longest: int = 30) -> list[dict]:
 
 @pytest.fixture
 def questions(tmp_path, monkeypatch):
-    """questions(n, longest) reads n made-up ones from a file, renumbered; 0 ends a text."""
+    """Return make(n, longest), which reads n made-up questions from a file, renumbered; 0 ends a
+    text."""
     monkeypatch.setattr(train_gpt, "END_OF_TEXT", 0)
     monkeypatch.setattr(hellaswag, "END_OF_TEXT", 0)
 
     def make(*how) -> list:
-        path, number = tmp_path / "made_up.jsonl", {0: 0}
+        path = tmp_path / "made_up.jsonl"
+        number = {0: 0}
         path.write_text("".join(json.dumps(row) + "\n" for row in made_up(*how)))
         asked = [
             ([[number.setdefault(t, len(number)) for t in text] for text in texts], *rest)
@@ -59,9 +61,12 @@ def questions(tmp_path, monkeypatch):
 
 
 def packed(model, questions, window: int, *ranks) -> torch.Tensor:
+    """Return the scores of all documents, by the moment after training with a long window."""
+    now = train_gpt.moment(model.hp.num_iterations, model.hp)
+    now = replace(now, window=window, short=window // 2)
     documents = [document for q in questions for document in q[0]]
     starts = [start for texts, start, _ in questions for _ in texts]
-    return log_likelihoods(model, documents, starts, window, *ranks)
+    return log_likelihoods(model, documents, starts, now, *ranks)
 
 
 @pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])
@@ -72,7 +77,8 @@ def test_packed_scores_are_those_of_one_document_at_a_time_in_float64(
     sizes = {"model_dim": 32, "num_heads": 2, "head_dim": 16, "vocab_size": VOCAB}
     model = randomize(train_gpt.GPT(replace(RECORDS[record], **sizes))).eval()
     weights = {name: w.double() for name, w in model.state_dict().items()}
-    asked, expected = questions(6, 200), []
+    asked = questions(6, 200)
+    expected = []
     for documents, start, _ in asked:
 
         def cost(tokens: list[int]) -> float:
@@ -105,11 +111,21 @@ def test_a_model_trained_on_the_answers_knows_them_all(questions, tiny):
     asked = questions(12)
     tokens = [token for documents, _, label in asked for token in documents[label]]
     tokens += [0] * (-len(tokens) % 128 + 1)
-    sizes = {"vocab_size": VOCAB, "model_dim": 64, "seq_len": len(tokens) - 1, "batch_seqs": 1}
-    model = train_gpt.GPT(replace(tiny, **sizes, window_min=512, num_iterations=50))
-    optimizers, batch = train_gpt.Optimizers(model, model.hp), torch.tensor([tokens])
+    hp = replace(
+        tiny,
+        vocab_size=VOCAB,
+        model_dim=64,
+        seq_len=len(tokens) - 1,
+        batch_seqs=1,
+        window_min=512,
+        num_iterations=50,
+    )
+    model = train_gpt.GPT(hp)
+    optimizers = train_gpt.Optimizers(model, hp)
+    batch = torch.tensor([tokens])
     for step in range(50):
-        train_gpt.train_step(model, optimizers, batch[:, :-1].int(), batch[:, 1:], step)
+        now = train_gpt.moment(step, hp)
+        train_gpt.train_step(model, optimizers, batch[:, :-1].int(), batch[:, 1:], now)
     assert accuracies(asked, packed(model.eval(), asked, 256)) == (1.0, 1.0)
 
 
@@ -134,7 +150,7 @@ def test_on_two_ranks_it_prints_what_it_prints_on_one(trained, tmp_path, capsys)
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The dataset's home, on the loopback interface; home.data is what it gives."""
+    """Serve as the dataset's home, on the loopback interface; home.data is what it gives."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -158,7 +174,8 @@ def home(tmp_path, monkeypatch):
 
 
 def test_questions_are_fetched_once_and_only_whole(home, trained, tmp_path, capsys):
-    path, whole = tmp_path / "data/hellaswag/hellaswag_val.jsonl", home.data
+    path = tmp_path / "data/hellaswag/hellaswag_val.jsonl"
+    whole = home.data
     words = [str(trained.path), "--device", "cpu"]
     for data, message in (
         (whole[:-10], "could not fetch"),

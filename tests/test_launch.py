@@ -1,4 +1,4 @@
-"""run.sh and launch.py: what they install, fetch and start."""
+"""run.sh and tools/launch.py: what they install, fetch and start."""
 
 import importlib.util
 import os
@@ -8,24 +8,28 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import launch
 import pytest
 import torch
 
-import launch
 import train_gpt
 from train_gpt import HERE
 
-# ---- launch.py, on machines with any number of GPUs
+SCRIPT = str(HERE / "train_gpt.py")
+FORK = "forks/train_gpt_2026.py"
+
+# ---- tools/launch.py, on machines with any number of GPUs
 
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """launched(words, gpus) is the status and what was called: commands, the last one after "exec"
-    if it took this process's place, and "here" for training in this process. Commands with a word
-    of `failing` end with status 3."""
+    """Return launched(words, gpus): it returns the status and what was called: commands, the last
+    one after "exec" if it took this process's place, and "here" for training in this process.
+    Commands with a word of `failing` end with status 3."""
 
     def start(words: str, gpus: int = 0, failing: str = "-") -> tuple[int, list]:
-        calls, handled = [], []
+        calls = []
+        handled = []
 
         def call(command, **options):
             if "--run_id" in command:  # one of several: it shall save on Ctrl-C, and not be killed
@@ -41,11 +45,12 @@ def launched(tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, "run", call)
         monkeypatch.setattr(signal, "signal", lambda number, action: handled.append(number))
         monkeypatch.setattr(os, "execv", take_place)
-        monkeypatch.setattr(train_gpt, "train", lambda *arguments: calls.append("here"))
+        monkeypatch.setattr(train_gpt, "work", lambda parsed, run_class: calls.append("here"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(sys, "argv", ["launch.py", *words.split()])
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("PYTHONPATH", "mine")
         try:
             launch.main()
         except SystemExit as end:
@@ -69,21 +74,30 @@ def launched(tmp_path, monkeypatch):
         (8, "--record 2024-11-19_FlexAttention --adam_betas 0.8 0.9", 8, 10),
         (8, "--device cpu", 1, 0),
         (8, "--device=cpu", 1, 0),
-        (8, "--record demo", train_gpt.RECORDS["demo"].batch_seqs, 0),
-        (8, "--record demo_2025-01-26", 8, 0),
+        (8, "--record demo", 8, 0),
         (8, "--train_files x", 8, 0),
+        (8, f"{FORK}", 8, 7),  # 1.6 times 395.8M tokens
+        (8, f"{FORK} --align_to_documents off --stages length=1", 8, 2),  # 195.3M tokens
+        (8, f"{FORK} --record 2025-08-23_SparseAttnGate", 8, 7),  # 1.03 times 666.5M tokens
+        (8, f"{FORK} --record 2026-01-04_MixedPrecisionInterweavedOptimizer", 8, 8),  # 487.6M
+        (8, f"{FORK} --record demo", 4, 0),
     ],
 )
 def test_a_run_has_a_divisor_of_the_batch_and_the_shards_it_reads(
     gpus, words, processes, shards, launched, capsys
 ):
     status, calls = launched(words, gpus)
-    expected = [[sys.executable, f"{HERE}/cached_fineweb.py", str(shards)]] if shards else []
+    expected = []
+    if shards:
+        expected.append([sys.executable, f"{HERE}/cached_fineweb.py", str(shards)])
     if processes == 1:
-        expected += ["here"]
+        expected.append("here")
     else:
-        torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"
-        expected += ["exec", [sys.executable, *torchrun, f"{HERE}/train_gpt.py", *words.split()]]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        script = f"{HERE}/{FORK}" if FORK in words else SCRIPT
+        flags = words.replace(FORK, "").split()
+        expected += ["exec", [sys.executable, *torchrun, script, *flags]]
+        assert os.environ["PYTHONPATH"] == f"{HERE}:mine"
     assert (status, calls) == (0, expected)
     said = f"{gpus} GPUs cannot share" in capsys.readouterr().err
     assert said == (gpus > 1 and processes not in (1, gpus))
@@ -100,17 +114,10 @@ def test_nproc_has_the_last_word(launched, monkeypatch, capsys):
     assert "NPROC=two: must be a number of processes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--list_records", "num_iterations"),
-        ("--diff demo 2025-01-26_BatchSize", "norm_eps"),
-        ("--help", "--muon_lr float"),
-    ],
-)
-def test_what_only_prints_starts_nothing(words, text, launched, capsys):
-    assert launched(words, 8) == (0, [])
-    assert text in capsys.readouterr().out
+@pytest.mark.parametrize("script", ["", FORK])
+def test_what_only_prints_starts_nothing(script, launched, capsys):
+    assert launched(f"{script} --help", 8) == (0, [])
+    assert "--muon_lr float" in capsys.readouterr().out
 
 
 def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch, capsys):
@@ -119,8 +126,8 @@ def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch, capsys)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda n: None if n.startswith("hug") else find(n)
     )
-    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-    pip += ["--target", f"{HERE}/.venv/hub", "huggingface-hub"]
+    target = ["--target", f"{HERE}/.venv/hub"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", *target, "huggingface-hub"]
     assert launched("", 1)[1][0] == pip
     assert launched("", 1, failing="pip") == (1, [pip])
     assert "pip could not install huggingface-hub" in capsys.readouterr().err
@@ -131,7 +138,7 @@ def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch, capsys)
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(launched, capsys):
     words = "--muon_lr 0.06 --seed=5 --run_id mine --device cpu"
     status, calls = launched(f"--runs 2 {words}")
-    run = [sys.executable, f"{HERE}/launch.py", "--save_every", "0", *words.split()]
+    run = [sys.executable, f"{HERE}/tools/launch.py", SCRIPT, "--save_every", "0", *words.split()]
     logs = [f"logs/mine_seed{seed}.txt" for seed in (5, 6)]
     assert status == 0 and calls == [
         [*run, "--seed", "5", "--run_id", "mine_seed5"],
@@ -152,9 +159,21 @@ def test_a_number_of_runs_is_wanted(words, launched, capsys):
 
 
 def test_a_bad_flag_is_found_before_anything_is_started(launched, capsys):
+    """And the script is named that does not know it."""
     for words in ("--runs 3 --seq_len 5", "--seq_len 5"):
-        assert launched(words, 8) == (2, [])
-        assert capsys.readouterr().err.count("--seq_len 5: must be") == 1
+        for script in ("", FORK):
+            assert launched(f"{script} {words}", 8) == (2, [])
+            name = os.path.basename(script or SCRIPT)
+            assert capsys.readouterr().err.startswith(f"{name}: error: --seq_len 5: must be")
+
+
+@pytest.mark.parametrize(
+    "words", ["no_such.py", "no_such.py --runs 2", "--script forks/no_such.py"]
+)
+def test_a_script_that_is_not_there_starts_nothing(words, launched, capsys):
+    assert launched(words, 8) == (2, [])
+    err = capsys.readouterr().err
+    assert err.startswith("run.sh: error: there is no script ") and err.count("\n") == 1
 
 
 # ---- run.sh, with a Python that only says what it is asked to do
@@ -162,7 +181,8 @@ def test_a_bad_flag_is_found_before_anything_is_started(launched, capsys):
 
 @pytest.fixture
 def shell(tmp_path):
-    """shell(words) runs a copy of run.sh whose Python can train, and shows what it starts."""
+    """Return shell(words): it runs a copy of run.sh whose Python can train, and returns what that
+    starts, a line each."""
     for name in ("run.sh", "requirements.txt", "tools/requirements.txt", "tests/requirements.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(HERE / name, tmp_path / name)
@@ -173,28 +193,60 @@ def shell(tmp_path):
     stub.chmod(0o755)
     shutil.copy(HERE / "requirements.txt", tmp_path / ".venv" / ".installed-run")
 
-    def call(words: str) -> list[str]:
-        command, environment = ["./run.sh", *words.split()], {"PATH": "/usr/bin:/bin"}
-        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-        done = subprocess.run(command, check=True, **options)
+    def call(words: str, says: str = "$*", **environment) -> list[str]:
+        stub.write_text(f'#!/bin/sh\necho "{says}"\n')
+        done = subprocess.run(
+            ["./run.sh", *words.split()],
+            check=True,
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", **environment},
+            capture_output=True,
+            text=True,
+        )
         return done.stdout.replace(f"{tmp_path}/", "").splitlines()
 
     return call
 
 
 def test_run_sh_launches_with_the_flags_it_got(shell):
-    assert shell("--num_iterations 3 --adam_betas 0.8 0.9") == [
-        "launch.py --num_iterations 3 --adam_betas 0.8 0.9"
-    ]
-    assert shell("") == ["launch.py"]
+    words = "--num_iterations 3 --adam_betas 0.8 0.9"
+    assert shell(words) == [f"tools/launch.py {words}"]
+    assert shell(f"{FORK} {words}") == [f"tools/launch.py {FORK} {words}"]
+    assert shell("") == ["tools/launch.py"]
+
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": ".cache/inductor", "TRITON_CACHE_DIR": ".cache/triton"}
+
+
+def test_run_sh_keeps_compiled_code_in_the_project_and_lets_threads_not_spin_long(shell):
+    """Unless the user has said otherwise, and where the project can be written."""
+    names = [*CACHES, "GOMP_SPINCOUNT"]
+    says = " ".join(f"${name}" for name in names)
+    assert shell("", says) == [" ".join([*CACHES.values(), "1000"])]
+    for name in names:
+        expected = {**CACHES, "GOMP_SPINCOUNT": "1000", name: "mine"}
+        assert shell("", says, **{name: "mine"}) == [" ".join(expected[name] for name in names)]
+    assert shell("", "$GOMP_SPINCOUNT", OMP_WAIT_POLICY="active") == [""]
+
+
+def test_compiled_code_lies_elsewhere_where_the_project_cannot_be_written(shell, tmp_path):
+    run_sh = tmp_path / "run.sh"
+    text = run_sh.read_text()
+    assert text.count('[ -w "$here" ]') == 1  # this user may write everywhere
+    run_sh.write_text(text.replace('[ -w "$here" ]', "false"))
+    assert shell("", "<$TORCHINDUCTOR_CACHE_DIR$TRITON_CACHE_DIR>") == ["<>"]
 
 
 @pytest.mark.parametrize(
     ("words", "folders", "started"),
     [
         ("tools/watch.py logs/x.txt", ["tools"], "tools/watch.py logs/x.txt"),
-        ("--runs 2 --seed 3", ["tools"], "launch.py --runs 2 --seed 3"),
-        ("--seed 3 --runs=2", ["tools"], "launch.py --seed 3 --runs=2"),
+        ("--runs 2 --seed 3", ["tools"], "tools/launch.py --runs 2 --seed 3"),
+        ("--seed 3 --runs=2", ["tools"], "tools/launch.py --seed 3 --runs=2"),
+        (f"{FORK} --runs 2", ["tools"], f"tools/launch.py {FORK} --runs 2"),
+        ("--compare A B", ["tools"], "tools/compare.py --compare A B"),
+        ("x.py --compare A B --runs 3", ["tools"], "tools/compare.py x.py --compare A B --runs 3"),
+        (f"--ablate {FORK}", ["tools"], f"tools/ablate.py --ablate {FORK}"),
         ("test -q", ["tools", "tests"], "-m pytest tests --ignore tests/slow -q"),
         ("test slow -q", ["tools", "tests"], "-m pytest tests/slow -q"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 import leaderboard
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -18,8 +19,15 @@ SMI = """| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Vo
 GPUS = "\n".join(SMI.format(i=i) for i in range(8))
 
 
-def ours(loss: float = 3.28, ms: float = 100.0, source="import torch", flags="", **machine) -> str:
-    """The log of a run of four steps by this project."""
+def ours(
+    loss: float = 3.28,
+    ms: float = 100.0,
+    source: str = "import torch",
+    flags: str = "",
+    files: dict[str, str] | None = None,
+    **machine,
+) -> str:
+    """Return the log of a run of four steps by this project; `files` are those that it imports."""
     settings = {"num_iterations": "4", "muon_lr": "0.05", "seed": "0", "val_loss_every": "2"}
     settings |= {"train_files": "data/fineweb10B/fineweb_train_*.bin"}
     settings |= {"val_files": "data/fineweb10B/fineweb_val_*.bin"}
@@ -35,12 +43,21 @@ def ours(loss: float = 3.28, ms: float = 100.0, source="import torch", flags="",
     lines += ["peak memory allocated: 29898 MiB reserved: 44552 MiB"]
     software = f"Python 3.12.1\ntorch {machine.get('torch', '2.13.0')} CUDA 12.8"
     table = "\n".join(f"{name}: {value}" for name, value in settings.items())
-    parts = [source, software, GPUS, table, "\n".join(lines)]
+    others = [f"{name}:\n{text}" for name, text in (files or {}).items()]
+    parts = [source, software, GPUS, table, *others, "\n".join(lines)]
     return f"\n{RULE}\n".join(parts) + "\n"
 
 
+# Files of which a log has parts: their lines look like other parts of a log.
+FILES = {
+    "kernels.py": "import triton\ntorch 1.0\nmuon_lr: 9",
+    "empty.py": "",
+    "train_gpt.py": f"| 0  NVIDIA T4  On |\n{GPUS}\nseed: 9",
+}
+
+
 def of_2024(loss: float = 3.2783) -> str:
-    """A public log of 2024: a rule first, train losses, a clock that starts again, no memory."""
+    """Return a public log of 2024: a rule first, train losses, a clock that starts again."""
     source = f"import os\nprint0('{'=' * 99}')"
     software = (
         f"Running pytorch 2.6.0.dev20241119+cu124 compiled for CUDA 12.4\nnvidia-smi:\n{GPUS}"
@@ -53,7 +70,7 @@ def of_2024(loss: float = 3.2783) -> str:
 
 
 def of_2025(loss: float = 3.2808) -> str:
-    """A public log of 2025: step_avg is nan at first."""
+    """Return a public log of 2025: step_avg is nan at first."""
     software = f"Running Python 3.10.12\nRunning PyTorch 2.7.0.dev20250125+cu126 compiled\n{GPUS}"
     lines = ["step:0/1770 val_loss:10.8258 train_time:0ms step_avg:nanms"]
     lines += ["step:1/1770 train_time:24286ms step_avg:nanms"]
@@ -64,7 +81,8 @@ def of_2025(loss: float = 3.2808) -> str:
 
 @pytest.fixture
 def board(tmp_path, monkeypatch, capsys):
-    """board(files, *flags) writes the logs, calls the tool; returns status, output and errors."""
+    """Return call(files, *flags), which writes the logs, calls the tool, and returns status, output
+    and errors."""
     monkeypatch.chdir(tmp_path)
 
     def call(files: dict[str, str | bytes], *flags) -> tuple[int | str, str, str]:
@@ -79,7 +97,7 @@ def board(tmp_path, monkeypatch, capsys):
 
 
 def rows_of(out: str) -> list[list[str]]:
-    """The rows of both tables, their cells split where two blanks are."""
+    """Return the rows of both tables, their cells split where two blanks are."""
     return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r"\w  ", line)]
 
 
@@ -229,9 +247,31 @@ def test_runs_differ_in_seed_but_not_in_source_flags_kernels_torch_or_gpus(board
         "e.txt": ours(torch="2.11.0"),
         "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
         "g.txt": ours(kernels="relu2 xxt"),
+        "h.txt": ours(files=FILES),
+        "i.txt": ours(files=FILES | {"empty.py": "import os"}),
+        "j.txt": ours(files=dict(reversed(FILES.items()))),
     }
     groups = [row[0] for row in rows_of(board(files)[1])]
-    assert groups == [*"AABCDEF", *"ABCDEF"]
+    assert groups == [*"AABCDEFGGH", *"ABCDEFGH"]
+
+
+def test_other_files_in_a_log_are_no_settings_and_no_machine(tmp_path):
+    """Each of them is a part that begins with its name."""
+    plain, more = tmp_path / "a.txt", tmp_path / "b.txt"
+    plain.write_text(ours())
+    more.write_text(ours(files=FILES))
+    a, b = leaderboard.read_log(plain), leaderboard.read_log(more)
+    assert (a.files, b.files) == ({}, FILES) and a.source == b.source == "import torch"
+    assert a.settings == b.settings and a.settings["muon_lr"] == "0.05"
+    assert (a.torch, a.gpu) == (b.torch, b.gpu) == ("2.13.0", "8 x NVIDIA H100 80GB HBM3")
+
+
+def test_a_log_of_a_run_is_read_with_its_files(trained):
+    """Its first part is the script, which may be run as it stands."""
+    run = leaderboard.read_log(trained.folder / "logs/it.txt")
+    assert run.source == (ROOT / "train_gpt.py").read_text("utf-8").strip("\n")
+    assert run.files == {"kernels.py": (ROOT / "kernels.py").read_text("utf-8").strip("\n")}
+    assert run.settings["model_dim"] == "32" and run.record == "demo" and run.steps == 8
 
 
 def test_a_log_named_twice_is_one_run(board, tmp_path):
@@ -270,7 +310,9 @@ def test_what_cannot_be_used_is_named_in_one_line(board, content, flags, line):
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.sampled_from([of_2025(3.28), ours(), of_2024(3.28)]), data=st.data())
+@given(
+    text=st.sampled_from([of_2025(3.28), ours(), ours(files=FILES), of_2024(3.28)]), data=st.data()
+)
 def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, data):
     """At a character, or where lines are missing."""
     path = tmp_path_factory.getbasetemp() / "cut.txt"
@@ -319,6 +361,9 @@ def test_diff_prints_settings_and_source_lines_that_differ(board, tmp_path):
     ]
     changed = [line for line in out.splitlines()[5:] if line[:1] in ("+", "-")]
     assert changed == ["+x = 1"] and " import torch" in out.splitlines()
+    b.write_text(ours(files={"kernels.py": "y = 2"}))
+    lines = board({}, "--diff", a, b)[1].splitlines()
+    assert lines[2:4] == [f"--- {a}/kernels.py", f"+++ {b}/kernels.py"] and lines[-1] == "+y = 2"
     status, out, _ = board({}, "--diff", a, a)
     assert "the settings are equal" in out and "the sources are equal" in out
     a.write_text("")

@@ -17,8 +17,9 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
     flags += ["--num_iterations", "27", "--val_loss_every", "10", "--run_id", "it"]
     flags += ["--batch_seqs", "2", "--val_tokens", "512"]
     train_gpt.main(flags)
-    losses, found = val_losses(capsys.readouterr().out), rows(tmp_path / "logs/it.jsonl")
-    hp, _ = train_gpt.parse_args(flags)
+    losses = val_losses(capsys.readouterr().out)
+    found = rows(tmp_path / "logs/it.jsonl")
+    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     assert [row["step"] for row in found] == list(range(28))
     validated = {row["step"]: round(row["val_loss"], 4) for row in found if "val_loss" in row}
     assert validated == losses and list(losses) == [0, 10, 20, 27]
@@ -39,13 +40,14 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
 
 
 def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
-    """Against autograd's own gradient of all sequences' mean loss, with a plain head and loss."""
+    """They are compared with autograd's gradient of all sequences' mean loss, with a plain head."""
     hp = replace(tiny, batch_seqs=2, grad_clip=1e9)
-    model, plain = (randomize(GPT(hp)) for _ in range(2))
+    model, plain = randomize(GPT(hp)), randomize(GPT(hp))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(hp.vocab_size, (2, 129), generator=generator)
     optimizers = Optimizers(model, hp)
-    result = train_gpt.train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], 3)
+    now = train_gpt.moment(3, hp)
+    result = train_gpt.train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)
 
     for table in (plain.embed, *plain.value_embeds["embed"].values()):
         table.weight.grad = torch.zeros_like(table.weight)
@@ -63,7 +65,7 @@ def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Flags of a run of six steps, and the checkpoint that it left after the fourth."""
+    """Return flags of a run of six steps, and the checkpoint that it left after the fourth."""
     folder = tmp_path_factory.mktemp("saved")
     flags = [*language(folder), "--num_iterations", "6", "--batch_seqs", "2", "--run_id", "it"]
     flags += ["--save_every", "4", "--val_loss_every", "4", "--val_tokens", "256"]

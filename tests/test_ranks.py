@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,20 @@ def flags(tmp_path_factory) -> list[str]:
 
 
 def outcome(folder: Path, stdout: str) -> tuple[dict[int, float], dict, list[dict], list[dict]]:
-    """Losses, final weights, what each rank saw, and the rows of the .jsonl."""
+    """Return losses, final weights, what each rank saw, and the rows of the .jsonl."""
     (path,) = folder.glob("logs/*/state_step000008.pt")
     reports = [json.loads(p.read_text()) for p in sorted(folder.glob("rank*.json"))]
     metrics = rows(path.parent.with_suffix(".jsonl"))
-    return val_losses(stdout), train_gpt.load_checkpoint(path)["model"], reports, metrics
+    return (
+        val_losses(stdout),
+        train_gpt.load_checkpoint(path, train_gpt.Run)["model"],
+        reports,
+        metrics,
+    )
 
 
 def alone(flags, tmp_path_factory):
-    """The outcome on one rank, which sends nothing."""
+    """Return the outcome on one rank, which sends nothing."""
     folder = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "reduce_scatter", None)
@@ -47,7 +53,7 @@ def unclipped(flags, tmp_path_factory):
 
 
 def assert_same(found, alone, ranks: int):
-    """Losses within 1e-4, weights within 1e-3 of their norm, and all ranks equal bit for bit."""
+    """Check losses to 1e-4, weights to 1e-3 of their norm, and that all ranks are equal."""
     assert list(found[0]) == list(alone[0])
     for step, loss in alone[0].items():
         assert found[0][step] == pytest.approx(loss, abs=1.5e-4)  # both are rounded to 4 digits
@@ -62,12 +68,16 @@ def assert_same(found, alone, ranks: int):
 
 
 def expected_bytes(model: torch.nn.Module, ranks: int) -> int:
-    """The formula of BENCHMARKS.md: what a step gives to reduce-scatter and all-gather, in float32.
+    """Return what a step gives to reduce-scatter and all-gather, by the formula of BENCHMARKS.md.
 
     Rows of tables and scalars are padded to a multiple of the ranks, and so are buckets of at least
-    8 matrices and one a rank; each travels once as gradient and once as weight or update.
+    8 matrices and one a rank; each travels once as gradient and once as weight or update, in
+    float32.
     """
-    up = lambda n: -(-n // ranks) * ranks  # noqa: E731
+
+    def up(n: int) -> int:
+        return -(-n // ranks) * ranks
+
     named = list(model.named_parameters())
     tables = [p for n, p in named if "embed" in n or "lm_head" in n]
     elements = sum(up(len(p)) * p.shape[1] for p in tables)
@@ -87,9 +97,11 @@ def expected_bytes(model: torch.nn.Module, ranks: int) -> int:
 
 
 def assert_shared(flags, reports: list[dict], ranks: int):
-    """A step sends what the formula says, gradients first, and the state is 1/ranks of the whole:
-    two floats for each element that Adam trains and one for each of Muon's, up to padding."""
-    model = train_gpt.GPT(train_gpt.parse_args(flags)[0])
+    """Check that a step sends what the formula says, gradients first, and that the state is 1/ranks
+    of the whole: two floats for each element that Adam trains and one for each of Muon's, up to
+    padding."""
+    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
+    model = train_gpt.GPT(hp)
     muon = [p.numel() for n, p in model.named_parameters() if "blocks" in n and p.ndim > 1]
     state = 4 * (2 * sum(p.numel() for p in model.parameters()) - sum(muon))
     for report in reports:
@@ -111,7 +123,7 @@ def test_eight_ranks_equal_one_and_share_the_work(flags, unclipped, tmp_path, mo
 def test_two_nodes_of_two_ranks_clip_gradients_as_one_does(
     flags, unclipped, tmp_path, tmp_path_factory, monkeypatch
 ):
-    """And the norms of gradients, which are in each row then, are equal."""
+    """The norms of gradients, which are in each row then, are equal, too."""
     flags = [*flags, "--grad_clip", "0.1"]
     expected = alone(flags, tmp_path_factory)
     for row in expected[3][1:]:
@@ -134,17 +146,14 @@ def test_under_torchrun_two_ranks_equal_one(flags, unclipped, tmp_path):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compiled):
-    """The head's before it begins, matrices of late layers before early layers have theirs.
+    """The head's leaves before it begins, matrices of late layers before early layers have theirs.
 
-    Compiled, a layer at a time, by a backend that needs no C++ compiler.
+    Layers are compiled one at a time, by a backend that needs no C++ compiler.
     """
     events = []
     model = train_gpt.GPT(replace(tiny, num_layers=8, layers=",".join(["long"] * 8)))
     if compiled:
-        compile_ = torch.compile
-        monkeypatch.setattr(
-            torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options)
-        )
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         model.to_device(torch.device("cpu"), compiled=True)
     monkeypatch.setattr(train_gpt.Bucket, "launch", lambda self: events.append(self))
     optimizers = train_gpt.Optimizers(model, model.hp, rank=0, world_size=2)
@@ -161,19 +170,23 @@ def test_gradients_of_layers_leave_while_backward_runs(tiny, monkeypatch, compil
 
 
 def test_wire_carries_bfloat16_only_where_the_published_records_did(tiny, monkeypatch):
-    """That is the embeddings, which are bfloat16 on CUDA; their sums are kept in float32. One rank
-    sends nothing, and does not copy them."""
+    """That is the embeddings, which are bfloat16 on CUDA; their sums are kept in float32."""
     monkeypatch.setattr(train_gpt, "reduce_scatter", lambda *arguments, **options: None)
     model = train_gpt.GPT(tiny)
     model.embed.bfloat16()
-    for size in (1, 2):
-        optimizers = train_gpt.Optimizers(model, tiny, rank=0, world_size=size)
-        for bucket in optimizers.order:
-            bucket.launch()
-            half = bucket.params[0] is model.embed.weight
-            sent = torch.bfloat16 if half and size > 1 else torch.float32
-            assert bucket.sent.dtype == sent
-            if half and size == 1:
-                buffer = train_gpt.gradient_buffer(model.embed.weight)
-                assert bucket.sent.data_ptr() == buffer.data_ptr()
+    for bucket in train_gpt.Optimizers(model, tiny, rank=0, world_size=2).order:
+        bucket.launch()
+        half = bucket.params[0] is model.embed.weight
+        dtype = torch.bfloat16 if half else torch.float32
+        assert bucket.sent.dtype == bucket.grads.dtype == dtype
     assert train_gpt.gradient_buffer(model.embed.weight).dtype == torch.float32
+
+
+def test_one_rank_uses_the_gradient_of_a_table_where_it_is(tiny):
+    model = train_gpt.GPT(tiny)
+    model.embed.bfloat16()
+    buckets = train_gpt.Optimizers(model, tiny).order
+    for table in (model.embed, model.lm_head, *model.value_embeds["embed"].values()):
+        (bucket,) = (b for b in buckets if b.params[0] is table.weight)
+        assert bucket.wait().data_ptr() == train_gpt.gradient_buffer(table.weight).data_ptr()
+        assert bucket.grads.dtype == torch.float32 and bucket.sent is None

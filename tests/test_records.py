@@ -4,49 +4,91 @@ import dataclasses
 import json
 import re
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
-import torch
-from runs import VAL, val_losses
 
-import program
 import train_gpt
-from train_gpt import HERE, RECORDS, Hyperparameters, main, parse_args
+from train_gpt import HERE, RECORDS, Hyperparameters, Run, main
 
 # ---- records
 
 
 # The published systems, value by value.
 COMMON = {
-    **{"num_layers": 12, "model_dim": 768, "num_heads": 6, "head_dim": 128, "batch_seqs": 8},
-    **{"val_loss_every": 125, "val_tokens": 10485760, "warmup_steps": 0, "grad_clip": 0},
-    **{"embed_lr": 0.6, "head_lr": 0.008, "scalar_lr": 0.04, "window_min": 64, "window_step": 64},
-    **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
-    **{"muon_lr": 0.05, "adam_betas": (0.8, 0.95), "window_span": 1728, "norm_eps": 2**-7},
-    **{"momentum_damped": True},
+    "num_layers": 12,
+    "model_dim": 768,
+    "num_heads": 6,
+    "head_dim": 128,
+    "batch_seqs": 8,
+    "val_loss_every": 125,
+    "val_tokens": 10485760,
+    "warmup_steps": 0,
+    "grad_clip": 0,
+    "embed_lr": 0.6,
+    "head_lr": 0.008,
+    "scalar_lr": 0.04,
+    "window_min": 64,
+    "window_span": 1728,
+    "window_step": 64,
+    "muon_lr": 0.05,
+    "momentum_start": 0.85,
+    "momentum_end": 0.95,
+    "momentum_warmup_steps": 300,
+    "momentum_damped": True,
+    "adam_betas": (0.8, 0.95),
+    "norm_eps": 2**-7,
+    "bfloat16_head": False,
 }
-OF_2024 = {
-    **{"seq_len": 65536, "val_seq_len": 65536, "lr_final": 0, "adam_eps": 1e-8, "fp8": False},
-    **{"window_rule": "tokens", "logit_softcap": 30, "rope": "full", "rope_base": 10000},
-    **{"attn_scale": 0, "init_bound": 1, "vocab_size": 50304, "momentum_damped": False},
+OF_2024 = COMMON | {
+    "seq_len": 65536,
+    "val_seq_len": 65536,
+    "lr_final": 0,
+    "adam_eps": 1e-8,
+    "fp8": False,
+    "window_rule": "tokens",
+    "logit_softcap": 30,
+    "rope": "full",
+    "rope_base": 10000,
+    "attn_scale": 0,
+    "init_bound": 1,
+    "vocab_size": 50304,
+    "momentum_damped": False,
 }
 SYSTEMS = {
-    "2024-11-19_FlexAttention": COMMON
-    | OF_2024
-    | {"num_iterations": 1875, "cooldown_frac": 562 / 1875, "window_min": 1024, "window_span": 0}
-    | {"adam_betas": (0.9, 0.95), "muon_lr": 0.04, "momentum_warmup_steps": 500},
-    "2024-11-24_WindowWarmup": COMMON
-    | OF_2024
-    | {"num_iterations": 1750, "cooldown_frac": 640 / 1750},
+    "2024-11-19_FlexAttention": OF_2024
+    | {
+        "num_iterations": 1875,
+        "cooldown_frac": 562 / 1875,
+        "window_min": 1024,
+        "window_span": 0,
+        "adam_betas": (0.9, 0.95),
+        "muon_lr": 0.04,
+        "momentum_warmup_steps": 500,
+    },
+    "2024-11-24_WindowWarmup": OF_2024 | {"num_iterations": 1750, "cooldown_frac": 640 / 1750},
     "2025-01-26_BatchSize": COMMON
-    | {"num_iterations": 1770, "cooldown_frac": 0.4, "lr_final": 0.1, "seq_len": 49152}
-    | {"val_seq_len": 262144, "window_rule": "blocks", "window_min": 128, "window_step": 128}
-    | {"adam_eps": 1e-10, "logit_softcap": 15, "fp8": True, "x_s": 2, "w_s": 512}
-    | {"grad_s": 2**19, "rope": "half", "rope_base": 1024, "attn_scale": 0.12}
-    | {"init_bound": 3**0.5 * 0.5, "vocab_size": 50257},
+    | {
+        "num_iterations": 1770,
+        "cooldown_frac": 0.4,
+        "lr_final": 0.1,
+        "seq_len": 49152,
+        "val_seq_len": 262144,
+        "window_rule": "blocks",
+        "window_min": 128,
+        "window_step": 128,
+        "adam_eps": 1e-10,
+        "logit_softcap": 15,
+        "fp8": True,
+        "x_s": 2,
+        "w_s": 512,
+        "grad_s": 2**19,
+        "rope": "half",
+        "rope_base": 1024,
+        "attn_scale": 0.12,
+        "init_bound": 3**0.5 * 0.5,
+        "vocab_size": 50257,
+    },
 }
 
 
@@ -56,100 +98,66 @@ def test_each_record_has_the_published_numbers(name):
     assert found == SYSTEMS[name]
 
 
-DEMOS, FILES = ("demo_2025-01-26", "demo"), ("train_files", "val_files")
-DEMO_2025 = {  # the demo before 2026-03-06 was there, whose losses BENCHMARKS.md has
-    **{"num_iterations": 128, "cooldown_frac": 0.4, "lr_final": 0.1, "warmup_steps": 0},
-    **{"window_min": 128, "window_span": 256, "window_step": 128, "window_rule": "blocks"},
-    **{"seq_len": 256, "batch_seqs": 8, "val_seq_len": 1024, "val_tokens": 65536, "epochs": 1},
-    **{"num_layers": 4, "num_heads": 2, "head_dim": 64, "model_dim": 128, "vocab_size": 50257},
-    **{"layers": train_gpt.records.LAYERS_2025, "norm_eps": 2**-23, "init_bound": 3**0.5 * 0.5},
-    **{"rope": "half", "rope_base": 1024, "attn_scale": 0.12, "logit_softcap": 15, "seed": 0},
-    **{"adam_eps": 1e-10, "adam_betas": (0.8, 0.95), "adam_rule": "torch", "embed_lr": 0.6},
-    **{"head_lr": 0.008, "scalar_lr": 0.04, "muon_lr": 0.05, "muon_mul": (2, 1, 1)},
-    **{"momentum_start": 0.85, "momentum_end": 0.95, "momentum_warmup_steps": 300},
-    **{"momentum_damped": True, "fp8": True, "x_s": 2, "w_s": 512, "grad_s": 2**19},
-    **{"val_loss_every": 64, "save_every": 128, "keep": 2, "value_init": 1, "qkv_init": 1},
-    **{"max_document_tokens": 2048, "comm_timeout": 600, "bigram_lambda": 0.1},
-    **{"residual_lambda": 1, "adam_every": 1, "logit_sigmoid": (0, 0, 1)},
-    **{name: str(HERE / "data" / f"kjv_{name[:-6]}_*.bin") for name in FILES},
-    **{name: "auto" for name in ("device", "compile", "kernels")},
+DEMO = {  # BENCHMARKS.md has its losses; the rest is 2025-01-26
+    "num_iterations": 128,
+    "window_span": 256,
+    "seq_len": 256,
+    "val_seq_len": 1024,
+    "val_tokens": 65536,
+    "num_layers": 4,
+    "num_heads": 2,
+    "head_dim": 64,
+    "model_dim": 128,
+    "norm_eps": 2**-23,
+    "bfloat16_head": True,
+    "val_loss_every": 64,
+    "save_every": 128,
+    "train_files": str(HERE / "data/kjv_train_*.bin"),
+    "val_files": str(HERE / "data/kjv_val_*.bin"),
 }
 
 
-def test_the_demo_of_2025_01_26_is_the_former_demo():
-    """What is not among its numbers is off."""
-    settings = vars(RECORDS["demo_2025-01-26"])
-    assert {name: settings[name] for name in DEMO_2025} == DEMO_2025
-    assert not any(value for name, value in settings.items() if name not in DEMO_2025)
+def test_the_demo_is_2025_01_26_made_small():
+    demo, record = vars(RECORDS["demo"]), vars(RECORDS["2025-01-26_BatchSize"])
+    assert {name: value for name, value in demo.items() if value != record[name]} == DEMO
 
 
-def test_the_demo_is_2026_03_06_made_small():
-    """Nothing is switched off, and its stages and Adam's groups are those of the record."""
-    demo, record = RECORDS["demo"], RECORDS["2026-03-06_SimplifyHC"]
-    settings = vars(demo).items()
-    switches = {name for name, value in settings if value != getattr(record, name)}
-    switches = {name for name in switches if isinstance(getattr(demo, name), bool)}
-    assert switches == {"bfloat16_head"}
-    assert demo.bigram_rows > 0 and 0 < demo.tied_frac < 1 and demo.adam_every == 2
-    stages, of_record = (train_gpt.stage_table(hp.stages) for hp in (demo, record))
-    assert [stage.targets for stage in stages] == [stage.targets for stage in of_record]
-    assert [stage.length for stage in stages] == [stage.length for stage in of_record]
-    assert demo.adam_groups.count(",") == record.adam_groups.count(",")
-
-
-def test_windows_of_the_demos_grow():
-    hp = RECORDS["demo_2025-01-26"]
-    assert {train_gpt.get_window_size(step, hp) for step in range(129)} == {128, 256}
+def test_the_window_of_the_demo_grows():
     hp = RECORDS["demo"]
-    moments = [train_gpt.moment(step, hp) for step in range(hp.num_iterations + 1)]
-    windows, lengths = [now.window for now in moments], [now.seq_len for now in moments]
-    assert windows == sorted(windows) and windows[0] < windows[-2] < windows[-1] == hp.last_window
-    stages = train_gpt.stage_table(hp.stages)
-    assert lengths == sorted(lengths)
-    assert set(lengths) == {hp.seq_len * stage.length for stage in stages}
+    assert {train_gpt.get_window_size(step, hp) for step in range(129)} == {128, 256}
 
 
-def test_diff_prints_what_two_records_differ_in_and_nothing_else(capsys):
-    main(["--diff", "2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows == [
-        ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"],
-        ["num_iterations", "1875", "1750"],
-        ["cooldown_frac", f"{562 / 1875:.10g}", f"{640 / 1750:.10g}"],
-        ["window_min", "1024", "64"],
-        ["window_span", "0", "1728"],
-        ["adam_betas", "0.9", "0.95", "0.8", "0.95"],
-        ["muon_lr", "0.04", "0.05"],
-        ["momentum_warmup_steps", "500", "300"],
-        ["published", "minutes", "5.03", "4.66"],
-    ]
-
-
-def test_help_and_records_name_every_setting(capsys):
+def test_help_names_every_setting_and_record(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
-    text = capsys.readouterr().out
-    main(["--list_records"])
-    records = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: train_gpt.py [--record NAME]")
     for f in dataclasses.fields(Hyperparameters):
-        assert f"--{f.name} " in text
-        assert re.search(rf"^{f.name} +", records, re.M) or f.name in (
-            "layers",
-            "stages",
-            "adam_groups",
-        )
-    assert re.search(r"^layer 11 +long\+vfirst\+x0 +long\+vfirst\+x0 +long\+v2\+x0 ", records, re.M)
-    assert "2025-01-26_BatchSize" in records and "1770" in records
+        assert f"--{f.name} " in text and f.metadata["help"].split(",")[0] in text
+    assert ", ".join(RECORDS) in text
 
 
 # ---- flags
+
+
+def parse_args(words: list[str]):
+    return train_gpt.parse_args(words, Run)
 
 
 def test_sample_corpus_and_demo_need_no_flag_and_no_folder():
     hp, _ = parse_args(["--device", "cpu"])
     assert hp == replace(RECORDS["demo"], device="cpu")
     assert Path(hp.train_files).is_absolute() and Path(hp.train_files).parent == HERE / "data"
+
+
+def test_without_a_demo_a_fork_begins_with_its_default_record():
+    class Fork(Run):
+        records = {"mine": replace(RECORDS["demo"], seed=7)}
+        default_record = "mine"
+
+    hp, args = train_gpt.parse_args(["--device", "cpu"], Fork)
+    assert args.record == "mine" and hp.seed == 7
 
 
 def test_flags_reach_the_settings():
@@ -161,7 +169,7 @@ def test_flags_reach_the_settings():
 
 
 def test_a_layer_table_brings_its_number_of_layers():
-    hp, _ = parse_args(["--layers", "long,long+vfirst,short+x1,long+x0"])
+    hp, _ = parse_args(["--layers", "long,long+vfirst,short,long"])
     assert hp.num_layers == len(train_gpt.layer_table(hp)) == 4
 
 
@@ -248,11 +256,12 @@ SPREADS = {  # of the last loss: mean, deviation, runs; and the official minutes
 
 def test_published_curves_are_those_of_the_public_logs():
     found = json.loads((HERE / "tools" / "published.json").read_text())
-    assert list(found) == list(CURVES) and RECORDS.keys() - {*DEMOS} <= found.keys()
+    assert list(found) == list(CURVES) and RECORDS.keys() - {"demo"} <= found.keys()
     assert DEVIATIONS.keys() == {name for name in found if "deviations" in found[name]}
     assert ON_ONE_H100.keys() == {name for name in found if "one_h100" in found[name]}
     for name, (every, last, *losses) in CURVES.items():
-        row, steps = found[name], [*map(str, range(0, last, every)), str(last)]
+        row = found[name]
+        steps = [*map(str, range(0, last, every)), str(last)]
         assert row["losses"] == dict(zip(steps, losses, strict=True))
         assert row["seconds"] == dict(zip(steps, SECONDS[name], strict=True))
         if name in DEVIATIONS:
@@ -269,131 +278,3 @@ def test_published_curves_are_those_of_the_public_logs():
         assert row["seconds"][str(last)] == pytest.approx(60 * row["minutes"], abs=within)
         if name in RECORDS:
             assert (RECORDS[name].num_iterations, RECORDS[name].val_loss_every) == (last, every)
-
-
-@pytest.fixture
-def on_fineweb(flags, tmp_path, monkeypatch, capsys):
-    """on_fineweb(words, losses): what is printed after the validations of a run that finds these
-    losses, by step, and the run's own part of the log. It trains nothing."""
-    for kind in ("train", "val"):
-        (path,) = tmp_path.glob(f"{kind}_*.bin")
-        path.rename(tmp_path / f"fineweb_{path.name}")
-    flags += ["--train_files", "fineweb_train_*.bin", "--val_files", "fineweb_val_*.bin"]
-    monkeypatch.setattr(train_gpt, "train_step", lambda *args, **options: torch.tensor([5.0, 0.0]))
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
-
-    def printed(words: str, losses: list[float]) -> tuple[dict[int, list[str]], str]:
-        found = iter(losses)
-        monkeypatch.setattr(train_gpt, "evaluate", lambda *args: next(found))
-        main([*flags, "--num_layers", "2", "--batch_seqs", "1", *words.split()])
-        lines, after = capsys.readouterr().out.splitlines(), {}
-        for i, line in enumerate(lines):
-            if match := VAL.match(line):
-                rest = takewhile(lambda text: text.startswith("    "), lines[i + 1 :])
-                after[int(match[1])] = list(rest)
-        (log,) = tmp_path.glob("logs/*.txt")
-        return after, log.read_text().split("=" * 100)[-1]
-
-    return printed
-
-
-def test_on_fineweb_the_console_holds_published_losses_and_the_log_does_not(on_fineweb):
-    """Two losses as on the curve and far from it; the curve is that of steps 0, 125, ..."""
-    words = "--record 2024-11-19_FlexAttention --val_loss_every 125 --num_iterations 250"
-    after, log = on_fineweb(words, [10.8258, 4.4403, 3.2873])
-    assert after[0] == ["    published: 10.8258, difference +0.0000"]
-    assert after[125] == ["    published: 4.4503, difference -0.0100"]
-    assert after[250][0] == "    published: 4.0085, difference -0.7212"
-    assert after[250][1].startswith("    inside the published spread, 3.2783 +- 2 x 0.0050; ")
-    assert "published" not in log and list(val_losses(log)) == [0, 125, 250]
-
-
-def test_where_all_runs_are_public_the_console_holds_their_mean_and_deviation():
-    """Also of records that train_gpt.py may lack: the settings are another's."""
-    hp = replace(RECORDS["2025-01-26_BatchSize"], num_iterations=1695)
-
-    def printed(record, step, loss):
-        note = program.against_published({record: hp}, record, hp, step, loss, 0.0, gpus=8)
-        return note.splitlines()
-
-    first, second, third, fourth, *_ = DEVIATIONS
-    line = "    published: 4.4489 +- 0.0063 (7 runs), difference -0.0100"
-    assert printed(first, 125, 4.4389) == [line]
-    line = "    published: 10.8258 +- 0.0000 (14 runs), difference +0.0000"
-    assert printed(second, 0, 10.8258) == [line]
-    assert printed(second, 1695, 3.2820) == [
-        "    published: 3.2787 +- 0.0016 (14 runs), difference +0.0033",
-        "    outside the published spread, 3.2787 +- 2 x 0.0016",
-    ]
-    line = "    published: 4.2938 +- 0.0188 (10 runs), difference +0.0188"
-    assert printed(third, 500, 4.3126) == [line]
-    assert printed(third, 125, 4.6) == []
-    line = "    published: 4.5851 +- 0.0087 (16 runs), difference +0.0087"
-    assert printed(fourth, 250, 4.5938) == [line]
-
-
-@pytest.mark.parametrize(
-    ("device", "world_size", "step", "more"),
-    [
-        ("cuda", 1, 0, "published on one H100: 10.8334 after 0.0 s, difference +0.0 s"),
-        ("cuda", 1, 250, "published on one H100: 4.5707 after 63.6 s, difference -1.6 s"),
-        ("cuda", 1, 260, None),
-        ("cuda", 8, 250, None),
-        ("cpu", 1, 250, None),
-    ],
-)
-def test_only_a_run_on_one_gpu_is_compared_with_the_run_on_one_h100(
-    device, world_size, step, more, monkeypatch
-):
-    """And only where the record has such a run."""
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 4.5807)
-
-    def printed(record: str) -> list[str]:
-        run = train_gpt.Run.__new__(train_gpt.Run)  # without its model and data
-        run.record, run.hp, run.log = record, RECORDS[record], MagicMock()
-        run.device, run.world_size = torch.device(device), world_size
-        run.seconds, run.model, run.val_batch = 62.0 if step else 0.0, None, None
-        run.validate(step)
-        return [line for call in run.log.bar.write.mock_calls for line in call.args[0].splitlines()]
-
-    among_eight, *rest = printed("2026-01-19_BigramHashEmbedding") or [None]
-    assert (among_eight is None) == (step == 260)
-    assert rest == ([] if more is None else [f"    {more}"])
-    assert len(printed("2026-01-04_MixedPrecisionInterweavedOptimizer")) == (step != 260)
-
-
-def test_the_last_step_on_one_gpu_names_both_runs_and_the_spread():
-    name = "2026-01-19_BigramHashEmbedding"
-    hp = RECORDS[name]
-    note = program.against_published(RECORDS, name, hp, 1600, 3.2784, 754.0, gpus=1)
-    assert note.splitlines() == [
-        "    published: 3.2777 +- 0.0011 (16 runs), difference +0.0007",
-        "    published on one H100: 3.2784 after 754.4 s, difference -0.4 s",
-        "    inside the published spread, 3.2777 +- 2 x 0.0011",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("loss", "place"), [(3.2748, "outside"), (3.2750, "inside"), (3.2824, "inside"), (4, "outside")]
-)
-def test_the_published_spread_is_two_deviations_wide(loss, place, on_fineweb):
-    """At the last step; and the console names what was not as in the record."""
-    words = "--record 2025-01-26_BatchSize --val_loss_every 1 --num_iterations 2 --fp8 on --seed 3"
-    after, _ = on_fineweb(words, [10.8258, 5, loss])
-    assert len(after[0]) == 1 and after[1] == []
-    text, names = after[2][-1].split("; other than the record's: ")
-    assert text == f"    {place} the published spread, 3.2787 +- 2 x 0.0019"
-    changed = "batch_seqs epochs head_dim model_dim num_heads num_iterations num_layers seq_len"
-    assert names.split(", ") == [*changed.split(), "val_seq_len", "val_tokens", "vocab_size"]
-
-
-def test_other_records_and_other_data_have_nothing_published(on_fineweb):
-    words = "--val_loss_every 1 --num_iterations 1"
-    assert on_fineweb(f"--record demo_2025-01-26 {words} --run_id a", [10.8258, 3.28])[0] == {
-        0: [],
-        1: [],
-    }
-    Path("fineweb_val_0.bin").rename("val_0.bin")
-    Path("logs/a.txt").unlink()
-    words += " --record 2025-01-26_BatchSize --val_files val_*.bin"
-    assert on_fineweb(words, [10.8258, 3.28])[0] == {0: [], 1: []}

@@ -1,13 +1,15 @@
 """Sampling: a cache that changes nothing, chances as they should be, and text from the terminal."""
 
+import argparse
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 import sample
 import torch
 from conftest import ROOT
-from sample import Decoder, Rereader, choose, gpt2_encoding, text_of
+from sample import Decoder, Rereader, choose, gpt2_encoding, parse_with_checkpoint, text_of
 
 import train_gpt
 from train_gpt import BLOCK, RECORDS, main
@@ -17,7 +19,7 @@ END = 3  # ends a document in these tests: of 48 tokens, a random model says it 
 
 @pytest.fixture(params=["blocks", "tokens"])
 def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
-    """Random weights under either rule of windows, with all kinds of layers."""
+    """Return a model of random weights under either rule of windows, with all kinds of layers."""
     monkeypatch.setattr(train_gpt, "END_OF_TEXT", END)
     hp = replace(tiny, vocab_size=48)
     if request.param == "tokens":
@@ -27,8 +29,14 @@ def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
     return randomize(train_gpt.GPT(hp)).eval()
 
 
+def with_window(model: train_gpt.GPT, window: int) -> train_gpt.Moment:
+    """Return the moment after training, with a long window of so many tokens."""
+    now = train_gpt.moment(model.hp.num_iterations, model.hp)
+    return replace(now, window=window, short=window // 2)
+
+
 def read_at_once(model: train_gpt.GPT, tokens: list[int], window: int) -> torch.Tensor:
-    """Logits (T, vocabulary) after each of the tokens, without any memory."""
+    """Return the logits (T, vocabulary) after each of the tokens, without any memory."""
     blocks = torch.tensor(tokens + [0] * (-len(tokens) % BLOCK))
     return model.logits(blocks, window)[: len(tokens)]
 
@@ -42,8 +50,9 @@ def close(a: torch.Tensor, b: torch.Tensor, atol: float) -> bool:
 def test_cached_tokens_are_the_uncached_ones(model, window):
     """300 of them, across ends of windows and of documents. Each is the likeliest one, but none of
     the last 44: a random model would soon repeat."""
-    tokens, decoder, rows = [END, *range(4, 40), END, *range(20, 30)], Decoder(model, window), []
-    rows.append(decoder(tokens))
+    tokens = [END, *range(4, 40), END, *range(20, 30)]
+    decoder = Decoder(model, with_window(model, window))
+    rows = [decoder(tokens)]
     for _ in range(300):
         logits = rows[-1][:48].clone()
         logits[tokens[-44:]] = -torch.inf
@@ -56,7 +65,8 @@ def test_cached_tokens_are_the_uncached_ones(model, window):
 
 @torch.inference_mode()
 def test_the_reader_without_a_cache_reads_all_again(model):
-    tokens, reader = [END, *range(4, 40), END, *range(20, 30)], Rereader(model, 64)
+    tokens = [END, *range(4, 40), END, *range(20, 30)]
+    reader = Rereader(model, with_window(model, 64))
     rows = [reader(tokens[:20]), reader(tokens[20:21]), reader(tokens[21:])]
     assert close(torch.stack(rows), read_at_once(model, tokens, 64)[[19, 20, -1]], atol=1e-5)
 
@@ -64,7 +74,7 @@ def test_the_reader_without_a_cache_reads_all_again(model):
 @torch.inference_mode()
 def test_a_long_prompt_is_read_in_blocks(model):
     """Its last document is longer than the window; a change far back in the window is seen."""
-    decoder = Decoder(model, 256)
+    decoder = Decoder(model, with_window(model, 256))
     prompt = torch.randint(4, 48, (900,), generator=torch.Generator().manual_seed(0)).tolist()
     prompt[100] = END
     expected = read_at_once(model, prompt, 256)[-1]
@@ -72,7 +82,8 @@ def test_a_long_prompt_is_read_in_blocks(model):
     more = prompt[:200]
     assert close(decoder(more), read_at_once(model, prompt + more, 256)[-1], atol=1e-4)
     prompt[-190] = 47 - prompt[-190]
-    assert not close(Decoder(model, 256)(prompt), expected, atol=5e-4)
+    changed = Decoder(model, with_window(model, 256))(prompt)
+    assert not close(changed, expected, atol=5e-4)
 
 
 def test_choices_follow_the_softmax_of_the_likeliest():
@@ -117,6 +128,62 @@ def test_the_command_that_a_run_prints_last_gives_text(trained, capsys, monkeypa
     assert text.startswith("a b c") and text == written(*long, "--no_cache")
 
 
+@pytest.fixture
+def saved_by(trained, tmp_path, monkeypatch):
+    """Return save(name), which writes a checkpoint that names a script, in an empty folder, where
+    the test runs; without a name, it has weights only, as a published one. It returns the file's
+    name. What the test imports from there is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+
+    def save(name: str | None) -> str:
+        state = torch.load(trained.path, weights_only=True)
+        state = {"model": state["model"]} if name is None else state | {"script": name}
+        torch.save(state, "it.pt")
+        return "it.pt"
+
+    yield save
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def run_class_of(words: list[str]) -> type[train_gpt.Run]:
+    """Return the Run by which a tool reads the checkpoint."""
+    return parse_with_checkpoint(argparse.ArgumentParser(), words)[1].run_class
+
+
+FORK = "import train_gpt\n\n\nclass Run(train_gpt.Run):\n    pass\n"
+
+
+def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(saved_by, tmp_path):
+    """Of a path the name alone counts: a checkpoint cannot choose a file elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/sampled_fork.py").write_text("raise RuntimeError")
+    path = saved_by(f"{tmp_path}/elsewhere/sampled_fork.py")
+    with pytest.raises(train_gpt.UserError) as refusal:
+        run_class_of([path])
+    assert "it.pt was saved by sampled_fork.py; there is no script " in str(refusal.value)
+    assert "name one with --script" in str(refusal.value)
+    (tmp_path / "sampled_fork.py").write_text(FORK)
+    found = run_class_of([path])
+    assert train_gpt.script_of(found) == tmp_path / "sampled_fork.py"
+    assert run_class_of([path, "--script", str(ROOT / "train_gpt.py")]) is train_gpt.Run
+    assert run_class_of([saved_by("train_gpt.py")]) is train_gpt.Run
+    assert run_class_of([path, "--script", "./sampled_fork.py"]) is found
+
+
+def test_a_published_checkpoint_is_train_gpts(saved_by):
+    sizes = ["--model_dim", "32", "--num_heads", "2", "--head_dim", "16", "--device", "cpu"]
+    assert run_class_of([saved_by(None), "--record", "demo", *sizes]) is train_gpt.Run
+
+
+def test_a_checkpoint_of_a_fork_writes_text(saved_by, tmp_path, capsys):
+    (tmp_path / "sampled_fork.py").write_text(FORK)
+    sample.main([saved_by("sampled_fork.py"), "--n", "1", "--tokens", "5", "--device", "cpu"])
+    assert "it.pt, --seed" in capsys.readouterr().err
+
+
 def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained.folder)
     sample.main(["--n", "1", "--tokens", "5", "--device", "cpu"])
@@ -136,6 +203,7 @@ def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys
         ("it.pt --seed 9999999999999999999999", "--seed 9999999999999999999999: from 0 to"),
         ("--tokens many", "argument --tokens: invalid int value: 'many'"),
         ("--tocens 3", "unrecognized arguments: --tocens 3"),
+        ("it.pt --script none.py", "there is no script none.py: name one with --script"),
         ("words.pt", "words.pt: 512 tokens are not GPT-2's vocabulary"),
     ],
 )

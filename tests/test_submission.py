@@ -36,7 +36,7 @@ PUBLISHED = {
 
 
 def group(letter: str, flags="", losses=(3.271, 3.272, 3.273), ms=100.0, **more) -> dict[str, str]:
-    """Logs of runs with seeds 0, 1, ... by name; the times differ by 4 ms."""
+    """Return logs of runs with seeds 0, 1, ... by name; the times differ by 4 ms."""
     runs = enumerate(losses)
     return {
         f"logs/{letter}{i}.txt": ours(loss, ms + i, flags=f"{flags} --seed {i}", **more)
@@ -45,18 +45,19 @@ def group(letter: str, flags="", losses=(3.271, 3.272, 3.273), ms=100.0, **more)
 
 
 def pair(**more) -> dict[str, str]:
-    """Logs of a baseline and of a faster submission."""
+    """Return logs of a baseline and of a faster submission."""
     return group("a", **more) | group("b", FLAGS, ms=90.0, **more)
 
 
 def paths() -> set[str]:
+    """Return the paths of all that is here."""
     return {str(path) for path in Path(".").rglob("*")}
 
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch, capsys):
-    """submit(files, *flags) writes the logs, makes the folder of all of them; returns status (text
-    is an error's), README.md or "", and the console's lines."""
+    """Return call(files, *flags), which writes the logs, makes the folder of all of them, and
+    returns status (text is an error's), README.md or "", and the console's lines."""
     monkeypatch.chdir(tmp_path)
 
     def call(files: dict[str, str], *flags, folder=NAME) -> tuple[int | str, str, str]:
@@ -73,12 +74,13 @@ def submit(tmp_path, monkeypatch, capsys):
 
 
 def row(readme: str, name: str) -> list[str]:
-    """The cells of a group in the table of statistics."""
+    """Return the cells of a group in the table of statistics."""
     return next(line.split()[1:] for line in readme.splitlines() if line.startswith(f"{name} "))
 
 
 def p_by_hand(mean: float, sd: float, n: int) -> float:
-    """The tail of Student's distribution beyond t, by integration; x = tan(a) makes it finite."""
+    """Return the tail of Student's distribution beyond t, by integration; x = tan(a) makes it
+    finite."""
     t = (mean - 3.28) / (sd / math.sqrt(n))
     angles = np.linspace(-math.pi / 2, math.atan(t), 100001)[1:]
     x = np.tan(angles)
@@ -103,6 +105,11 @@ def test_an_empty_folder_is_used_and_its_logs_give_the_same_folder_again(submit)
     first = submit(pair())[1]
     logs = {str(path): path.read_text() for path in sorted(Path(NAME).glob("*/*.txt"))}
     assert first and submit(logs, folder="2026-11-23_Trick")[1] == first
+
+
+def test_a_single_run_is_enough_for_a_folder(submit):
+    status, readme, _ = submit(group("b", FLAGS, losses=(3.27,)))
+    assert status == 0 and "one run, or runs of equal losses, have no p" in readme
 
 
 def test_without_a_baseline_the_logs_lie_beside_the_readme_and_the_lack_is_named(submit):
@@ -167,12 +174,12 @@ def test_the_verdict_on_rule_2_is_one_of_six(losses, words):
 
 
 def with_date(text: str, second: int) -> str:
-    """The log with nvidia-smi's first line, later by so many seconds than ten past one."""
+    """Return the log with nvidia-smi's first line, so many seconds after ten past one."""
     return text.replace(GPUS, f"Thu Jan  1 01:10:{second:02d} 2026       \n{GPUS}")
 
 
 def listed_runs(readme: str) -> list[str]:
-    """The names of the logs in the table of runs."""
+    """Return the names of the logs in the table of runs."""
     return re.findall(r"^\| \d+ \|[^|]*\| (\S+)\.txt \|", readme, re.M)
 
 
@@ -215,7 +222,16 @@ def test_dates_in_names_and_times_of_files_tell_the_order_of_other_logs(submit):
 
 @pytest.mark.parametrize(
     ("order", "turns"),
-    [("ab", 1), ("abab", 1), ("abba", 1), ("aabb", 0), ("ababbb", 1), ("bbabab", 0), ("abaabb", 0)],
+    [
+        ("ab", 1),
+        ("abab", 1),
+        ("abba", 1),
+        ("aabb", 0),
+        ("ababbb", 1),
+        ("bbabab", 0),
+        ("abaabb", 0),
+        ("a", 0),
+    ],
 )
 def test_runs_took_turns_where_each_two_in_a_row_are_one_of_each(order, turns):
     assert submission.in_turn([*order]) is bool(turns)
@@ -243,13 +259,17 @@ def test_a_difference_in_flags_or_machine_alone_has_no_lines_of_source(submit):
 
 
 def test_the_commands_of_the_readme_make_the_runs_again(submit):
-    """train_gpt.py reads them; the shell must not expand the pattern."""
-    flags = " --train_files data/kjv_train_*.bin --muon_lr 0.06 --stages "
+    """train_gpt.py, in a file of the group's name, reads them; the shell must not expand the
+    pattern."""
+    flags = " --train_files data/kjv_train_*.bin --adam_betas 0.9 0.99 --val_files "
     _, readme, _ = submit(group("a") | group("b", flags, ms=90.0))
     loops = re.findall(r"^for seed in (.+); do \./run\.sh (.+) --seed \$seed; done$", readme, re.M)
     assert [seeds for seeds, _ in loops] == ["0 1 2", "0 1 2"]
-    hp = [train_gpt.parse_args(shlex.split(words))[0] for _, words in loops]
-    assert [h.muon_lr for h in hp] == [0.05, 0.06] and hp[1].stages == ""
+    (a, *a_flags), (b, *b_flags) = (shlex.split(words) for _, words in loops)
+    assert (a, b) == ("baseline.py", "this_pr.py")
+    assert "# baseline: baseline.py is the source at the head of its logs" in readme
+    hp = [train_gpt.parse_args(words, train_gpt.Run)[0] for words in (a_flags, b_flags)]
+    assert [h.adam_betas for h in hp] == [(0.8, 0.95), (0.9, 0.99)] and hp[1].val_files == ""
     assert hp[1].train_files == "data/kjv_train_*.bin" and "'data/kjv_train_*.bin'" in readme
 
 
@@ -287,6 +307,48 @@ def test_a_name_without_a_date_is_noted_and_a_date_is_no_part_of_the_title(submi
     assert readme.startswith("# Trick\n") and "not of the public form YYYY-MM-DD_Name" in out
     _, readme, out = submit(pair())
     assert readme.startswith("# Trick\n") and "YYYY-MM-DD_Name" not in readme + out
+
+
+def test_the_diff_has_all_files(submit):
+    files = group("a", files={"kernels.py": "x = 1\n--y"})
+    files |= group("b", ms=90.0, files={"kernels.py": "x = 1\n++z\ny = 2"})
+    _, readme, _ = submit(files)
+    lines = Path(NAME, "changes.diff").read_text().splitlines()
+    assert lines[:2] == ["--- baseline/kernels.py", "+++ this_pr/kernels.py"]
+    assert lines[4:] == ["---y", "+++z", "+y = 2"]
+    assert "Lines of source: 2 added, 1 removed (`changes.diff`)." in readme
+
+
+TEXTBOOK = "try:\n    from kernels import TWINS\nexcept ImportError:\n    TWINS = {}"
+FORK = "import torch\nimport train_gpt as t"
+TWINS = {"kernels.py": "import triton"}
+USED = "relu2_mlp symmetric_matmul"
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "kernels", "missing"),
+    [
+        (TEXTBOOK, TWINS, "none, on a CPU", None),
+        (TEXTBOOK, TWINS, USED, "kernels.py"),
+        (TEXTBOOK, {}, USED, None),  # a script that brings its kernels with it
+        (FORK, TWINS | {"train_gpt.py": TEXTBOOK}, "none", "train_gpt.py"),
+        (f"{FORK}\nfrom kernels import x", TWINS | {"train_gpt.py": ""}, USED, "kernels.py and tr"),
+        ("import torch", {"train_gpt.py": ""}, "none", None),
+        ("import (", TWINS, "none", "whole source"),
+    ],
+)
+def test_a_source_that_cannot_run_alone_is_refused(submit, source, files, kernels, missing):
+    """By the log itself: what its first part imports, of which there are other parts."""
+    options = {"source": source, "files": files, "kernels": kernels}
+    status, readme, _ = submit(group("b", FLAGS, **options))
+    if missing is None:
+        assert status == 0 and readme
+    elif missing == "whole source":
+        assert "b0.txt does not begin with a whole source: " in status and "\n" not in status
+    else:
+        assert f"b0.txt begins with a source that cannot run alone: it imports {missing}" in status
+        assert "./run.sh tools/bundle.py SCRIPT.py OUT.py" in status and "\n" not in status
+    assert Path(NAME).exists() == (missing is None)
 
 
 CUT = ours().split("step:4/4")[0]

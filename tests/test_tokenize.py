@@ -341,7 +341,7 @@ def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys)
     *_, counts, command = capsys.readouterr().out.splitlines()
     assert counts == "1 documents for training, 1 for validation"
     program, *flags = shlex.split(command)
-    hp, _ = train_gpt.parse_args(flags)
+    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     assert program == "./run.sh" and hp.val_tokens == min((val_count - 1) // 1024 * 1024, 65536)
     stream = hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, 0, 1
     targets = next(train_gpt.distributed_data_generator(*stream))[1]

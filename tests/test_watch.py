@@ -18,17 +18,24 @@ RULE = "=" * 100
 
 @pytest.fixture
 def log(tmp_path):
-    """log(step) writes what a run of the record on FineWeb has written by that step."""
+    """Return write(step), which writes what a run of the record on FineWeb has written by that
+    step, and returns the log's path."""
 
     def write(step: int, name: str = "it"):
         known = json.loads((HERE / "tools" / "published.json").read_text())
         curve = {int(step): loss for step, loss in known[RECORD]["losses"].items()}
         settings = "train_files: fineweb_train_*.bin\nval_files: fineweb_val_*.bin"
-        lines, rows = [f"record {RECORD}\non 8 x NVIDIA H100, log in logs/it.txt"], []
+        lines = [f"record {RECORD}\non 8 x NVIDIA H100, log in logs/it.txt"]
+        rows = []
         for i in range(step + 1):
             ms = 100 * i
-            row = {"step": i, "train_loss": 11 - 0.004 * i, "ms": 100.0 + i % 2}
-            row |= {"tokens_per_s": 3900000, "memory_mib": 29000}
+            row = {
+                "step": i,
+                "train_loss": 11 - 0.004 * i,
+                "ms": 100.0 + i % 2,
+                "tokens_per_s": 3900000,
+                "memory_mib": 29000,
+            }
             times = f"train_time:{ms}ms step_avg:100.00ms"
             if i:
                 lines.append(f"step:{i}/1770 {times}")
@@ -37,7 +44,8 @@ def log(tmp_path):
                 row["val_loss"] = curve[i] + 0.01
             rows.append(row if i else {"step": 0, "val_loss": row["val_loss"]})
         path = tmp_path / f"{name}.txt"
-        parts = "source", "Python 3\ntorch 2.13.0 CUDA 13", "machine", settings
+        software = "Python 3\ntorch 2.13.0 CUDA 13"
+        parts = ["source", software, "machine", settings, "kernels.py:\nimport triton"]
         path.write_text("".join(f"{p}\n{RULE}\n" for p in parts) + "\n".join(lines) + "\n")
         path.with_suffix(".jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         return path
@@ -102,6 +110,7 @@ def test_without_a_name_it_is_the_newest_log_and_errors_are_a_line(log, tmp_path
 
 
 def on_terminal(words: list[str], terminal: str) -> None:
+    """Watch in a process whose terminal this is."""
     for number in (0, 1, 2):
         os.dup2(os.open(terminal, os.O_RDWR), number)
     watch.main(words)

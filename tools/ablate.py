@@ -1,6 +1,8 @@
 """What is each technique worth? A record with one technique off, for each that it has.
 
-    ./run.sh --ablate [--runs 3] [--only WORD] [--judge loss] [flags of train_gpt.py]
+    ./run.sh --ablate [SCRIPT.py] [--runs 3] [--only WORD] [--judge loss] [flags of the script]
+    ./run.sh --ablate forks/train_gpt_2026.py           of the script with most techniques
+    ./run.sh --ablate forks/train_gpt_2026.py --list    what would be turned off, and how
 
 Each seed is a round: the record, eight runs with a technique off each, the record again, and so on;
 a run is compared with the record's run before it. --only takes techniques whose names have a word.
@@ -22,20 +24,21 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import compare  # noqa: E402
+import script  # noqa: E402
 from compare import Side  # noqa: E402
 from leaderboard import SETTLED, Run, print_table, show, show_p  # noqa: E402
 
-import program  # noqa: E402
 import train_gpt  # noqa: E402
-from program import UserError  # noqa: E402
+from train_gpt import Hyperparameters, UserError  # noqa: E402
 
 BLOCK = 8  # techniques that share a run of the record
 
@@ -44,102 +47,135 @@ BLOCK = 8  # techniques that share a run of the record
 # Techniques: how to do without them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a technique equals itself alone
 class Technique:
-    """Its name, what the public record that brought it gained (seconds on 8 H100s; None where the
-    record brought another technique here, too), and settings that do without it."""
+    """A technique, and how to do without it."""
 
     name: str
-    gain: float | None
-    off: Callable[[train_gpt.Hyperparameters], dict]
-
-
-def turned_off(**settings) -> Callable:
-    return lambda hp: settings
+    brought: str  # the date of the public record that brought it
+    gain: float | None  # seconds on 8 H100s; None where that record brought another one here, too
+    # By setting, a value without the technique, or a function that makes one of the settings. Where
+    # a script has no such setting, its records lack the technique.
+    off: dict[str, Any]
 
 
 def without(setting: str, *words: str) -> Callable:
-    """Rows of a setting without those words, which are patterns."""
-    pattern = re.compile("".join(rf"|\+(?:{word})(?=[+,]|$)" for word in words)[1:])
-    return lambda hp: {setting: pattern.sub("", getattr(hp, setting))}
+    """Return a function that takes those words, which are patterns, out of a setting's rows."""
+    pattern = re.compile("|".join(rf"\+(?:{word})(?=[+,]|$)" for word in words))
+    return lambda hp, run_class: pattern.sub("", getattr(hp, setting))
 
 
-def one_stage(hp) -> dict:
-    """One stage as long as the mean one: as many tokens, but for rounding. Its learning rate and
-    targets are those of the stage whose length is nearest, its window is the last one."""
-    table = train_gpt.stage_table(hp.stages)
-    if len(table) == 1:
-        return {}
-    begun = [train_gpt.stages_until(step, hp)[-1] for step in range(hp.num_iterations)]
-    length = round(sum(stage.length for stage in begun) / len(begun))
-    middle = min(table, key=lambda stage: abs(stage.length - length))
-    stage = f"length={length}+window={table[-1].window}+lr={middle.lr:g}"
-    stage += f"+cap={middle.cap}" * bool(middle.cap)
-    stage += f"+targets={'/'.join(f'{t:g}' for t in middle.targets)}"
-    return {"stages": stage}
+def one_stage(hp: Hyperparameters, run_class: type[train_gpt.Run]) -> str:
+    """Return stages of one row, which is as long as the mean one: as many tokens, but for rounding.
+    Its window is the last one's; the rest is of the row whose length is nearest."""
+    rows = [
+        dict(word.split("=") for word in re.split(r"\+(?=[a-z])", row))
+        for row in hp.stages.split(",")
+        if row
+    ]
+    if len(rows) < 2:
+        return hp.stages
+    lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
+    length = round(sum(lengths) / len(lengths) / hp.seq_len)
+    nearest = min(rows, key=lambda row: abs(float(row.get("length", 1)) - length))
+    row = nearest | {"length": length, "window": rows[-1].get("window", 0)}
+    return "+".join(f"{name}={value}" for name, value in row.items())
+
+
+def window_in_blocks(hp: Hyperparameters, run_class: type[train_gpt.Run]) -> str:
+    """Return the rule by which windows were counted before they were distances."""
+    return "blocks" if hp.window_rule == "distance" else hp.window_rule
+
+
+def value_init(hp: Hyperparameters, run_class: type[train_gpt.Run]) -> float:
+    """Return the deviation of value tables before: 0, or, of those that begin with 1, that."""
+    return 0.0 if hp.value_init < 1 else 1.0
+
+
+def low_lr_final(hp: Hyperparameters, run_class: type[train_gpt.Run]) -> float:
+    """Return a last learning rate that is no higher than that of 2025."""
+    return min(hp.lr_final, 0.1)
 
 
 NUMBER = r"[\d./e+-]+"
 TECHNIQUES = (
-    Technique("attention gate", 0.3, turned_off(attention_gate=False)),
+    Technique("attention gate", "2025-08-23", 0.3, {"attention_gate": False}),
     Technique(
         "whole documents",
+        "2025-07-12",
         2.0,
-        lambda hp: {"align_to_documents": False, **without("stages", f"cap={NUMBER}")(hp)},
+        {"align_to_documents": False, "stages": without("stages", f"cap={NUMBER}")},
     ),
-    Technique("stages of the batch", 2.7, one_stage),
-    Technique("extension, wide last window", 1.2, turned_off(extension_frac=0.0, last_window=0)),
-    Technique("YaRN", 3.7, turned_off(yarn=False)),
+    Technique("stages of the batch", "2025-11-29", 2.7, {"stages": one_stage}),
     Technique(
-        "windows as distances",
-        None,
-        lambda hp: {"window_rule": hp.window_rule.replace("distance", "blocks")},
+        "extension, wide last window", "2025-09-21", 1.2, {"extension_frac": 0.0, "last_window": 0}
     ),
-    Technique("smear", 1.1, turned_off(smear=False)),
-    Technique("backout", 5.3, without("layers", "backout")),
-    Technique("skip connection", 1.3, without("layers", r"x\d+")),
-    Technique("factors by sublayer", None, turned_off(sublayer_lambdas=False)),
-    Technique("residual factor above 1", None, turned_off(residual_lambda=1.0)),
-    Technique("late attention reads earlier", None, without("layers", r"in\d+")),
-    Technique("lambda on attention's weights", 0.6, turned_off(scaled_projections=False)),
-    Technique("key offset", 1.4, turned_off(key_offset=False)),
-    Technique("paired heads", 3.5, turned_off(paired_heads=False)),
-    Technique("table of bigrams", 5.6, turned_off(bigram_rows=0)),
-    Technique("value embeddings", None, without("layers", r"v\d")),
-    Technique("value gates", None, turned_off(value_gate=False, gate_by_values=False)),
-    Technique("value gates read values", None, turned_off(gate_by_values=False)),
+    Technique("YaRN", "2025-09-10", 3.7, {"yarn": False}),
+    Technique("windows as distances", "2025-09-03", None, {"window_rule": window_in_blocks}),
+    Technique("smear", "2025-09-18", 1.1, {"smear": False}),
+    Technique("backout", "2025-10-04", 5.3, {"layers": without("layers", "backout")}),
+    Technique("skip connection", "2025-11-18", 1.3, {"layers": without("layers", r"x\d+")}),
+    Technique("factors by sublayer", "2026-03-06", None, {"sublayer_lambdas": False}),
+    Technique("residual factor above 1", "2025-11-18", None, {"residual_lambda": 1.0}),
     Technique(
-        "value tables from small numbers",
-        None,
-        lambda hp: {"value_init": 0.0 if hp.value_init < 1 else 1.0},
+        "late attention reads earlier", "2026-03-06", None, {"layers": without("layers", r"in\d+")}
     ),
-    Technique("wider q, k and v at first", None, turned_off(qkv_init=1.0)),
-    Technique("attention's output from non-zero", 1.2, turned_off(out_init=0.0)),
-    Technique("tied head", 3.2, turned_off(tied_frac=0.0)),
-    Technique("several targets a token", 2.9, without("stages", f"targets={NUMBER}")),
-    Technique("logit rescale", 2.9, turned_off(logit_sigmoid=(0.0, 0.0, 1.0))),
-    Technique("Polar Express", 0.4, turned_off(polar_express=False)),
-    Technique("NorMuon", 4.1, turned_off(muon_beta2=0.0)),
-    Technique("momentum falls at the end", None, turned_off(momentum_cooldown_steps=0)),
-    Technique("cautious decay of matrices", 1.7, turned_off(muon_decay=0.0)),
-    Technique("cautious decay of Adam's", 1.1, without("adam_groups", f"decay={NUMBER}")),
-    Technique("Adam at every second step", 1.7, turned_off(adam_every=1)),
-    Technique("betas by group", 2.3, without("adam_groups", f"beta[12]={NUMBER}")),
+    Technique("lambda on attention's weights", "2025-12-10", 0.6, {"scaled_projections": False}),
+    Technique("key offset", "2025-12-14", 1.4, {"key_offset": False}),
+    Technique("paired heads", "2026-01-07", 3.5, {"paired_heads": False}),
+    Technique("table of bigrams", "2026-01-19", 5.6, {"bigram_rows": 0}),
+    Technique("value embeddings", "2024-12-04", None, {"layers": without("layers", r"v\d")}),
+    Technique("value gates", "2025-12-29", None, {"value_gate": False, "gate_by_values": False}),
+    Technique("value gates read values", "2026-02-03", None, {"gate_by_values": False}),
+    Technique("value tables from small numbers", "2026-02-03", None, {"value_init": value_init}),
+    Technique("wider q, k and v at first", "2025-12-22", None, {"qkv_init": 1.0}),
+    Technique("attention's output from non-zero", "2026-01-30", 1.2, {"out_init": 0.0}),
+    Technique("tied head", "2025-12-19", 3.2, {"tied_frac": 0.0}),
+    Technique(
+        "several targets a token",
+        "2025-12-22",
+        2.9,
+        {"stages": without("stages", f"targets={NUMBER}")},
+    ),
+    Technique("logit rescale", "2025-12-26", 2.9, {"logit_sigmoid": (0.0, 0.0, 1.0)}),
+    Technique("Polar Express", "2025-09-29", 0.4, {"polar_express": False}),
+    Technique("NorMuon", "2025-10-24", 4.1, {"muon_beta2": 0.0}),
+    Technique("momentum falls at the end", "2025-09-30", None, {"momentum_cooldown_steps": 0}),
+    Technique("cautious decay of matrices", "2025-11-10", 1.7, {"muon_decay": 0.0}),
+    Technique(
+        "cautious decay of Adam's",
+        "2025-12-18",
+        1.1,
+        {"adam_groups": without("adam_groups", f"decay={NUMBER}")},
+    ),
+    Technique("Adam at every second step", "2025-09-30", 1.7, {"adam_every": 1}),
+    Technique(
+        "betas by group",
+        "2025-12-21",
+        2.3,
+        {"adam_groups": without("adam_groups", f"beta[12]={NUMBER}")},
+    ),
     Technique(
         "shorter documents, higher last rate",
+        "2026-02-10",
         1.2,
-        lambda hp: {"lr_final": min(hp.lr_final, 0.1), **without("stages", f"cap={NUMBER}")(hp)},
+        {"lr_final": low_lr_final, "stages": without("stages", f"cap={NUMBER}")},
     ),
 )
 
 
-def flags_without(technique: Technique, hp) -> list[str]:
-    """Flags that turn a technique off; none where the settings do without it already."""
-    changed = {k: v for k, v in technique.off(hp).items() if v != getattr(hp, k)}
+def flags_without(
+    technique: Technique, hp: Hyperparameters, run_class: type[train_gpt.Run]
+) -> list[str]:
+    """Return flags that turn a technique off; none where the settings do without it already."""
+    if not technique.off.keys() <= vars(hp).keys():
+        return []
     flags = []
-    for name, value in changed.items():
-        words = map(program.show, value) if isinstance(value, tuple) else [program.show(value)]
-        flags += [f"--{name}", *words]
+    for name, off in technique.off.items():
+        value = off(hp, run_class) if callable(off) else off
+        if value != getattr(hp, name):
+            words = value if isinstance(value, tuple) else (value,)
+            flags += [f"--{name}", *(train_gpt.show(word) for word in words)]
     return flags
 
 
@@ -148,7 +184,7 @@ def flags_without(technique: Technique, hp) -> list[str]:
 
 
 def pooled(values: np.ndarray) -> tuple[float, int]:
-    """Of values (techniques, seeds) the deviation of one of them, after the means of techniques and
+    """Return the deviation of one of values (techniques, seeds), after the means of techniques and
     of those that share a run of the record, and its degrees of freedom. Rows with nan do not count.
     """
     squares, free = 0.0, 0
@@ -165,32 +201,33 @@ def pooled(values: np.ndarray) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Effects:
-    """Of each technique, the mean over seeds (techniques,) of what its absence changes: the loss,
-    the logarithm of the time, and that of the time to equal loss; and the standard error of each,
-    which is one for all techniques, with its degrees of freedom."""
+    """What the absence of each technique changes, as means over seeds (techniques,): the loss, the
+    logarithm of the time, and that of the time to equal loss. The standard error of each of these
+    three is one for all techniques."""
 
     loss: np.ndarray
     time: np.ndarray
     together: np.ndarray
     errors: dict[str, float]
-    free: int
+    free: int  # degrees of freedom
 
     @classmethod
     def of(cls, losses: np.ndarray, times: np.ndarray, worth: float) -> "Effects":
-        """From differences (techniques, seeds) to the record: of losses, and of log times. The
-        record's own runs err, too: hence the factor 2 in a difference's variance."""
-        together, errors = times + losses / worth, {}
+        """Return effects from differences (techniques, seeds) to the record: of losses, and of log
+        times. The record's own runs err, too: hence the factor 2 in a difference's variance."""
+        together = times + losses / worth
+        errors = {}
         for name, values in (("loss", losses), ("time", times), ("together", together)):
             deviation, free = pooled(values)
             errors[name] = deviation * math.sqrt(2 / values.shape[1])
         return cls(losses.mean(1), times.mean(1), together.mean(1), errors, free)
 
     def half(self, name: str) -> float:
-        """Half of a 95 % interval."""
+        """Return half of a 95 % interval."""
         return float(stats.t.isf(0.025, self.free) * self.errors[name])
 
     def verdict(self, i: int, judge: str) -> tuple[str, float]:
-        """Whether technique i helps, by one of the three numbers, and p."""
+        """Say whether technique i helps, by one of the three numbers; and return p."""
         value = getattr(self, judge)[i]
         p = 2 * stats.t.sf(abs(value) / self.errors[judge], self.free)
         if not p < SETTLED:
@@ -199,8 +236,8 @@ class Effects:
 
 
 def rank_correlation(a, b) -> tuple[float, float, float]:
-    """Spearman's rho of two lists, and the ends of its 95 % interval, by Fisher's transformation
-    with the variance of Bonett and Wright (Psychometrika 65, 2000)."""
+    """Return Spearman's rho of two lists, and the ends of its 95 % interval, by Fisher's
+    transformation with the variance of Bonett and Wright (Psychometrika 65, 2000)."""
     rho = float(stats.spearmanr(a, b).statistic)
     half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(a) - 3))
     z = math.atanh(min(max(rho, -0.999999), 0.999999))
@@ -212,7 +249,8 @@ def ablate(
 ) -> None:
     """Make the rounds, and print the table after each but the first."""
     compare.begin(name, [record, *without_each.values()])
-    techniques, made = list(without_each), {}
+    techniques = list(without_each)
+    made: dict[str, list[Run]] = {}
     losses, times = np.zeros((2, len(techniques), len(seeds)))
     worths: list[float] = []
 
@@ -241,16 +279,17 @@ def ablate(
         for runs in made.values():
             compare.check_equal(runs)
         if column:
-            worth, done = float(np.mean(worths)), slice(column + 1)
+            worth = float(np.mean(worths))
+            done = slice(column + 1)
             print(f"\nafter {column + 1} of {len(seeds)} seeds:\n")
             print_effects(techniques, Effects.of(losses[:, done], times[:, done], worth), judge)
             print(f"\none step of {own.steps} is worth {worth / own.steps:.2g} of the loss\n")
 
 
 def print_effects(techniques: list[Technique], found: Effects, judge: str) -> None:
-    """The table of the techniques, those that help most first, and the rank correlations."""
-    rows = [["technique", "loss without it", "time without it", "to equal loss"]]
-    rows[0] += ["p", "verdict", "gain_s"]
+    """Print the table of the techniques, those that help most first, and the rank correlations."""
+    header = ["technique", "loss without it", "time without it", "to equal loss"]
+    rows = [[*header, "p", "verdict", "gain_s"]]
     whole = [i for i in np.argsort(-getattr(found, judge)) if not math.isnan(found.loss[i])]
     for i in whole:
         verdict, p = found.verdict(i, judge)
@@ -270,32 +309,50 @@ def print_effects(techniques: list[Technique], found: Effects, judge: str) -> No
             print(f"\n{text}: {rho:.2f}, from {low:.2f} to {high:.2f}")
 
 
-def parse_args(argv: list[str] | None) -> tuple:
-    """The arguments of `ablate`; UserError for a bad value."""
+def print_list(record: Side, without_each: dict[Technique, Side]) -> None:
+    """Print the techniques, when they were brought, and the flags that turn them off."""
+    rows = [["technique", "brought", "gain_s", "without it"]]
+    for technique, side in without_each.items():
+        flags = " ".join(side.flags[len(record.flags) :])
+        rows.append([technique.name, technique.brought, show(technique.gain, ".1f"), flags])
+    print_table(rows)
 
+
+def parse_args(argv: list[str] | None) -> Callable[[], None]:
+    """Return what the flags ask for, as a function to be called; UserError for a bad value."""
     parser = compare.parser_of(__doc__)
     parser.add_argument("--ablate", action="store_true", required=True)
     parser.add_argument("--runs", type=int, default=3, help="seeds [3]")
     parser.add_argument("--judge", choices=("together", "time", "loss"), default="together")
     parser.add_argument("--only", default="", metavar="WORD", help="of techniques' names")
-    args, flags = parser.parse_known_args(argv)
-    hp, without_each = compare.new_run(flags), {}
+    parser.add_argument("--list", action="store_true", help="print the techniques and exit")
+    args, others = parser.parse_known_args(argv)
+    path, flags = script.take_script(others)
+    hp = compare.new_run(path, flags)
+    run_class = script.load(path)
+    without_each = {}
     for technique in TECHNIQUES:
-        more = flags_without(technique, hp)
+        more = flags_without(technique, hp, run_class)
         if more and args.only.casefold() in technique.name.casefold():
-            compare.new_run([*flags, *more])
+            compare.new_run(path, [*flags, *more])
             name = re.sub(r"\W+", "_", technique.name)
-            without_each[technique] = Side(name, (*flags, *more))
+            without_each[technique] = Side(name, (*flags, *more), path)
     if args.runs < 2 or len(without_each) < 2:
         names = ", ".join(technique.name for technique in without_each) or "none"
-        raise UserError(f"--ablate wants 2 or more --runs and techniques; it found {names}")
+        raise UserError(
+            f"--ablate wants 2 or more --runs and techniques; it found {names}; "
+            "forks/train_gpt_2026.py has many: ./run.sh --ablate forks/train_gpt_2026.py"
+        )
+    record = Side("record", tuple(flags), path)
+    if args.list:
+        return partial(print_list, record, without_each)
     seeds = range(hp.seed, hp.seed + args.runs)
-    return Side("record", tuple(flags)), without_each, args.run_id, seeds, args.judge
+    return partial(ablate, record, without_each, args.run_id, seeds, args.judge)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Ablate as the flags say; errors are those of train_gpt.py."""
-    program.as_program("run.sh", lambda: parse_args(argv), lambda args, store: ablate(*args))
+    train_gpt.as_program("run.sh", lambda: parse_args(argv), lambda asked: asked())
 
 
 if __name__ == "__main__":

@@ -1,26 +1,28 @@
 """How fast is this machine, and how fast is this change?
 
-    ./run.sh tools/bench.py [--steps 20] [flags of train_gpt.py]    time a record, or any flags
+    ./run.sh tools/bench.py [SCRIPT.py] [--steps 20] [its flags]    time a record, or any flags
     ./run.sh tools/bench.py --vs "--fp8 off" [flags]                against a second configuration
+    ./run.sh tools/bench.py --vs "my_fork.py --fp8 off" [flags]     which may be of another script
     ./run.sh tools/bench.py --trace 2 [flags]                       and profile two steps
     ./run.sh tools/bench.py --calibrate                             is my machine slow?
     torchrun --standalone --nproc_per_node=N tools/bench.py ...     on N GPUs; rank 0 prints
 
-Model, optimizers, batches and steps are those of train_gpt.py; nothing is logged. A step is a whole
-global batch; --micro_batches 1 is a quick look at one sequence a process.
+Model, optimizers, batches and steps are those of the script, which is train_gpt.py unless another
+one is named; nothing is logged. A step is a whole global batch; --micro_batches 1 is a quick look
+at one sequence a process.
 
-Keys of --json: machine; record, flags, data, batch, compiled, notes (kernels chosen), start_s
-(warm-up; on one GPU, whole cold and warm starts too), memory_gb (allocated at the peaks of training
-and validation), newton_schulz_tflop (of a step, in no rate), windows (at the first, middle and last
-step: step, window, ms_per_step, ms_per_micro_batch, tokens_per_s, matmul_tflop, attention_tflop,
-tflop_per_s, ceiling of a process's matmuls, of_ceiling, blocks, whose median is ms_per_step); vs
-(the same of the second configuration, whose windows have ratio, lowest and highest too); trace
-(path, table). With --calibrate: machine, rates (here, H100, share), estimated_minutes (published,
-and what that becomes here by_matmuls alone and by_memory alone: the estimate is between them).
+Keys of --json: machine; script, record, flags, data, batch, compiled, notes (kernels chosen),
+start_s (warm-up; on one GPU, whole cold and warm starts too), memory_gb (allocated at the peaks of
+training and validation), newton_schulz_tflop (of a step, in no rate), windows (at the first, middle
+and last step: step, window, ms_per_step, ms_per_micro_batch, tokens_per_s, matmul_tflop,
+attention_tflop, tflop_per_s, ceiling of a process's matmuls, of_ceiling, blocks, whose median is
+ms_per_step); vs (the same of the second configuration, whose windows have ratio, lowest and highest
+too); trace (path, table). With --calibrate: machine, rates (here, H100, share), estimated_minutes
+(published, and what that becomes here by_matmuls alone and by_memory alone: the estimate is between
+them).
 """
 
 import argparse
-import itertools
 import json
 import os
 import shlex
@@ -28,6 +30,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
 from glob import glob
 from pathlib import Path
 from statistics import median
@@ -38,101 +42,167 @@ from torch import Tensor
 from torch.profiler import profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import program  # noqa: E402
+import records  # noqa: E402
+import script  # noqa: E402
+
 import train_gpt  # noqa: E402
-from program import HERE, UserError, clock  # noqa: E402
+from train_gpt import HERE, UserError, clock  # noqa: E402
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BLOCKS = 5  # timed pieces of a measurement, whose median counts
 # Measured on one H100 (bfloat16 matmul, copies), and what is expected of 8 with NVLink.
 H100 = {"matmul TFLOP/s": 790.0, "memory GB/s": 3000.0, "all-reduce GB/s": 370.0}
-# All steps of the demo, over the share of the matmul rate that they reach on a CPU (BENCHMARKS.md).
-DEMO_TFLOP = 180 * 0.0457 / 0.6
+# All steps of the demo, over the share of the matmul rate that they reach on a CPU without fast
+# bfloat16 (BENCHMARKS.md).
+DEMO_TFLOP = 128 * 0.0897 / 0.6
 
 
 # -----------------------------------------------------------------------------
-# A run: what train() makes of flags, ready to be timed
+# A run: what a script makes of flags, ready to be timed
 
 
-class Run:
+@dataclass(frozen=True)
+class Configuration:
+    """A script, flags, and the settings that they are."""
+
+    script: Path
+    flags: list[str]
+    run_class: type[train_gpt.Run]
+    hp: train_gpt.Hyperparameters
+    record: str
+
+
+def configuration(path: Path, flags: list[str]) -> Configuration:
+    """Return the configuration of a script and flags of a new run; UserError."""
+    run_class = script.load(path)
+    hp, args = script.core(run_class).parse_args(flags, run_class)
+    for name in ("eval", "resume"):
+        if name in args:
+            raise UserError(f"--{name} is for {path.name}: bench.py times a new run")
+    return Configuration(path, flags, run_class, hp, args.record)
+
+
+class Timed:
     """Model, optimizers and batches, compiled and warmed up, and what --json says of them."""
 
-    def __init__(self, flags: list[str], device: torch.device):
-        hp, args = train_gpt.parse_args(flags)
-        self.hp, self.device = hp, device
+    def __init__(self, chosen: Configuration, device: torch.device):
+        self.hp, self.device = chosen.hp, device
+        self.run_class = run_class = chosen.run_class
+        self.core = core = script.core(run_class)
+        hp = chosen.hp
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1
-        sample = train_gpt.RECORDS["demo"].train_files  # where nothing has been fetched
-        self.data = hp.train_files if glob(hp.train_files) else sample
+        self.data = hp.train_files
+        if not glob(self.data):
+            self.data = train_gpt.RECORDS["demo"].train_files  # where nothing has been fetched
         self.batches, self.made = {}, 0
-        notes, before = [], torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        notes = []
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start = clock(device)
-        self.model = model = train_gpt.build(hp, device)
-        self.optimizers = train_gpt.Optimizers(model, hp, RANK, RANKS)
-        train_gpt.warm_up(model, self.optimizers, device, log=notes.append)
-        seconds = {"warm-up": clock(device) - start}
-        self.kernels = [(kernel, kernel.use) for kernel in train_gpt.KERNELS.values()]
-        lengths = sorted({train_gpt.moment(step, hp).seq_len for step in self.steps})
-        sizes = " or ".join(map(str, lengths))
-        batch = f"{hp.batch_seqs} x {sizes} tokens, {hp.batch_seqs // RANKS} a process"
-        self.report = {"record": args.record, "flags": shlex.join(flags), "data": self.data}
-        self.report |= {"batch": batch, "compiled": model.compiled}
-        self.report |= {"notes": "\n".join(notes), "start_s": seconds}
-        self.report |= {"memory_gb": {k: (v - before) / 1e9 for k, v in self.peaks().items()}}
-        self.report |= {"newton_schulz_tflop": 1e-12 * newton_schulz_flops(model), "windows": []}
+        self.model = model = core.build(run_class.model_class, hp, device)
+        self.optimizers = run_class.optimizers_class(model, hp, RANK, RANKS)
+        moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
+        core.warm_up(model, self.optimizers, moments, device, log=notes.append)
+        seconds = clock(device) - start
+        self.kernels = [(kernel, kernel.use) for kernel in model.kernels]
+        lengths = sorted({moments[step].seq_len for step in self.steps})
+        sizes = " or ".join(str(length) for length in lengths)
+        self.report = {
+            "script": script.show(chosen.script),
+            "record": chosen.record,
+            "flags": shlex.join(chosen.flags),
+            "data": self.data,
+            "batch": f"{hp.batch_seqs} x {sizes} tokens, {hp.batch_seqs // RANKS} a process",
+            "compiled": model.compiled,
+            "notes": "\n".join(notes),
+            "start_s": {"warm-up": seconds},
+            "memory_gb": {name: (peak - before) / 1e9 for name, peak in self.peaks().items()},
+            "newton_schulz_tflop": 1e-12 * newton_schulz_flops(run_class, model),
+            "windows": [],
+        }
 
     def step(self, step: int) -> Tensor:
-        """A step of training as train() makes it, on the next batch of its size; its inputs (n, T).
-        Where Adam learns at each second step only, every second call makes such a step."""
+        """Make a step of training as a run makes it, on the next batch of its size, and return its
+        inputs (n, T). Where Adam learns at each second step only, every second call makes such a
+        step."""
         for kernel, use in self.kernels:  # another run may have chosen otherwise
             kernel.use = use
         if step not in self.batches:
-            again = map(self.batches_of, itertools.repeat(train_gpt.moment(step, self.hp)))
-            self.batches[step] = itertools.chain.from_iterable(again)
-        every, self.made = self.hp.adam_every, self.made + 1
-        inputs, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches[step]))
-        step += self.made % every - step % every
-        train_gpt.train_step(self.model, self.optimizers, inputs, targets, step)
+            self.batches[step] = self.batches_of(self.run_class.moment(step, self.hp))
+        batch = next(self.batches[step])
+        inputs, targets = (tokens.to(self.device, non_blocking=True) for tokens in batch)
+        every = getattr(self.hp, "adam_every", 1)  # a setting of forks/train_gpt_2026.py
+        self.made += 1
+        now = self.run_class.moment(step - step % every + self.made % every, self.hp)
+        self.core.train_step(self.model, self.optimizers, inputs, targets, now)
         return inputs
 
     def batches_of(self, now: train_gpt.Moment):
-        """As many batches as a run has, all as they are at a moment."""
+        """Yield batches, all as they are at a moment, as often as a run has them, again and
+        again."""
         hp = self.hp
-        sizes = now.seq_len, hp.batch_seqs, RANK, RANKS
-        limits = {"num_batches": hp.num_iterations, "epochs": 0, "vocab_size": hp.vocab_size}
-        limits["longest"] = now.longest if hp.align_to_documents else None
-        return train_gpt.distributed_data_generator(self.data, *sizes, **limits, device=self.device)
+
+        def cut(shard: train_gpt.Shard, position: int, step: int):
+            return self.run_class.cut(shard, position, now, hp)
+
+        while True:
+            yield from self.core.distributed_data_generator(
+                self.data,
+                now.seq_len,
+                hp.batch_seqs,
+                RANK,
+                RANKS,
+                num_batches=hp.num_iterations,
+                epochs=0,
+                vocab_size=hp.vocab_size,
+                device=self.device,
+                cut=cut,
+            )
 
     def peaks(self) -> dict[str, int]:
-        """Bytes allocated at the last window; on a CPU, those of the process so far."""
-        hp, device, last, found = self.hp, self.device, self.steps[-1], {}
-        tokens = torch.arange(hp.val_seq_len, device=device)[None] % hp.vocab_size
-        now = train_gpt.moment(hp.num_iterations, hp)
-        validation = self.model, (tokens.int(), tokens), now, device
+        """Return bytes allocated at the last window; on a CPU, those of the process so far."""
+        hp, device = self.hp, self.device
+        found = {}
         for name in ("training", "validation"):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            self.step(last) if name == "training" else train_gpt.evaluate(*validation)
-            found[name] = program.peak_memory(device)[0]
+            if name == "training":
+                self.step(self.steps[-1])
+            else:
+                tokens = torch.arange(hp.val_seq_len, device=device)[None] % hp.vocab_size
+                now = self.run_class.moment(hp.num_iterations, hp)
+                self.core.evaluate(self.model, [tokens.int(), tokens], now, device)
+            found[name] = train_gpt.peak_memory(device)[0]
         return found
 
     def row(self, step: int, blocks: list[float], inputs: list[Tensor], ceiling: float) -> dict:
-        """A window of the report; blocks are of ms/step, inputs those of all timed steps."""
-        hp, ms, now = self.hp, median(blocks), train_gpt.moment(step, self.hp)
-        flops = model_flops(self.model, torch.cat(inputs), now)
+        """Return a window of the report; blocks are of ms/step, inputs those of all timed steps."""
+        hp, ms = self.hp, median(blocks)
+        now = self.run_class.moment(step, hp)
+        flops = model_flops(self.run_class, self.model, torch.cat(inputs), now)
         total = torch.tensor(flops, dtype=torch.float64, device=self.device)
-        program.all_reduce_([total])
+        train_gpt.all_reduce_([total])
         matmul, attention = (1e-12 * total / len(inputs)).tolist()
         rate = 1e3 * (matmul + attention) / ms
-        row = {"step": step, "window": now.window, "ms_per_step": ms}
-        row |= {"ms_per_micro_batch": ms * RANKS / hp.batch_seqs}
-        row |= {"tokens_per_s": 1e3 * hp.batch_seqs * now.seq_len / ms}
-        row |= {"matmul_tflop": matmul, "attention_tflop": attention, "tflop_per_s": rate}
-        return row | {"ceiling": ceiling, "of_ceiling": rate / RANKS / ceiling, "blocks": blocks}
+        return {
+            "step": step,
+            "window": now.window,
+            "ms_per_step": ms,
+            "ms_per_micro_batch": ms * RANKS / hp.batch_seqs,
+            "tokens_per_s": 1e3 * hp.batch_seqs * now.seq_len / ms,
+            "matmul_tflop": matmul,
+            "attention_tflop": attention,
+            "tflop_per_s": rate,
+            "ceiling": ceiling,
+            "of_ceiling": rate / RANKS / ceiling,
+            "blocks": blocks,
+        }
 
 
-def start_seconds(flags: list[str]) -> dict[str, float]:
-    """How long a process takes that ends after its first step: with empty caches, then full."""
-    seconds, command = {}, [sys.executable, __file__, "--only_start", *flags]
+def start_seconds(chosen: Configuration) -> dict[str, float]:
+    """Return how long a process takes that ends after its first step: with empty caches, then
+    full."""
+    seconds = {}
+    command = [sys.executable, __file__, str(chosen.script), "--only_start", *chosen.flags]
     with TemporaryDirectory() as folder:
         caches = {f"{name}_CACHE_DIR": f"{folder}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
         for name in ("cold start", "warm start"):
@@ -143,7 +213,7 @@ def start_seconds(flags: list[str]) -> dict[str, float]:
     return seconds
 
 
-def time_in_turn(runs: list[Run], steps: int) -> None:
+def time_in_turn(runs: list[Timed], steps: int) -> None:
     """Report the windows of each run; several runs take turns (A B A B) by blocks of steps."""
     count = max(1, steps // BLOCKS)
     for moment in range(3):
@@ -160,11 +230,12 @@ def time_in_turn(runs: list[Run], steps: int) -> None:
             row = run.row(step, ms, inputs, ceiling)
             if run is not runs[0]:
                 ratios = [here / first for here, first in zip(ms, timed[0][2], strict=True)]
-                row |= {"ratio": median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+                row["ratio"] = median(ratios)
+                row["lowest"], row["highest"] = min(ratios), max(ratios)
             run.report["windows"].append(row)
 
 
-def trace_steps(run: Run, count: int) -> dict:
+def trace_steps(run: Timed, count: int) -> dict:
     """Profile steps at the middle window, on all ranks; rank 0 writes its trace into logs/."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines of its own
     with profile() as profiled:
@@ -184,39 +255,61 @@ def trace_steps(run: Run, count: int) -> dict:
 # Arithmetic on paper, and rates
 
 
-def model_flops(model: train_gpt.GPT, inputs: Tensor, now) -> tuple[float, float]:
-    """Operations that a step on inputs (n, T) needs in matmuls and in attention, whatever is run,
-    at a moment or with a long window.
+def parameters_of(run_class: type[train_gpt.Run], model: train_gpt.GPT, *groups: str) -> list:
+    """Return the parameters of some groups of a model."""
+    table = run_class.optimizers_class.table(model.hp)
+    members = script.core(run_class).members(model, table)
+    return [p for group in groups for p in members[group].values()]
+
+
+def model_flops(
+    run_class: type[train_gpt.Run], model: train_gpt.GPT, inputs: Tensor, now: train_gpt.Moment
+) -> tuple[float, float]:
+    """Return the operations that a step on inputs (n, T) needs in matmuls and in attention at a
+    moment, whatever is run.
 
     Matmuls: 6 for each token and matrix element (2 forward, 4 backward), with the padded head and
     without embeddings, which are looked up. Attention: 12 * heads * head_dim for each pair of a
     token and a key that it sees, in each layer that attends, under that layer's window. Masked
-    pairs, recomputation, norms and the like are not counted. Paired heads are half as many.
+    pairs, recomputation, norms and the like are not counted. Where two heads attend as one, to two
+    positions a token, pairs are half as many.
     """
-    hp, groups, pairs, now = model.hp, train_gpt.members(model), Counter(), model.at(now)
+    pairs = Counter()
     for row in inputs:
         for name, first in model.masks(row, now, lambda first: first).items():
             own = torch.arange(1, len(first) + 1, device=first.device)
             pairs[name] += (own - first).sum().item()
-    elements = sum(p.numel() for group in ("head", "muon") for p in groups[group].values())
-    seen = sum(pairs[layer.mask] / (1 + layer.paired) for layer in model.layers)
-    return 6.0 * inputs.numel() * elements, 12.0 * hp.num_heads * hp.head_dim * seen
+    seen = 0
+    for layer in model.layers:
+        # Layers of train_gpt.py have neither a mask apart from the window nor paired heads.
+        count = pairs[getattr(layer, "mask", layer.window)]
+        seen += count / 2 if getattr(layer, "paired", False) else count
+    elements = sum(p.numel() for p in parameters_of(run_class, model, "head", "muon"))
+    matmul = 6.0 * inputs.numel() * elements
+    return matmul, 12.0 * model.hp.num_heads * model.hp.head_dim * seen
 
 
-def newton_schulz_flops(model: train_gpt.GPT, iterations: int = 5) -> float:
-    """Operations of Muon's orthogonalisation in a step, of all ranks; no part of model_flops.
+def newton_schulz_flops(
+    run_class: type[train_gpt.Run], model: train_gpt.GPT, iterations: int = 5
+) -> float:
+    """Return the operations of Muon's orthogonalisation in a step, of all ranks; they are no part
+    of model_flops.
 
     For an m x n matrix, m <= n, an iteration is X X^T (2 m m n), its square (2 m m m) and B X.
     """
-    sizes = [(p.numel(), *sorted(p.shape[-2:])) for p in train_gpt.members(model)["muon"].values()]
-    once = [size // (m * n) * (4 * m * m * n + 2 * m**3) for size, m, n in sizes]
-    return float(iterations * sum(once))
+    once = 0
+    for p in parameters_of(run_class, model, "muon"):
+        m, n = sorted(p.shape[-2:])
+        once += p.numel() // (m * n) * (4 * m * m * n + 2 * m**3)
+    return float(iterations * once)
 
 
 def median_rate(work, device: torch.device, seconds: float) -> float:
-    """How often a second `work()` is done, tried for that long: the median of at least 3 times."""
+    """Return how often a second `work()` is done, tried for that long: the median of at least 3
+    times."""
     count = 10 if device.type == "cuda" else 1  # together, so that launching them does not count
-    times, end = [], clock(device) + seconds
+    times = []
+    end = clock(device) + seconds
     work()
     while len(times) < 3 or clock(device) < end:
         start = clock(device)
@@ -227,23 +320,25 @@ def median_rate(work, device: torch.device, seconds: float) -> float:
 
 
 def matmul_tflops(device: torch.device, seconds: float) -> float:
-    """TFLOP/s of one process's large matmuls: in bfloat16 on a GPU, in float32 on a CPU."""
+    """Return TFLOP/s of a process's large matmuls: in bfloat16 on a GPU, in float32 on a CPU."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     return 2e-12 * n**3 * median_rate(lambda: a @ b, device, seconds)
 
 
 def estimate(matmuls: float, memory: float) -> dict[str, dict[str, float]]:
-    """Minutes that RANKS GPUs with these shares of an H100's rates need, by either rate alone."""
+    """Return the minutes that RANKS GPUs with these shares of an H100's rates need, by either rate
+    alone."""
     found = {}
-    for name, reached in program.published().items():
+    for name, reached in records.published().items():
         then, now = reached["minutes"], reached["minutes"] * 8 / RANKS
         found[name] = {"published": then, "by_matmuls": now / matmuls, "by_memory": now / memory}
     return found
 
 
 def calibrate(device: torch.device, seconds: float) -> dict:
-    """Rates of this machine, measured for about that many seconds, and the minutes they promise."""
+    """Return rates of this machine, measured for about that many seconds, and the minutes that they
+    promise."""
     on_gpu = device.type == "cuda"
     found = {"matmul TFLOP/s": matmul_tflops(device, seconds / 2)}
     source = torch.zeros(2**30 if on_gpu else 2**27, dtype=torch.uint8, device=device)
@@ -252,7 +347,7 @@ def calibrate(device: torch.device, seconds: float) -> dict:
     found["memory GB/s"] = 2e-9 * source.nbytes * copies  # read and written
     if RANKS > 1:  # bus bandwidth: what each rank sends and receives in a ring
         buffer = torch.zeros(2**28 if on_gpu else 2**22, device=device)
-        reduces = median_rate(lambda: program.all_reduce_([buffer]), device, 0)  # as often on all
+        reduces = median_rate(lambda: train_gpt.all_reduce_([buffer]), device, 0)  # as often on all
         found["all-reduce GB/s"] = 2e-9 * (RANKS - 1) / RANKS * buffer.nbytes * reduces
     rates = {k: {"here": v, "H100": H100[k], "share": v / H100[k]} for k, v in found.items()}
     shares = [rates[name]["share"] for name in ("matmul TFLOP/s", "memory GB/s")]
@@ -265,7 +360,7 @@ def calibrate(device: torch.device, seconds: float) -> dict:
 
 
 def show(value) -> str:
-    """A value of the report in words: numbers with four digits, or all before the point."""
+    """Return a value of the report in words: numbers with four digits, or all before the point."""
     if isinstance(value, dict):
         return ", ".join(f"{k.replace('_', ' ')} {show(v)}" for k, v in value.items())
     if isinstance(value, float):
@@ -274,7 +369,7 @@ def show(value) -> str:
 
 
 def print_report(report: dict) -> None:
-    """The report of --json for people: windows are a table, anything else a line or some."""
+    """Print the report of --json for people: windows are a table, anything else a line or some."""
     for name, value in report.items():
         if name == "windows":
             titles = {k: k.replace("_per_", "/").replace("_", " ") for k in value[0]}
@@ -295,10 +390,10 @@ def print_report(report: dict) -> None:
 
 
 def bench(args: argparse.Namespace, device: torch.device) -> dict:
-    """Time a run, and that of --vs in turn with it; the answer is what --json prints."""
+    """Time a run, and that of --vs in turn with it; return what --json prints."""
     fresh = device.type == "cuda" and RANKS == 1 and not args.no_compile_times
     starts = start_seconds(args.configurations[0]) if fresh else {}  # while the GPU has room
-    runs = [Run(flags, device) for flags in args.configurations]
+    runs = [Timed(chosen, device) for chosen in args.configurations]
     report = runs[0].report
     report["start_s"] |= starts
     time_in_turn(runs, args.steps)
@@ -310,17 +405,17 @@ def bench(args: argparse.Namespace, device: torch.device) -> dict:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """bench.py's own flags, and the configurations to time; UserError for a bad value."""
+    """Return bench.py's own flags, and the configurations to time; UserError for a bad value."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.error = program.fail
-    count = {"type": int, "metavar": "N"}
-    seconds = {"type": int, "metavar": "SECONDS", "nargs": "?", "const": 30}
-    parser.add_argument("--steps", default=20, help="timed at a window, 5 at least [20]", **count)
-    parser.add_argument("--micro_batches", help="a process [the record's]", **count)
+    parser.error = train_gpt.fail
+    add_count = partial(parser.add_argument, type=int, metavar="N")
+    add_count("--steps", default=20, help="timed at a window, 5 at least [20]")
+    add_count("--micro_batches", help="a process [the record's]")
     parser.add_argument("--vs", metavar="FLAGS", type=shlex.split, help="time these too, in turn")
-    parser.add_argument("--trace", help="profile N steps, write a trace", **count)
-    parser.add_argument("--calibrate", help="is my machine slow? [30]", **seconds)
+    add_count("--trace", help="profile N steps, write a trace")
+    help_ = "is my machine slow? [30]"
+    add_count("--calibrate", metavar="SECONDS", nargs="?", const=30, help=help_)
     parser.add_argument("--json", action="store_true", help="one JSON object, no tables")
     parser.add_argument("--no_compile_times", action="store_true", help="no two fresh starts")
     parser.add_argument("--only_start", action="store_true", help=argparse.SUPPRESS)
@@ -330,34 +425,37 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--steps, --micro_batches, --trace and --calibrate want 1 or more")
     if args.micro_batches:
         flags += ["--batch_seqs", str(args.micro_batches * RANKS)]
-    args.configurations = [flags] if args.vs is None else [flags, flags + args.vs]
-    parsed = [train_gpt.parse_args(flags) for flags in args.configurations]
-    for hp, given in parsed:
-        if other := {"eval", "resume", "list_records", "diff"} & vars(given).keys():
-            parser.error(f"--{other.pop()} is for train_gpt.py: bench.py times a new run")
-        if hp.device != parsed[0][0].device:
-            parser.error("--vs cannot change --device: run bench.py once for each")
-    args.hp = parsed[0][0]
+    path, flags = script.take_script(flags)
+    args.configurations = [configuration(path, flags)]
+    if args.vs is not None:
+        if args.vs and args.vs[0].endswith(".py"):
+            path = script.find(args.vs.pop(0))
+        args.configurations.append(configuration(path, flags + args.vs))
+    args.hp = args.configurations[0].hp
+    if any(chosen.hp.device != args.hp.device for chosen in args.configurations):
+        parser.error("--vs cannot change --device: run bench.py once for each")
     return args
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure what the flags ask for, and print it."""
+    device = train_gpt.start_device(args.hp.device, args.hp.comm_timeout)
+    if args.only_start:
+        Timed(args.configurations[0], device)
+        return
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    git = f"git -C '{HERE}' describe --always --dirty --exclude='*' || echo unknown"
+    commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+    threads = torch.get_num_threads()
+    machine = f"{RANKS} x {name}, {threads} threads, torch {torch.__version__}, commit {commit}"
+    found = calibrate(device, args.calibrate) if args.calibrate else bench(args, device)
+    report = {"machine": machine, **found}
+    print(json.dumps(report, indent=1)) if args.json else print_report(report)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Do what the flags say; errors and ranks are those of train_gpt.py."""
-
-    def work(args, store):
-        device = program.start_device(args.hp.device, store, args.hp.comm_timeout)
-        if args.only_start:
-            Run(args.configurations[0], device)
-            return
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        git = f"git -C '{HERE}' describe --always --dirty --exclude='*' || echo unknown"
-        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        machine = f"{RANKS} x {name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        seconds, report = args.calibrate, {"machine": f"{machine}, commit {commit}"}
-        report |= calibrate(device, seconds) if seconds else bench(args, device)
-        print(json.dumps(report, indent=1)) if args.json else print_report(report)
-
-    program.as_program("bench.py", lambda: parse_args(argv), work)
+    train_gpt.as_program("bench.py", parse=lambda: parse_args(argv), work=work)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """Does a change help? Runs with and without it, in turn, until the answer is settled.
 
-    ./run.sh --compare "FLAGS A" "FLAGS B" [--runs 20] [flags of both]
-    ./run.sh --compare "" "--muon_lr 0.06"              the recipe as it is against a changed flag
-    ./run.sh --compare "" "../fork --muon_lr 0.06"      against a fork in another folder, with flags
+    ./run.sh --compare "A" "B" [--runs 20] [flags of both]
+    ./run.sh --compare "" "--muon_lr 0.06"                the recipe as it is against a changed flag
+    ./run.sh --compare "" "my_fork.py --muon_lr 0.06"     against another script, with a flag
+
+A and B are flags, perhaps behind a script; without one it is train_gpt.py, or what stands before
+--compare. A script is a path or the name of a file in the project, in forks/ or in the current
+folder. If it lies in a project of its own, such as another checkout, that one starts it.
 
 A pair is a run of A and one of B with the same seed. Pairs take turns (A B, B A, A B, ...), so that
 a machine that slows down slows both. --runs is how many pairs there are at most. What is judged is
@@ -12,7 +16,8 @@ ends lower, and loss falls with the logarithm of the steps. It is then taken as 
 in one and loses in the other, its error is not in p. --judge loss or --judge time judge one alone.
 
 Runs whose logs are there are not made again: --run_id NAME goes on with a comparison, by the same
-plan. A fork trains on the data in its own folder, unless --train_files and --val_files name others.
+plan. A copy of train_gpt.py in another folder looks for data there, unless --train_files and
+--val_files name others.
 
 The answer is settled by a sequential test. After n of N pairs, a t-test of the n numbers must have
 a p below c n / N. c is such that, where there is no difference, all looks together settle one with
@@ -36,18 +41,17 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import leaderboard  # noqa: E402
+import script  # noqa: E402
 from leaderboard import Run, show_p  # noqa: E402
 
-import program  # noqa: E402
-import train_gpt  # noqa: E402
-from program import HERE, UserError  # noqa: E402
+from train_gpt import HERE, Hyperparameters, UserError, as_program, fail  # noqa: E402
 
+LAUNCH = HERE / "tools" / "launch.py"
 LONGER = 1.25  # times the steps: the run that tells what a step is worth
 ROUNDED = 1e-4 / 6**0.5  # deviation of the rounding in a difference of two losses of logs
-WITHOUT = "--save_every", "0", "--val_loss_every", "0"  # unless flags say otherwise
+WITHOUT = ("--save_every", "0", "--val_loss_every", "0")  # unless flags say otherwise
 
 
 # -----------------------------------------------------------------------------
@@ -55,9 +59,12 @@ WITHOUT = "--save_every", "0", "--val_loss_every", "0"  # unless flags say other
 
 
 def p_values(numbers: np.ndarray, least: float = 0.0) -> np.ndarray:
-    """Two-sided p of Student's t-test that the mean is 0: of numbers (..., N), after the first 2,
-    3, ... N of them (..., N - 1). Their deviation is taken as `least` at least, which is that of
-    rounding. Where `least` is 0, equal numbers have a p of 1 if they are 0, and else of 0."""
+    """Return the two-sided p of Student's t-test that the mean is 0: of numbers (..., N), after the
+    first 2, 3, ... N of them (..., N - 1).
+
+    The numbers' deviation is taken as `least` at least, which is that of rounding. Where `least` is
+    0, equal numbers have a p of 1 if they are 0, and else of 0.
+    """
     numbers = np.asarray(numbers, float)
     count = np.arange(1, numbers.shape[-1] + 1)
     mean = numbers.cumsum(-1) / count
@@ -73,17 +80,19 @@ def p_values(numbers: np.ndarray, least: float = 0.0) -> np.ndarray:
 
 @cache
 def thresholds(alpha: float, most: int, paths: int = 100_000) -> np.ndarray:
-    """The p below which the look after pair 2, 3, ... `most` settles a difference (most - 1,).
+    """Return the p below which the look after pair 2, 3, ... `most` settles a difference,
+    (most - 1,).
 
-    They grow with the pair's number, and all looks together settle a difference that is not there
-    with probability alpha. Simulated: t does not depend on the numbers' deviation."""
+    It grows with the pair's number, and all looks together settle a difference that is not there
+    with probability alpha. It is simulated: t does not depend on the numbers' deviation.
+    """
     numbers = np.random.default_rng(2026).standard_normal((paths, most))
     growth = np.arange(2, most + 1) / most
     return np.quantile((p_values(numbers) / growth).min(axis=1), alpha) * growth
 
 
 def half_width(numbers: list[float]) -> float:
-    """Half of the 95 % interval of the mean; nan for fewer than two numbers."""
+    """Return half of the 95 % interval of the mean; nan for fewer than two numbers."""
     if len(numbers) < 2:
         return math.nan
     sem = np.std(numbers, ddof=1) / len(numbers) ** 0.5
@@ -96,37 +105,51 @@ def half_width(numbers: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: flags, for the launch.py of a folder."""
+    """What is compared: a script, and flags for it."""
 
     name: str
     flags: tuple[str, ...] = ()
-    folder: Path = HERE
+    path: Path = script.OWN  # the script's
 
     @classmethod
-    def of(cls, name: str, text: str, common: list[str]) -> "Side":
-        """From "[FOLDER] FLAGS"; UserError for what cannot be."""
+    def of(cls, name: str, text: str, common: list[str], own: Path = script.OWN) -> "Side":
+        """Return a side from "[SCRIPT.py] FLAGS" and the flags of both; UserError for what cannot
+        be."""
         try:
-            words, folder = shlex.split(text), HERE
+            words = shlex.split(text)
         except ValueError as error:
             raise UserError(f"--compare: {name} is {text}: {error}") from error
         if words and not words[0].startswith("-"):
-            folder = Path(words.pop(0)).expanduser().resolve()
-            if not (folder / "launch.py").exists():
-                raise UserError(f"--compare: {folder} is no fork of this project, no launch.py")
-        if of_both := {"--seed", "--run_id"} & {word.split("=")[0] for word in words}:
-            raise UserError(f"--compare: {of_both.pop()} is for A and B: leave it out of {text!r}")
-        return cls(name, (*common, *words), folder)
+            own = script.find(words.pop(0))
+        for word in words:
+            if word.split("=")[0] in ("--seed", "--run_id"):
+                flag = word.split("=")[0]
+                raise UserError(f"--compare: {flag} is for A and B: leave it out of {text!r}")
+        return cls(name, (*common, *words), own)
+
+    @property
+    def launcher(self) -> Path:
+        """The program that starts the script: that of the project in which it lies, or this one."""
+        for folder in self.path.parents[:2]:
+            if (folder / "tools" / "launch.py").exists():
+                return folder / "tools" / "launch.py"
+        return LAUNCH
+
+    def check(self, seed: int) -> None:
+        """Raise UserError for bad flags, if the script can be imported beside this project's."""
+        if self.launcher == LAUNCH:
+            new_run(self.path, [*self.flags, "--seed", str(seed)])
 
     def run(self, name: str, seed: int) -> Run:
-        """The run with that seed: of its log, if that is whole, or made now. UserError."""
+        """Return the run with that seed: of its log, if that is whole, or made now. UserError."""
         run_id = f"{name}_{self.name}_seed{seed}"
         log = Path("logs", f"{run_id}.txt")
         if not whole(log):
             for path in (log, log.with_suffix(".jsonl")):  # of a run that was interrupted
                 path.unlink(missing_ok=True)
             shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
-            flags = *WITHOUT, *self.flags, "--seed", str(seed), "--run_id", run_id
-            command = [sys.executable, f"{self.folder}/launch.py", *flags]
+            flags = [*WITHOUT, *self.flags, "--seed", str(seed), "--run_id", run_id]
+            command = [sys.executable, str(self.launcher), str(self.path), *flags]
             status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
             if status in (130, -signal.SIGINT):
                 raise KeyboardInterrupt
@@ -142,12 +165,13 @@ class Side:
 
 
 def begin(name: str, sides: list[Side], **plan) -> None:
-    """Say what begins, and note flags and plan beside the logs; UserError if those of that name had
+    """Say what begins, and note flags and plan beside the logs. UserError if logs of that name had
     others: a test that is planned anew after a look errs more often than it says."""
     signal.signal(signal.SIGINT, lambda *_: None)  # it is the run's, which saves and ends
     path = Path("logs", f"{name}.json")
     known = json.loads(path.read_text()) if path.exists() else {}
-    plan |= {side.name: [str(side.folder), *side.flags] for side in sides}
+    for side in sides:
+        plan[side.name] = [str(side.path), *side.flags]
     for key, value in plan.items():
         if known.setdefault(key, value) != value:
             raise UserError(f"{path}: {key} was {known[key]}: choose another --run_id")
@@ -157,7 +181,7 @@ def begin(name: str, sides: list[Side], **plan) -> None:
 
 
 def whole(log: Path) -> bool:
-    """Whether it is the log of a finished run."""
+    """Say whether a log is that of a finished run."""
     try:
         return bool(leaderboard.read_log(log))
     except (OSError, ValueError):
@@ -165,7 +189,7 @@ def whole(log: Path) -> bool:
 
 
 def check_equal(runs: list[Run]) -> None:
-    """UserError if runs of one side differ in more than the seed: then they are no sample."""
+    """Raise UserError if runs of one side differ in more than the seed: then they are no sample."""
     for run in runs:
         if run.group != runs[0].group:
             raise UserError(
@@ -175,7 +199,7 @@ def check_equal(runs: list[Run]) -> None:
 
 
 def worth_of_time(run: Run, longer: Run) -> float:
-    """How much lower the loss of a run would be with e times the steps (nats), by a longer one."""
+    """Return how much lower a run's loss would be with e times the steps (nats), from both."""
     gain = run.loss - longer.loss
     if gain <= 0:
         raise UserError(
@@ -186,9 +210,9 @@ def worth_of_time(run: Run, longer: Run) -> float:
 
 
 def longer(side: Side, steps: int) -> Side:
-    """The side's recipe, which has so many steps, with a quarter more."""
-    flags = *side.flags, "--num_iterations", str(round(LONGER * steps))
-    return Side(f"{side.name}_longer", flags, side.folder)
+    """Return the side's recipe, which has so many steps, with a quarter more."""
+    flags = (*side.flags, "--num_iterations", str(round(LONGER * steps)))
+    return Side(f"{side.name}_longer", flags, side.path)
 
 
 # -----------------------------------------------------------------------------
@@ -206,8 +230,8 @@ class Comparison:
     pairs: list[tuple[Run, Run]] = field(default_factory=list)
 
     def numbers(self, of: str) -> list[float]:
-        """A number a pair: log of the times' ratio, difference of losses, or log of the ratio of
-        the times to equal loss."""
+        """Return a number for each pair: the log of the times' ratio, the difference of losses, or
+        the log of the ratio of the times to equal loss."""
         times = [math.log(b.seconds / a.seconds) for a, b in self.pairs]
         losses = [b.loss - a.loss for a, b in self.pairs]
         if of == "together":
@@ -216,10 +240,14 @@ class Comparison:
 
     @property
     def p(self) -> float:
-        """Of the last look; nan after the first pair."""
+        """The p of the last look; nan after the first pair."""
         if len(self.pairs) < 2:
             return math.nan
-        least = {"time": 0.0, "loss": ROUNDED, "together": ROUNDED / (self.worth or 1)}[self.judge]
+        least = 0.0  # of times, which are not rounded much
+        if self.judge == "loss":
+            least = ROUNDED
+        elif self.judge == "together":
+            least = ROUNDED / self.worth
         return float(p_values(self.numbers(self.judge), least)[-1])
 
     @property
@@ -229,10 +257,11 @@ class Comparison:
 
     @property
     def settled(self) -> bool:
+        """Whether the last look settles a difference."""
         return self.p < self.needed
 
     def sentence(self) -> str:
-        """In plain words: how B compares with A, how sure that is, and whether it is settled."""
+        """Return in plain words how B compares with A, how sure that is, and if it is settled."""
         found = {}
         for of in ("time", "loss", "together"):
             if of != "together" or self.worth:
@@ -253,7 +282,7 @@ class Comparison:
 
 
 def percent(mean: float, by: float, words: tuple[str, str]) -> str:
-    """The mean logarithm of a ratio, and half its interval, in per cent of that ratio's change."""
+    """Return the mean logarithm of a ratio, and half its interval, in per cent of its change."""
     return leaderboard.amount(100 * math.expm1(mean), 100 * math.exp(mean) * by, ".1f", words, " %")
 
 
@@ -277,25 +306,28 @@ def compare(a: Side, b: Side, name: str, seed: int, judge: str, alpha: float, mo
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:
-    """A parser for a program that makes runs in turn; other flags are those of the runs."""
+    """Return a parser for a program that makes runs in turn; other flags are those of the runs."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=form, allow_abbrev=False)
-    parser.error = program.fail
+    parser.error = fail
     name = time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
     parser.add_argument("--run_id", default=name, help="first part of logs' names [by the time]")
     return parser
 
 
-def new_run(flags: list[str]) -> train_gpt.Hyperparameters:
-    """The settings that flags say; UserError for bad ones, and those that make no new run."""
-    hp, given = train_gpt.parse_args(flags)
-    if other := {"eval", "resume", "list_records", "diff"} & vars(given).keys():
-        raise UserError(f"--{other.pop()} is for train_gpt.py: here runs are new")
+def new_run(path: Path, flags: list[str]) -> Hyperparameters:
+    """Return the settings that flags of a script say; UserError for bad ones, and for those that
+    make no new run."""
+    run_class = script.load(path)
+    hp, given = script.core(run_class).parse_args(flags, run_class)
+    for name in ("eval", "resume"):
+        if name in given:
+            raise UserError(f"--{name} is for {path.name}: here runs are new")
     return hp
 
 
 def parse_args(argv: list[str] | None) -> tuple:
-    """The arguments of `compare`; UserError for a bad value."""
+    """Return the arguments of `compare`; UserError for a bad value."""
     argv, texts = list(sys.argv[1:] if argv is None else argv), []
     asks_for_help = {"-h", "--help"} & set(argv)
     if "--compare" in argv and not asks_for_help:  # argparse would take "--fp8=off" for its own
@@ -306,21 +338,22 @@ def parse_args(argv: list[str] | None) -> tuple:
     parser.add_argument("--judge", choices=("together", "time", "loss"), default="together")
     text = "how often no difference is taken for one [0.01]"
     parser.add_argument("--alpha", type=float, default=leaderboard.SETTLED, help=text)
-    args, common = parser.parse_known_args(argv)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first pair [0]")
+    args, others = parser.parse_known_args(argv)
     if len(texts) < 2:
         parser.error('--compare wants the flags of A and those of B, each in quotes, or ""')
     if not (2 <= args.runs <= 200 and 0.001 <= args.alpha <= 0.5):
         parser.error("--runs wants from 2 to 200 pairs, and --alpha from 0.001 to 0.5")
-    a, b = (Side.of(*side, common) for side in zip("AB", texts, strict=True))
-    for side in (a, b):
-        if side.folder == HERE:
-            new_run(list(side.flags))
-    return a, b, args.run_id, new_run(common).seed, args.judge, args.alpha, args.runs
+    path, common = script.take_script(others)
+    a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
+    a.check(args.seed)
+    b.check(args.seed)
+    return a, b, args.run_id, args.seed, args.judge, args.alpha, args.runs
 
 
 def main(argv: list[str] | None = None) -> None:
     """Compare as the flags say; errors are those of train_gpt.py."""
-    program.as_program("run.sh", lambda: parse_args(argv), lambda args, store: compare(*args))
+    as_program("run.sh", lambda: parse_args(argv), lambda arguments: compare(*arguments))
 
 
 if __name__ == "__main__":

@@ -7,61 +7,81 @@ DIR then holds weights (safetensors), settings, GPT-2's tokenizer and a modellin
     transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 gives the logits that the checkpoint gives in float32. The window is that of the checkpoint's step.
+The models of train_gpt.py can be exported, and those of forks that change no model.
 """
 
 import argparse
 import json
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from sample import last_moment, load_model, parse_with_checkpoint
+from sample import Checkpoint, parse_with_checkpoint
 
-import program  # which sample found, as the others
-import train_gpt
+import train_gpt  # which sample found, as the next one
 from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, Hyperparameters, UserError
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
-SHARED = ("model_dim", "num_heads", "head_dim", "rope", "rope_base", "norm_eps", "window_rule")
+# Settings that have the same names in the modelling file.
+SHARED = (
+    "model_dim",
+    "num_heads",
+    "head_dim",
+    "rope",
+    "rope_base",
+    "norm_eps",
+    "window_rule",
+    "logit_softcap",
+)
 
-
-# What the modelling file does not know is refused: these settings, another field of a layer,
-# another weight.
-UNKNOWN = "attention_gate", "value_gate", "skip_gate", "smear", "key_offset", "yarn"
-UNKNOWN += "scaled_projections", "logit_sigmoid", "bigram_rows", "sublayer_lambdas"
-LAYER_FIELDS = {"window", "values", "skip_from"}
+# What else it knows: fields of a layer, and weights.
+LAYER_FIELDS = {"window", "values"}
 WEIGHTS = re.compile(
     r"(value_embeds\.embed\.\d|embed|lm_head)\.weight|skip_weights"
     r"|blocks\.\d+\.((attn\.)?lambdas|attn\.qkv_w|attn\.c_proj\.weight|mlp\.c_(fc|proj)\.weight)"
 )
+# A fork's own settings change no model if --help has them in such a group.
+OF_TRAINING = re.compile("schedule|stages|batch|optimizers|FP8|run")
 
 
-def check_known(hp: Hyperparameters, saved: dict) -> None:
-    """UserError for a model that the modelling file would compute wrongly."""
-    plain = asdict(train_gpt.Layer("long"))
-    words = {
-        name
-        for layer in train_gpt.layer_table(hp)
-        for name, value in asdict(layer).items()
-        if name not in LAYER_FIELDS and value != plain[name]
-    }
-    usual = Hyperparameters()
-    words |= {name for name in UNKNOWN if getattr(hp, name) != getattr(usual, name)}
-    words |= {"window_rule"} if hp.window_rule == "distance" else set()
-    if not words:  # else it would be a long list
-        words = {name for name in saved["model"] if not WEIGHTS.fullmatch(name)}
-    if words:
-        names = ", ".join(sorted(words))
+def unknown_settings(hp: Hyperparameters) -> set[str]:
+    """Return the names of settings that are not train_gpt.py's, or not as train_gpt.py allows them,
+    and that may change a model."""
+    known = {f.name: f.metadata["choices"] for f in fields(Hyperparameters)}
+    unknown, group = set(), ""
+    for f in fields(hp):
+        value = getattr(hp, f.name)
+        if f.name in known:
+            if isinstance(value, str) and known[f.name] and value not in known[f.name]:
+                unknown.add(f.name)
+            continue
+        group = f.metadata["group"] or group
+        if value != f.default and not OF_TRAINING.search(group):
+            unknown.add(f.name)
+    return unknown
+
+
+def check_known(hp: Hyperparameters, model: train_gpt.GPT) -> None:
+    """Raise UserError for a model that the modelling file would compute wrongly."""
+    unknown = unknown_settings(hp)
+    for layer in model.layers:
+        for f in fields(layer):
+            if f.name not in LAYER_FIELDS and getattr(layer, f.name) != f.default:
+                unknown.add(f.name)
+    if not unknown:  # else it would be a long list
+        unknown = {name for name in model.state_dict() if not WEIGHTS.fullmatch(name)}
+    if unknown:
+        names = ", ".join(sorted(unknown))
         raise UserError(f"{MODELING} does not know {names}: add it there, or export another model")
 
 
-def hf_config(hp: Hyperparameters, window: int) -> dict:
-    """config.json: the fields of SpeedrunConfig, and where transformers finds the classes."""
+def hf_config(hp: Hyperparameters, model: train_gpt.GPT, window: int) -> dict:
+    """Return config.json: fields of SpeedrunConfig, and where transformers finds the classes."""
     return {
         "model_type": "nanogpt_speedrun",
         "architectures": ["SpeedrunForCausalLM"],
@@ -72,28 +92,27 @@ def hf_config(hp: Hyperparameters, window: int) -> dict:
         "dtype": "float32",
         "tie_word_embeddings": False,
         **{name: getattr(hp, name) for name in SHARED},
-        "layers": [asdict(layer) for layer in train_gpt.layer_table(hp)],
-        "softcap": train_gpt.sigmoid_form(hp.logit_softcap),
+        "layers": [{"window": layer.window, "values": layer.values} for layer in model.layers],
         "attn_scale": hp.attn_scale or hp.head_dim**-0.5,
         "window": window,
         "vocab_size": min(hp.vocab_size, END_OF_TEXT + 1),  # the rest was never trained
         "table_rows": hp.vocab_size,
-        "head_rows": train_gpt.padded_vocab(hp),
+        "head_rows": hp.padded_vocab,
     }
 
 
-def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
+def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
     """Make the folder whole or not at all; UserError if there is something already."""
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder, or remove it")
-    check_known(hp, saved)
-    load_model(replace(hp, compile="off"), saved, torch.device("cpu"))  # or it says what is wrong
+    model = checkpoint.model(torch.device("cpu"), compile="off")  # or it says what is wrong
+    check_known(checkpoint.hp, model)
     # Embeddings that were trained in bfloat16 stay so: transformers makes them float32 again.
-    weights = {name: w.contiguous() for name, w in saved["model"].items()}
+    weights = {name: w.contiguous() for name, w in checkpoint.saved["model"].items()}
     tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     texts = {
-        "config.json": hf_config(hp, last_moment(saved, hp).window),
+        "config.json": hf_config(checkpoint.hp, model, checkpoint.now.window),
         "generation_config.json": {"eos_token_id": END_OF_TEXT, "use_cache": False},
         "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **special},
         "vocab.json": tokens,
@@ -116,27 +135,27 @@ def export_hf(hp: Hyperparameters, saved: dict, folder: Path) -> None:
         raise
 
 
-def parse(argv: list[str] | None):
-    """Flags; UserError for those that cannot be."""
+def parse(argv: list[str] | None) -> tuple[Path, Checkpoint]:
+    """Return the folder to make, and the checkpoint; UserError for what cannot be."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
     help_ = "hf: for Hugging Face transformers; DIR is made"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
-    args, hp, loaded = parse_with_checkpoint(parser, argv)
+    args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.export[0] != "hf":
         raise UserError(f"--export {args.export[0]}: hf is the one format there is")
-    return Path(args.export[1]), hp, loaded
+    return Path(args.export[1]), checkpoint
 
 
-def export(parsed, store) -> None:
+def export(parsed: tuple[Path, Checkpoint]) -> None:
     """Write the folder."""
-    folder, hp, loaded = parsed
-    export_hf(hp, loaded.saved, folder)
-    print(f"{loaded.checkpoint}: exported to {folder}")
+    folder, checkpoint = parsed
+    export_hf(checkpoint, folder)
+    print(f"{checkpoint.path}: exported to {folder}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint; status 1 or 2 and a line if that cannot be."""
-    program.as_program("export.py", lambda: parse(argv), export)
+    train_gpt.as_program("export.py", lambda: parse(argv), export)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Each question with each ending is a document. Documents are packed into long seq
 document mask of training, and the window is wide enough for the longest: so a document's score does
 not depend on its neighbours. The 10,042 questions are fetched once (12 MB), or read from --data, a
 .jsonl of the same form: objects with `ctx`, four `endings` and a `label` from 0 to 3. Other flags
-are those of train_gpt.py.
+are those of the script that saved the checkpoint.
 """
 
 import argparse
@@ -27,14 +27,13 @@ from http.client import HTTPException
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from sample import gpt2_encoding, last_moment, load_model, parse_with_checkpoint
+from sample import Checkpoint, gpt2_encoding, parse_with_checkpoint
 from torch import Tensor
 from tqdm import tqdm
 
-import program  # which sample found
-from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, UserError
+import train_gpt  # which sample found
+from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, Moment, UserError
 
 HOME = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -42,7 +41,7 @@ SEQUENCE = {"cuda": 65536, "cpu": 1024}  # tokens; a CPU's mask has their square
 
 
 def fetch(path: Path) -> None:
-    """The validation questions, from their home; nothing is left of what came wrong."""
+    """Fetch the validation questions from their home; nothing is left of what came wrong."""
     print(f"fetching {HOME}", file=sys.stderr)
     try:
         with urllib.request.urlopen(HOME, timeout=60) as answer:
@@ -57,9 +56,14 @@ def fetch(path: Path) -> None:
     temporary.rename(path)
 
 
-def read_questions(path: Path, limit: int) -> list[tuple[list[list[int]], int, int]]:
-    """Of each question its documents' tokens, how many of these are common, and the right one."""
-    encoding, questions, number = gpt2_encoding(), [], 0
+Question = tuple[list[list[int]], int, int]
+
+
+def read_questions(path: Path, limit: int) -> list[Question]:
+    """Return of each question its documents' tokens, how many of these are common, and which
+    document is right."""
+    encoding = gpt2_encoding()
+    questions, number = [], 0
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         for number, line in enumerate(lines, 1):  # noqa: B007
@@ -81,7 +85,7 @@ def read_questions(path: Path, limit: int) -> list[tuple[list[list[int]], int, i
 
 
 def pack(lengths: list[int], size: int) -> Iterator[list[tuple[int, int]]]:
-    """Sequences of documents (index, place) of these lengths, in their order, as they fit."""
+    """Yield sequences of documents (index, place) of these lengths, in their order, as they fit."""
     sequence, end = [], 0
     for i, length in enumerate(lengths):
         if end + length > size:
@@ -94,21 +98,23 @@ def pack(lengths: list[int], size: int) -> Iterator[list[tuple[int, int]]]:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: GPT, documents: list[list[int]], starts: list[int], when, rank=0, world_size=1
+    model: GPT,
+    documents: list[list[int]],
+    starts: list[int],
+    now: Moment,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Tensor:
-    """Summed log-likelihood of each document's tokens from its start on: (n,), float64, on CPU.
-
-    It is that at a moment, or with a long window. All ranks work, and all know all of them then.
-    """
-    device, hp = model.skip_weights.device, model.hp
-    # Smear, offset keys and bigrams reach back across the start of a document. So ends of text come
-    # before each one, and the last of them must be the same after any neighbour. Two are enough;
-    # with bigrams three, because a sequence's second token has a bigram of its own.
-    gap = 3 if hp.bigram_rows else 2 * (hp.smear or hp.key_offset)
+    """Return the summed log-likelihood of each document's tokens from its start on, at a moment:
+    (n,), float64, on CPU. All ranks work, and all know all of them then."""
+    device = model.lm_head.weight.device
+    # A model may reach back across the start of a document. So ends of text come before each one,
+    # as many as it takes that the last of them is the same after any neighbour.
+    gap = model.context_tokens
     lengths = [gap + len(document) - 1 for document in documents]  # nothing follows the last token
     longest = -(-max(lengths) // BLOCK) * BLOCK
     size = max(SEQUENCE[device.type], longest)
-    now, wide = model.at(when), 2 * (longest + BLOCK)  # paired heads count positions
+    wide = 2 * (longest + BLOCK)  # twice, where two heads attend as one, to two positions a token
     now = replace(now, window=max(now.window, wide), short=max(now.short, wide))
     scores = torch.zeros(len(documents), dtype=torch.float64)
     sequences = list(pack(lengths, size))[rank::world_size]
@@ -130,58 +136,59 @@ def log_likelihoods(
             losses = F.cross_entropy(model.lm_head.logits(rows), right, reduction="none")
             scores.index_add_(0, of, -losses.double().cpu())
     scores = scores.to(device)
-    program.all_reduce_([scores])
+    train_gpt.all_reduce_([scores])
     return scores.cpu()
 
 
-def accuracies(questions: list, scores: Tensor) -> tuple[float, float]:
-    """Shares of questions whose right ending has the greatest score, and score per token."""
-    hits, scores = [0, 0], iter(scores.tolist())
+def accuracies(questions: list[Question], scores: Tensor) -> tuple[float, float]:
+    """Return the shares of questions whose right ending has the greatest score, and the greatest
+    score per token."""
+    by_sum = by_mean = 0
+    of_documents = iter(scores.tolist())
     for documents, start, label in questions:
-        sums = [next(scores) for _ in documents]
+        sums = [next(of_documents) for _ in documents]
         means = [s / (len(d) - start) for s, d in zip(sums, documents, strict=True)]
-        hits[0] += sums.index(max(sums)) == label
-        hits[1] += means.index(max(means)) == label
-    return hits[0] / len(questions), hits[1] / len(questions)
+        by_sum += sums.index(max(sums)) == label
+        by_mean += means.index(max(means)) == label
+    return by_sum / len(questions), by_mean / len(questions)
 
 
-def parse(argv: list[str] | None):
-    """Flags; UserError for those that cannot be."""
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
+    """Return flags and checkpoint; UserError for what cannot be."""
     parser = argparse.ArgumentParser(prog="hellaswag.py", description=__doc__)
-    default = HERE / "data" / "hellaswag" / "hellaswag_val.jsonl"
     parser.add_argument("--data", type=Path, metavar="FILE", help="questions, a .jsonl")
     parser.add_argument("--limit", type=int, default=0, help="only so many of them [0: all]")
-    args, hp, loaded = parse_with_checkpoint(parser, argv)
+    args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.limit < 0:
         raise UserError("--limit: at least 0")
-    return args, hp, loaded, args.data or default
+    return args, checkpoint
 
 
-def evaluate(parsed, store) -> None:
+def evaluate(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
     """Print the accuracies."""
-    args, hp, loaded, path = parsed
-    device = program.start_device(hp.device, store, hp.comm_timeout)
+    args, checkpoint = parsed
+    path = args.data or HERE / "data" / "hellaswag" / "hellaswag_val.jsonl"
+    device = train_gpt.start_device(checkpoint.hp.device, checkpoint.hp.comm_timeout)
     if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         fetch(path)
-    program.wait_for_all_ranks(device)  # until the questions are there
+    train_gpt.wait_for_all_ranks(device)  # until the questions are there
     questions = read_questions(path, args.limit)
-    model = load_model(hp, loaded.saved, device)
+    model = checkpoint.model(device)
     documents = [document for q in questions for document in q[0]]
     starts = [q[1] for q in questions for _ in q[0]]
-    ranks = (dist.get_rank(), dist.get_world_size()) if store else (0, 1)
-    start = program.clock(device)
-    now = last_moment(loaded.saved, hp)
-    scores = log_likelihoods(model, documents, starts, now, *ranks)
+    rank, world_size = train_gpt.ranks()
+    start = train_gpt.clock(device)
+    scores = log_likelihoods(model, documents, starts, checkpoint.now, rank, world_size)
     acc, acc_norm = accuracies(questions, scores)
     error = (acc_norm * (1 - acc_norm) / len(questions)) ** 0.5
-    seconds = program.clock(device) - start
-    print(f"{loaded.checkpoint}: {len(questions)} questions in {seconds:.1f} s")
+    seconds = train_gpt.clock(device) - start
+    print(f"{checkpoint.path}: {len(questions)} questions in {seconds:.1f} s")
     print(f"acc {acc:.4f}  acc_norm {acc_norm:.4f}  standard error {error:.4f}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print what a model knows; status 1 or 2 and a line if that cannot be said."""
-    program.as_program("hellaswag.py", lambda: parse(argv), evaluate)
+    train_gpt.as_program("hellaswag.py", lambda: parse(argv), evaluate)
 
 
 if __name__ == "__main__":

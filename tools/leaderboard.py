@@ -5,7 +5,7 @@
     ./run.sh tools/leaderboard.py --diff logs/A.txt logs/B.txt  settings and source that differ
     ./run.sh tools/leaderboard.py --submit DIR logs/*.txt       folder of a public pull request
 
-Runs of equal source, flags (but for the seed and other names of one run), kernels, torch and GPUs
+Runs of equal sources, flags (but for the seed and other names of one run), kernels, torch and GPUs
 are a group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at
 most the target. Each later group is compared with the first one; intervals are Welch's, of 95 %.
 --submit takes the first group as the baseline and the second one as the submission: submission.py.
@@ -13,6 +13,7 @@ most the target. Each later group is compared with the first one; intervals are 
 
 import argparse
 import difflib
+import itertools
 import math
 import re
 import signal
@@ -21,12 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from records import on_fineweb, published
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import program  # noqa: E402
-
-RULE = "=" * 100  # between the parts of a log: source, machine, settings, steps
+RULE = "=" * 100  # between the parts of a log: script, machine, settings, other files, steps
+FILE = re.compile(r"(\w+\.py):(\n|$)")  # begins the part of another file
 STEP = re.compile(
     r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? "
     r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms"  # seconds: optimization track
@@ -40,12 +40,14 @@ class Run:
     """What a log says; None for what it lacks."""
 
     path: Path
-    source: str
+    source: str  # of the script that was started; of some older logs, of all files
     steps: int  # how many the run was to have, and had
     curve: dict[int, tuple[float, float]]  # validation loss and train_time in seconds by step
     step_ms: float | None
     skips_ten: bool  # by the public project's early clock, which begins at step 10
     record: str | None
+    files: dict[str, str] = field(default_factory=dict)  # sources of others that it uses, by name
+    machine: str = ""  # software and hardware, as the log has them
     settings: dict[str, str] = field(default_factory=dict)
     flags: str = ""
     kernels: str = ""  # names of those in use
@@ -67,19 +69,20 @@ class Run:
 
     @property
     def group(self) -> tuple:
-        settings = {k: v for k, v in self.settings.items() if k not in OF_ONE_RUN}
-        return self.source, tuple(settings.items()), self.kernels, self.torch, self.gpu
+        settings = tuple((k, v) for k, v in self.settings.items() if k not in OF_ONE_RUN)
+        files = tuple(sorted(self.files.items()))
+        return self.source, files, settings, self.kernels, self.torch, self.gpu
 
     @property
     def on_fineweb(self) -> bool:
         """The public project knows no other data, and its logs hold no settings."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
-        return program.on_fineweb(*files)
+        return on_fineweb(*files)
 
 
 def read_log(path: Path, whole: bool = True) -> Run:
-    """The run of a log. ValueError says what is wrong with one that is no log, or, where that is
-    wanted, not of a whole run."""
+    """Return the run of a log. ValueError says what is wrong with one that is no log, or, where
+    that is wanted, not of a whole run."""
     text = path.read_bytes().decode("utf-8")  # its error is a ValueError
     if not text.strip():
         raise ValueError("is empty")
@@ -91,9 +94,15 @@ def read_log(path: Path, whole: bool = True) -> Run:
         source = ""
     if not parts:
         raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
-    results, machine = parts[-1], "\n".join(parts)
+    results = parts.pop()
+    files = {}
+    while parts and (match := FILE.match(parts[-1])):
+        files[match[1]] = parts.pop()[match.end() :]
+    settings = parts[-1] if parts else ""  # of our logs
+    machine = "\n".join([*parts, results])
 
-    curve, steps, step, step_ms, skips_ten = {}, None, 0, None, False
+    curve, steps, step = {}, None, 0
+    step_ms, skips_ten = None, False
     for line in results.splitlines():
         if not line.startswith("step:"):
             continue
@@ -116,15 +125,25 @@ def read_log(path: Path, whole: bool = True) -> Run:
         what = "lacks its last validation" if step == steps else "is truncated"
         raise ValueError(f"{what}: it ends at step {step} of {steps}")
 
-    run = Run(path, source, steps, curve, step_ms, skips_ten, record=None)
+    run = Run(
+        path=path,
+        source=source,
+        files=files,
+        machine=machine,
+        steps=steps,
+        curve=curve,
+        step_ms=step_ms,
+        skips_ten=skips_ten,
+        record=None,
+    )
     for folder in path.resolve().parts:  # a record's may also hold runs of the record before it
-        if str(steps) in program.published().get(folder, {"losses": {}})["losses"]:
+        if str(steps) in published().get(folder, {"losses": {}})["losses"]:
             run.record = folder
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):
         flags = re.findall(r" --(\w+) ((?:(?! --).)*)", match[2])
         run.record = match[1]
         run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN)
-        run.settings = dict(re.findall(r"^(\w+): (.*)$", "\n".join(parts[-2:-1]), re.M))
+        run.settings = dict(re.findall(r"^(\w+): (.*)$", settings, re.M))
     # A resumed run names its kernels again; it may have changed them.
     run.kernels = "; ".join(dict.fromkeys(re.findall(r"^kernels: ([\w ]+)", results, re.M)))
     if match := re.search(r"^(?:Running )?(?:Py)?torch (\S+)", machine, re.M | re.I):
@@ -140,7 +159,7 @@ def read_log(path: Path, whole: bool = True) -> Run:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """A line a row, columns as wide as they need be: words to the left, numbers to the right."""
+    """Return a line a row, columns as wide as need be: words to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
     right = [all(number.fullmatch(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
@@ -150,31 +169,35 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 def print_table(rows: list[list[str]]) -> None:
+    """Print rows in columns."""
     print("\n".join(aligned(rows)))
 
 
 def show(value: float | None, form: str) -> str:
-    """A number, or a dash for what is unknown."""
+    """Return a number, or a dash for what is unknown."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def show_p(p: float) -> str:
+    """Return a p, small ones with an exponent."""
     return show(p, ".2e" if p < SETTLED else ".3f")
 
 
 def deviation(values: list[float]) -> float:
+    """Return the standard deviation of a sample; NaN for a single value."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 def p_at_most(target: float, losses: list[float]) -> float:
-    """One-sided t-test: how likely so low a mean loss is, were the true one the target or more."""
+    """Return how likely so low a mean loss is, were the true one the target or more: one-sided
+    t-test."""
     if len(losses) < 2 or np.ptp(losses) == 0:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 
 def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """b's mean minus a's, half the width of its 95 % interval, and the two-sided p."""
+    """Return b's mean minus a's, half the width of its 95 % interval, and the two-sided p."""
     difference = float(np.mean(b) - np.mean(a))
     if min(len(a), len(b)) < 2 or np.ptp(a) + np.ptp(b) == 0:
         return difference, math.nan, math.nan
@@ -184,32 +207,40 @@ def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
 
 
 def runs_to_settle(a: list[float], b: list[float], most: int = 1000) -> int | None:
-    """How many more runs of each would settle a difference, were means and deviations to stay."""
-    moments = [(np.mean(x), np.std(x, ddof=1)) for x in (b, a)]
+    """Return how many more runs of each would settle a difference, were means and deviations to
+    stay; None for more than `most`."""
 
     def settled(more: int) -> bool:
-        sizes = len(b) + more, len(a) + more
-        both = [(*moment, size) for moment, size in zip(moments, sizes, strict=True)]
-        return stats.ttest_ind_from_stats(*both[0], *both[1], equal_var=False).pvalue < SETTLED
+        test = stats.ttest_ind_from_stats(
+            mean1=np.mean(b),
+            std1=np.std(b, ddof=1),
+            nobs1=len(b) + more,
+            mean2=np.mean(a),
+            std2=np.std(a, ddof=1),
+            nobs2=len(a) + more,
+            equal_var=False,
+        )
+        return test.pvalue < SETTLED
 
     return next((more for more in range(most + 1) if settled(more)), None)
 
 
 def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
-    """Times in seconds and last losses of some runs."""
+    """Return the times in seconds and the last losses of some runs."""
     return [r.seconds for r in runs], [r.loss for r in runs]
 
 
 def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str = "") -> str:
-    """A difference in words: its size, half its interval, and the word for below or above 0."""
+    """Return a difference in words: its size, half its interval, the word for below or above 0."""
     interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
     word = words[int(value > 0)] if float(f"{value:{form}}") else "different"
     return f"{abs(value):{form}}{unit}{interval} {word}"
 
 
 def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
-    """In plain words: how b compares with a, how sure that is, and what would settle it."""
-    (a_times, a_losses), (b_times, b_losses) = columns(a), columns(b)
+    """Say in plain words how b compares with a, how sure that is, and what would settle it."""
+    a_times, a_losses = columns(a)
+    b_times, b_losses = columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
     slower, slower_by, _ = (percent * x for x in welch(a_times, b_times))
     higher, higher_by, p = welch(a_losses, b_losses)
@@ -231,11 +262,12 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
 
 
 def letters_of(groups: list[list[Run]]) -> list[str]:
+    """Return a short name for each group."""
     return [chr(ord("A") + i) if i < 26 else f"G{i}" for i in range(len(groups))]
 
 
 def seed_twice(name: str, runs: list[Run]) -> str:
-    """A note, if there is a seed with several runs."""
+    """Return a note if there is a seed with several runs, or else ""."""
     seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
     note = f"{name} has a seed twice: those runs are one sample, not two, on a CPU"
     return note if len(set(seeds)) < len(seeds) else ""
@@ -257,8 +289,8 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
         times, losses = columns(runs)
         loss = show(np.mean(losses), ".4f"), show(deviation(losses), ".4f")
         p, seconds = show_p(p_at_most(target, losses)), show(np.mean(times), ".1f")
-        rows.append([letter, str(len(runs)), *loss, p, seconds, show(deviation(times), ".1f")])
-        rows[-1].append(runs[0].name)
+        sd = show(deviation(times), ".1f")
+        rows.append([letter, str(len(runs)), *loss, p, seconds, sd, runs[0].name])
     print_table(rows)
     for letter, runs in zip(letters, groups, strict=True):
         if note := seed_twice(letter, runs):
@@ -277,7 +309,8 @@ def plot(groups: list[list[Run]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     shown, drawn = [], set()
     for i, (letter, runs) in enumerate(zip(letters_of(groups), groups, strict=True)):
-        color, name = f"C{i % 10}", f"{letter}: {runs[0].name}"
+        color = f"C{i % 10}"
+        name = f"{letter}: {runs[0].name}"
         name = name if len(name) <= 50 else f"{name[:50]}..."
         for j, r in enumerate(runs):
             steps, (losses, seconds) = list(r.curve), zip(*r.curve.values(), strict=True)
@@ -286,11 +319,11 @@ def plot(groups: list[list[Run]], path: Path) -> None:
                 axis.plot(x, losses, color=color, linewidth=1, marker=".", ms=4, label=label)
             shown += [loss for s, (loss, _) in r.curve.items() if s >= 0.1 * r.steps]
         record = runs[0].record
-        if record in program.published() and runs[0].on_fineweb and record not in drawn:
+        if record in published() and runs[0].on_fineweb and record not in drawn:
             drawn.add(record)
-            known = program.published()[record]
-            losses, seconds = ([*known[name].values()] for name in ("losses", "seconds"))
-            steps = [*map(int, known["losses"])]
+            known = published()[record]
+            losses, seconds = list(known["losses"].values()), list(known["seconds"].values())
+            steps = [int(step) for step in known["losses"]]
             style = {"color": color, "linestyle": "--", "linewidth": 2}
             for axis, x in zip(axes, (seconds, steps), strict=True):
                 axis.plot(x, losses, label=f"{record}, published", **style)
@@ -306,16 +339,30 @@ def plot(groups: list[list[Run]], path: Path) -> None:
 
 
 def differing_settings(a: Run, b: Run) -> list[list[str]]:
-    """Name, a's value and b's value of each setting in which two runs differ."""
+    """Return name, a's value and b's value of each setting in which two runs differ."""
     names = dict.fromkeys([*a.settings, *b.settings])
     rows = [[name, a.settings.get(name, "-"), b.settings.get(name, "-")] for name in names]
     return [row for row in rows if row[1] != row[2]]
 
 
-def source_diff(a: Run, b: Run, names: tuple[str, str]) -> list[str]:
-    """Lines of a unified diff from a's source to b's; none if they are equal."""
-    sources = a.source.splitlines(), b.source.splitlines()
-    return list(difflib.unified_diff(*sources, *names, lineterm="", n=2))
+def source_diffs(a: Run, b: Run, names: tuple[str, str]) -> list[list[str]]:
+    """Return the lines of a unified diff from a's source to b's, of the script and of each other
+    file in which they differ."""
+    diffs = []
+    pairs = {"": (a.source, b.source)}  # by the name of the file
+    for name in dict.fromkeys([*a.files, *b.files]):
+        pairs[f"/{name}"] = a.files.get(name, ""), b.files.get(name, "")
+    for name, (old, new) in pairs.items():
+        diff = difflib.unified_diff(
+            old.splitlines(),
+            new.splitlines(),
+            fromfile=names[0] + name,
+            tofile=names[1] + name,
+            lineterm="",
+            n=2,
+        )
+        diffs.append(list(diff))
+    return [diff for diff in diffs if diff]
 
 
 def print_diff(a: Run, b: Run) -> None:
@@ -324,7 +371,7 @@ def print_diff(a: Run, b: Run) -> None:
         print_table([["setting", a.path.name, b.path.name], *rows])
     else:
         print("the settings are equal" if a.settings else "these logs hold no settings")
-    lines = source_diff(a, b, (str(a.path), str(b.path)))
+    lines = list(itertools.chain(*source_diffs(a, b, (str(a.path), str(b.path)))))
     print("\n".join(["", *(lines or ["the sources are equal"])]))
 
 
@@ -377,7 +424,7 @@ def main(argv: list[str] | None = None) -> None:
 
         try:
             if skipped:
-                program.fail("make the runs named above again, or leave out their logs")
+                raise ValueError("make the runs named above again, or leave out their logs")
             submission.submit(args.submit, groups)
         except (ValueError, OSError) as error:
             sys.exit(f"leaderboard.py: {args.submit} was not made: {error}")

@@ -18,7 +18,7 @@ BLOCK = 128  # tokens in a block of the window
 
 
 class SpeedrunConfig(PretrainedConfig):
-    """Names and values are those of train_gpt.py; a layer has window, values and skip_from."""
+    """Names and values are those of train_gpt.py; a layer has window and values."""
 
     model_type = "nanogpt_speedrun"
     attribute_map = {"hidden_size": "model_dim", "num_attention_heads": "num_heads"}
@@ -38,15 +38,16 @@ class SpeedrunConfig(PretrainedConfig):
         rope="half",
         rope_base=1024.0,
         norm_eps=2.0**-23,
-        softcap=(30.0, 0.0, 7.5),
+        logit_softcap=15.0,
         **others,
     ):
-        self.layers, self.num_hidden_layers = list(layers), len(layers)
+        self.layers = list(layers)
+        self.num_hidden_layers = len(layers)
         self.model_dim, self.num_heads, self.head_dim = model_dim, num_heads, head_dim
         self.vocab_size, self.table_rows, self.head_rows = vocab_size, table_rows, head_rows
         self.window, self.window_rule, self.attn_scale = window, window_rule, attn_scale
         self.rope, self.rope_base, self.norm_eps = rope, rope_base, norm_eps
-        self.softcap = softcap
+        self.logit_softcap = logit_softcap
         fixed = {"bos_token_id": 50256, "eos_token_id": 50256, "use_cache": False}
         super().__init__(**({"tie_word_embeddings": False} | fixed | others))
 
@@ -56,7 +57,8 @@ def norm(x: Tensor, eps: float) -> Tensor:
 
 
 def visible(input_ids: Tensor, window: int, rule: str) -> Tensor:
-    """(B, 1, T, T): causal, within a document, and within the window's tokens or whole blocks."""
+    """Return a mask (B, 1, T, T): causal, within a document, and within the window's tokens
+    or whole blocks."""
     position = torch.arange(input_ids.size(1), device=input_ids.device)
     document = torch.where(input_ids == 50256, position, 0).cummax(1).values
     if rule == "blocks":
@@ -68,11 +70,14 @@ def visible(input_ids: Tensor, window: int, rule: str) -> Tensor:
 
 
 def rotation(length: int, config: SpeedrunConfig, device) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, D / 2); of "half" RoPE, half of the frequencies are 0."""
-    full = config.rope == "full"
-    turning = config.head_dim // (2 if full else 4)
-    exponent = torch.arange(turning, device=device) / (turning if full else max(turning - 1, 1))
-    frequency = F.pad(config.rope_base**-exponent, (0, config.head_dim // 2 - turning))
+    """Return cos and sin (T, 1, D / 2); of "half" RoPE, half of the frequencies are 0."""
+    pairs = config.head_dim // 2
+    if config.rope == "full":
+        frequency = config.rope_base ** -(torch.arange(pairs, device=device) / pairs)
+    else:
+        turning = pairs // 2
+        exponent = torch.arange(turning, device=device) / max(turning - 1, 1)
+        frequency = F.pad(config.rope_base**-exponent, (0, pairs - turning))
     angle = torch.arange(length, device=device)[:, None, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -93,7 +98,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, config.model_dim, bias=False)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask) -> tuple[Tensor, Tensor]:
-        """The result (B, T, C), and v (B, T, H, D) before anything is mixed into it."""
+        """Map x (B, T, C) to (B, T, C), and to v (B, T, H, D) before anything is mixed into it."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1))
         q, k, v = qkv.view(*x.shape[:2], 3, *self.heads).unbind(2)
         q, k = (rotate(norm(t, self.eps), *rotary) for t in (q, k))
@@ -152,8 +157,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def forward(self, input_ids, attention_mask=None, labels=None, **others) -> CausalLMOutput:
-        """input_ids (B, T) to logits (B, T, vocab_size), in the model's dtype up to the head; with
-        labels, also the mean loss of their successors (-100: left out)."""
+        """Map input_ids (B, T) to logits (B, T, vocab_size), in the model's dtype up to the head;
+        with labels, also to the mean loss of their successors (-100: left out)."""
         config = self.config
         sizes = {"long": config.window, "short": config.window // 2}
         masks = {k: visible(input_ids, size, config.window_rule) for k, size in sizes.items()}
@@ -165,11 +170,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         values = {name: table(input_ids) for name, table in self.value_embeds["embed"].items()}
         eps = config.norm_eps
         x = x0 = norm(self.embed(input_ids), eps)
-        outputs = []
+        half, outputs = len(self.skip_weights), []
         for i, (layer, block) in enumerate(zip(config.layers, self.blocks, strict=True)):
-            if layer["skip_from"] is not None:
-                weight = self.skip_weights[i - len(config.layers) // 2]
-                x = x + weight * outputs[layer["skip_from"]]
+            if i >= half:  # the upper layers add the output of their mirror images below
+                x = x + self.skip_weights[i - half] * outputs.pop()
             x = block.lambdas[0] * x + block.lambdas[1] * x0
             if block.attn is not None:
                 value, mask = values.get(layer["values"]), masks[layer["window"]]
@@ -177,9 +181,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
                 values.setdefault("first", v)
                 x = x + out
             x = x + block.mlp(norm(x, eps))
-            outputs.append(x)
-        a, b, c = config.softcap
-        logits = a * torch.sigmoid((self.lm_head(norm(x, eps)).float() + b) / c)
+            if i < half:
+                outputs.append(x)
+        cap = config.logit_softcap  # cap * tanh(logit / cap), and cap, which softmax does not see
+        logits = 2 * cap * torch.sigmoid(self.lm_head(norm(x, eps)).float() / (cap / 2))
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

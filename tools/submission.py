@@ -13,6 +13,7 @@ The public rules are cited by their numbers: 2 wants a mean loss of at most 3.28
 wants less time than the baseline takes on the same hardware.
 """
 
+import ast
 import math
 import re
 import shlex
@@ -35,11 +36,11 @@ from leaderboard import (
     sentence,
     show,
     show_p,
-    source_diff,
+    source_diffs,
 )
 from scipy import stats
 
-from program import UserError
+from train_gpt import UserError
 
 TARGET = 3.28  # of rule 2
 
@@ -54,7 +55,8 @@ BASELINE, OURS = "baseline", "this_pr"
 
 
 def runs_to_reach(losses: list[float], most: int = 1000) -> int | None:
-    """How many more runs would show a mean loss <= 3.28, were mean and deviation to stay."""
+    """Return how many more runs would show a mean loss <= 3.28, were mean and deviation to stay;
+    None for more than `most`."""
     mean, sd = np.mean(losses), deviation(losses)
 
     def reached(n: int) -> bool:
@@ -64,7 +66,7 @@ def runs_to_reach(losses: list[float], most: int = 1000) -> int | None:
 
 
 def verdict(losses: list[float]) -> str:
-    """Whether rule 2 is met, and what is lacking if it is not."""
+    """Say whether rule 2 is met, and what is lacking if it is not."""
     p = p_at_most(TARGET, losses)
     if math.isnan(p):
         return "Rule 2 is not met: one run, or runs of equal losses, have no p. Make several runs."
@@ -83,40 +85,47 @@ def verdict(losses: list[float]) -> str:
 
 
 def in_order(runs: list[Run]) -> tuple[list[Run], str]:
-    """The runs in the order in which they began, and what tells it: the first of three clocks that
-    has a time for each run."""
+    """Return the runs in the order in which they began, and what tells it: the first of three
+    clocks that has a time for each run."""
 
     def in_log(r: Run):
-        """nvidia-smi's date: no copying or renaming changes it."""
-        text = r.path.read_bytes().decode("utf-8").split(r.source, 1)[1]
-        date = re.search(r"^\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}", text, re.M)
+        """Return nvidia-smi's date: no copying or renaming changes it."""
+        date = re.search(r"^\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}", r.machine, re.M)
         return strptime(date[0], "%a %b %d %H:%M:%S %Y") if date else None
 
     def in_name(r: Run):
-        """Runs of one --runs or --compare share a time; their seeds count up."""
+        """Return the date in the name. Runs of one --runs or --compare share it; their seeds count
+        up."""
         date = re.search(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", r.path.stem)
         return (date[0], int(r.settings.get("seed", 0)), of_file(r)) if date else None
 
     def of_file(r: Run):
-        """When its last line was written, or when it was copied."""
+        """Return when its last line was written, or when it was copied."""
         return r.path.stat().st_mtime_ns
 
-    clocks = {"dates in the logs": in_log, "dates in the names of the logs": in_name}
-    clocks["times of the log files, which copying may have changed"] = of_file
-    known = {name: clock for name, clock in clocks.items() if None not in map(clock, runs)}
-    name, clock = next(iter(known.items()))
-    return sorted(runs, key=clock), name
+    clocks = {
+        "dates in the logs": in_log,
+        "dates in the names of the logs": in_name,
+        "times of the log files, which copying may have changed": of_file,
+    }
+    for name, clock in clocks.items():
+        if None not in [clock(r) for r in runs]:
+            return sorted(runs, key=clock), name
+    raise AssertionError("a file has a time")
 
 
 def in_turn(order: list[str]) -> bool:
-    """Whether runs of two groups took turns: of each two in a row, one is of each group. Runs that
-    are left when one group has no more do not count."""
+    """Say whether runs of two groups took turns: of each two in a row, one is of each group. Runs
+    that are left when one group has no more do not count."""
+    if len(set(order)) < 2:
+        return False
     both = 2 * min(order.count(name) for name in set(order))
     return all(a != b for a, b in zip(order[0:both:2], order[1:both:2], strict=True))
 
 
 def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> list[str]:
-    """What may keep the public project from taking the submission, a sentence or two each."""
+    """Return what may keep the public project from taking the submission, a sentence or two
+    each."""
     notes = []
     if not re.match(r"\d{4}-\d\d-\d\d[-_]\w", folder.name):
         notes += [f"Name: {folder.name} is not of the public form YYYY-MM-DD_Name."]
@@ -127,7 +136,7 @@ def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> lis
     if BASELINE not in parts:
         return notes + [
             "No baseline: rule 4 wants runs of the baseline on the same hardware. Make both in "
-            'turn, with ./run.sh --compare "FOLDER OF THE BASELINE" "FLAGS". Name its logs first.'
+            'turn, with ./run.sh --compare "BASELINE.py" "SCRIPT.py FLAGS". Name its logs first.'
         ]
     base = parts[BASELINE]
     if base[0].gpu != ours[0].gpu:
@@ -149,34 +158,36 @@ def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> lis
 
 
 def statistics(parts: dict[str, list[Run]]) -> list[str]:
-    """The table of the public READMEs; times in seconds, differences to the first group."""
-    heads = "Time μ", "Time σ", "Time +/-", "Loss μ", "Loss σ", "Loss +/-", "p"
+    """Return the table of the public READMEs; times in seconds, differences to the first group."""
+    heads = ["Time μ", "Time σ", "Time +/-", "Loss μ", "Loss σ", "Loss +/-", "p"]
     rows = [["", "Runs", "Steps", *heads]]
     first = [np.mean(values) for values in columns(next(iter(parts.values())))]
     for name, runs in parts.items():
-        steps = "/".join(map(str, sorted({r.steps for r in runs})))
-        rows += [[name, str(len(runs)), steps]]
+        steps = "/".join(str(number) for number in sorted({r.steps for r in runs}))
+        row = [name, str(len(runs)), steps]
         for values, mean in zip(columns(runs), first, strict=True):
             more = f"{np.mean(values) - mean:+.4f}"
-            rows[-1] += [f"{np.mean(values):.4f}", show(deviation(values), ".4f"), more]
-        rows[-1] += [show_p(p_at_most(TARGET, columns(runs)[1]))]
+            row += [f"{np.mean(values):.4f}", show(deviation(values), ".4f"), more]
+        row.append(show_p(p_at_most(TARGET, columns(runs)[1])))
+        rows.append(row)
     return aligned(rows)
 
 
 def lists(name: str, runs: list[Run]) -> list[str]:
-    """Losses and times in seconds, in the order of making, all digits, as Python reads them."""
+    """Return losses and times in seconds, in the order of making, as Python reads them."""
     times, losses = columns(runs)
     return ["", f"{name}:", f"  losses = {losses}", f"  times  = {times}"]
 
 
 def table(rows: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first row is its head."""
+    """Return a table in Markdown; the first row is its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def differences(a: Run, b: Run) -> list[list[str]]:
-    """Name and both values of each difference, without sources and what is of one run alone."""
+    """Return name and both values of each difference, without sources and what is of one run
+    alone."""
     machine = ["kernels", a.kernels, b.kernels], ["torch", a.torch, b.torch], ["GPU", a.gpu, b.gpu]
     rows = [row for row in differing_settings(a, b) if row[0] not in OF_ONE_RUN]
     rows += [[name, x or "-", y or "-"] for name, x, y in machine if x != y]
@@ -184,19 +195,26 @@ def differences(a: Run, b: Run) -> list[list[str]]:
 
 
 def changes(a: Run, b: Run) -> str:
-    """changes.diff: what differs, in comments that `patch` skips, then the diff of the sources."""
+    """Return changes.diff: what differs, in comments that `patch` skips, then the diff of the
+    sources."""
     lines = [f"# {name}: {x} -> {y}" for name, x, y in differences(a, b)]
-    lines += [] if a.settings else ["# the logs hold no settings apart from the source"]
-    lines += source_diff(a, b, (BASELINE, OURS)) or ["# the sources are equal"]
+    if not a.settings:
+        lines.append("# the logs hold no settings apart from the source")
+    diffs = source_diffs(a, b, (BASELINE, OURS))
+    for diff in diffs:
+        lines += diff
+    if not diffs:
+        lines.append("# the sources are equal")
     return "\n".join(lines) + "\n"
 
 
 def what_changed(a: Run, b: Run) -> list[str]:
-    """Lines of the README on the source, the settings and the machine that differ."""
-    lines = source_diff(a, b, (BASELINE, OURS))[2:]  # without its two lines of names
-    added, removed = (sum(line[0] == sign for line in lines) for sign in "+-")
-    text = f"Lines of source: {added} added, {removed} removed (`changes.diff`)."
-    text = text if lines else "The source is the same; only what follows differs (`changes.diff`)."
+    """Return lines of the README on the sources, the settings and the machine that differ."""
+    text = "The source is the same; only what follows differs (`changes.diff`)."
+    if diffs := source_diffs(a, b, (BASELINE, OURS)):
+        signs = [line[0] for diff in diffs for line in diff[2:]]  # without its two lines of names
+        added, removed = signs.count("+"), signs.count("-")
+        text = f"Lines of source: {added} added, {removed} removed (`changes.diff`)."
     if not a.settings:
         text += " The logs hold no settings apart from the source."
     rows = [[name, f"`{x}`", f"`{y}`"] for name, x, y in differences(a, b)]
@@ -204,21 +222,22 @@ def what_changed(a: Run, b: Run) -> list[str]:
 
 
 def commands(name: str, runs: list[Run]) -> list[str]:
-    """How to make a group's runs again."""
+    """Return lines of shell that make a group's runs again."""
     first = runs[0]
     if not first.settings:  # a public log
         return [f"# {name}: start the source at the head of its logs as its project does"]
-    flags = f"--record {first.record}"
+    script = f"{name}.py"
+    flags = f"{script} --record {first.record}"
     for flag, value in re.findall(r" --(\w+) ((?:(?! --).)*)", first.flags):
         words = value.split() or [""]  # a setting of several numbers is several words
         flags += f" --{flag} " + " ".join(map(shlex.quote, words))
     seeds = " ".join(r.settings["seed"] for r in runs)
     command = f"for seed in {seeds}; do ./run.sh {flags} --seed $seed; done"
-    return [f"# {name}: the source at the head of its logs", command]
+    return [f"# {name}: {script} is the source at the head of its logs", command]
 
 
 def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
-    """The text of README.md, and the notes in it."""
+    """Return the text of README.md, and the notes in it."""
     order, clock = in_order([r for runs in parts.values() for r in runs])
     name_of = {r.path: name for name, runs in parts.items() for r in runs}
     whose = [name_of[r.path] for r in order]
@@ -251,11 +270,47 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
     return "\n".join(text) + "\n", notes
 
 
+def missing_files(run: Run) -> list[str]:
+    """Return the names of the files that the source at the head of a log needs beside it.
+
+    The log has parts of them, and the source imports them; of kernels.py only if kernels were used.
+    """
+    if not run.files:
+        return []
+    imported = set()
+    for node in ast.walk(ast.parse(run.source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    needed = {f"{name}.py" for name in imported}
+    if not set(re.findall(r"\w+", run.kernels)) - {"none"}:
+        needed.discard("kernels.py")
+    return sorted(needed & run.files.keys())
+
+
+def check_alone(run: Run) -> None:
+    """Raise UserError for a log whose source cannot run alone, as the public project's do."""
+    if not run.source:
+        raise UserError(f"{run.path} has no source: public logs begin with it. Leave it out")
+    try:
+        missing = missing_files(run)
+    except SyntaxError as error:
+        raise UserError(f"{run.path} does not begin with a whole source: {error}") from error
+    if missing:
+        names = " and ".join(missing)
+        raise UserError(
+            f"{run.path} begins with a source that cannot run alone: it imports {names}. Make one "
+            "file of them, ./run.sh tools/bundle.py SCRIPT.py OUT.py, and runs of that"
+        )
+
+
 def submit(folder: Path, groups: list[list[Run]]) -> None:
     """Make the folder of a submission whole, or not at all, and say what is left to do.
 
     groups: runs of the baseline, then those of the submission, or the latter alone. UserError or
-    OSError: the folder is in use, a log has no source, or there are not one or two groups.
+    OSError: the folder is in use, a log has no source or one that cannot run alone, or there are
+    not one or two groups.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -271,8 +326,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
     for name, runs in parts.items():
         stems = [r.path.stem for r in runs]
         for r in runs:
-            if not r.source:
-                raise UserError(f"{r.path} has no source: public logs begin with it. Leave it out")
+            check_alone(r)
             if stems.count(r.path.stem) > 1:
                 raise UserError(f"two logs of {name} have the name of {r.path}: rename one of them")
     text, notes = readme(folder, parts)

@@ -19,15 +19,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import plotext
-from leaderboard import Run, program, read_log
+import records
+from leaderboard import Run, read_log
 
 RECENT = 25  # steps, for the speed
 
 
 def look(path: Path) -> tuple[Run, list[dict]]:
-    """The run of a log, and the rows of its .jsonl, if it has one; ValueError if nothing is there
-    yet. What a resumed run will do again is left out."""
-    run, metrics = read_log(path, whole=False), path.with_suffix(".jsonl")
+    """Return the run of a log, and the rows of its .jsonl, if it has one; ValueError if nothing is
+    there yet. What a resumed run will do again is left out."""
+    run = read_log(path, whole=False)
+    metrics = path.with_suffix(".jsonl")
     lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be on its way
     if rows:
@@ -38,21 +40,25 @@ def look(path: Path) -> tuple[Run, list[dict]]:
 
 
 def published(run: Run) -> dict[int, float]:
-    """The published losses of the run's record by step; none on other data."""
-    known = program.published().get(run.record) if run.on_fineweb else None
-    return {int(step): loss for step, loss in known["losses"].items()} if known else {}
+    """Return the published losses of the run's record by step; none on other data."""
+    if not run.on_fineweb or run.record not in records.published():
+        return {}
+    known = records.published()[run.record]["losses"]
+    return {int(step): loss for step, loss in known.items()}
 
 
 def curves(run: Run, rows: list[dict]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses by name: training, validation, published; those that there are."""
-    found = {"training": [(r["step"], r["train_loss"]) for r in rows if "train_loss" in r]}
-    found["validation"] = [(step, loss) for step, (loss, _) in run.curve.items()]
-    found["published"] = published(run).items()
+    """Return steps and losses by name: training, validation, published; those that there are."""
+    found = {
+        "training": [(row["step"], row["train_loss"]) for row in rows if "train_loss" in row],
+        "validation": [(step, loss) for step, (loss, _) in run.curve.items()],
+        "published": published(run).items(),
+    }
     return {name: tuple(zip(*points, strict=True)) for name, points in found.items() if points}
 
 
 def limits(lines: dict[str, tuple[list[int], list[float]]], step: int) -> tuple[float, float]:
-    """The range of losses to draw: without the first tenth of the steps so far."""
+    """Return the range of losses to draw: without the first tenth of the steps so far."""
     points = [point for line in lines.values() for point in zip(*line, strict=True)]
     losses = [loss for at, loss in points if at >= step / 10]
     margin = 0.05 * (max(losses) - min(losses)) + 1e-3
@@ -60,12 +66,14 @@ def limits(lines: dict[str, tuple[list[int], list[float]]], step: int) -> tuple[
 
 
 def last_step(run: Run, rows: list[dict]) -> int:
+    """Return the last step that is known."""
     return rows[-1]["step"] if rows else max(run.curve)
 
 
 def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
-    """In two lines: which run, where it is, how fast, and when it will be there."""
-    step, timed = last_step(run, rows), [row for row in rows if "ms" in row]
+    """Say in two lines which run it is, where it is, how fast, and when it will be there."""
+    step = last_step(run, rows)
+    timed = [row for row in rows if "ms" in row]
     parts = [f"step {step}/{run.steps}"]
     if timed:
         parts.append(f"train loss {timed[-1]['train_loss']:.4f}")
@@ -90,7 +98,7 @@ def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
 
 
 def view(run: Run, rows: list[dict], idle: float, width: int, height: int) -> str:
-    """The run as text of so many columns and lines."""
+    """Return the run as text of so many columns and lines."""
     text = [line for part in summary(run, rows, idle) for line in textwrap.wrap(part, width)]
     lines = curves(run, rows)
     plotext.clear_figure()
@@ -106,7 +114,7 @@ def view(run: Run, rows: list[dict], idle: float, width: int, height: int) -> st
 
 
 def draw(run: Run, rows: list[dict], path: Path) -> None:
-    """The run as a picture: losses, and ms/step, over steps."""
+    """Draw the run into a file: losses, and ms/step, over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +155,8 @@ def main(argv: list[str] | None = None) -> None:
     if not logs:
         sys.exit("watch.py: no log under logs/: name one")
     path = max(logs, key=lambda log: log.stat().st_mtime) if len(logs) > 1 else logs[0]
-    live, run = sys.stdout.isatty() and not args.png, None
+    live = sys.stdout.isatty() and not args.png
+    run = None
     while run is None or run.steps not in run.curve:
         try:
             run, rows = look(path)

@@ -1,12 +1,11 @@
-"""The records at their full size: against float64, and what their layers keep where memory is
-small."""
+"""The records at their full size: against float64, and compiled once."""
 
 import math
 
 import pytest
 import reference
 import torch
-from test_memory import graphs, keeps_what_is_counted, layers_are_compiled_once  # noqa: F401
+from test_memory import graphs, layers_are_compiled_once  # noqa: F401
 from test_model import PUBLISHED, sequence
 
 from train_gpt import GPT, RECORDS, get_window_size, layer_table
@@ -28,10 +27,6 @@ def test_full_size_records_equal_the_float64_reading(year, randomize):
             expected = reference.loss(weights, inputs.long(), targets, window, 6, year).item()
             assert loss == pytest.approx(expected, abs=2e-5)
             assert abs(loss - math.log(50304)) > 0.1
-
-
-def test_layers_of_the_record_keep_what_is_counted_where_memory_is_small(graphs, monkeypatch):  # noqa: F811
-    keeps_what_is_counted(RECORDS["2025-01-26_BatchSize"], True, graphs, monkeypatch)
 
 
 def test_layers_of_the_record_are_compiled_once_for_training_and_validation(graphs):  # noqa: F811

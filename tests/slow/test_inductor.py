@@ -8,28 +8,31 @@ import torch
 from torch._dynamo.utils import counters
 
 import train_gpt
-from train_gpt import HEAD_STEPS, CastedLinear, HeadLoss
+from train_gpt import HEAD_STEPS, Head, HeadLoss
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 
 
-LAYERS = "short+v0,long+x0"
+LAYERS = "short+v0,long"
 
 
 def training_losses(hp, compiled: bool) -> list[float]:
-    """Six steps over growing windows, as a run makes them, and a validation."""
+    """Return the losses of six steps over growing windows, as a run makes them, and of a
+    validation."""
     torch.manual_seed(0)
     device = torch.device("cpu")
     model = train_gpt.GPT(hp).to_device(device, compiled)
     optimizers = train_gpt.Optimizers(model, hp)
+    moments = [train_gpt.moment(step, hp) for step in range(hp.num_iterations + 1)]
     if compiled:
-        train_gpt.warm_up(model, optimizers, device)
+        train_gpt.warm_up(model, optimizers, moments, device)
     warm = counters["stats"]["unique_graphs"]
-    generator, losses = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    losses = []
     tokens = torch.randint(0, hp.vocab_size, (2, hp.seq_len + 1), generator=generator)
     inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
-    for step in range(6):
-        losses.append(train_gpt.train_step(model, optimizers, inputs, targets, step)[0].item())
+    for now in moments[:-1]:
+        losses.append(train_gpt.train_step(model, optimizers, inputs, targets, now)[0].item())
     batch = inputs[:1, : hp.val_seq_len], targets[:1, : hp.val_seq_len]
     losses.append(train_gpt.evaluate(model, batch, 256, device))
     assert counters["stats"]["unique_graphs"] == warm and not counters["graph_break"]
@@ -56,14 +59,16 @@ def test_compiled_fp8_loss_equals_eager(monkeypatch):
     """With all rows at once, as on CUDA."""
     monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)
     generator = torch.Generator().manual_seed(0)
-    head = CastedLinear(64, 512, use_fp8=True, x_s=2.0, w_s=2.0**9, grad_s=2.0**19)
+    head = Head(replace(train_gpt.RECORDS["2025-01-26_BatchSize"], model_dim=64, vocab_size=512))
     head.weight.data = 0.05 * torch.randn(512, 64, generator=generator)
     hidden = torch.randn(256, 64, generator=generator).bfloat16()
     targets = torch.randint(0, 512, (256,), generator=generator)
     results = []
-    for steps in (HEAD_STEPS, [torch.compile(step, dynamic=False) for step in HEAD_STEPS]):
-        x, weight = hidden.clone().requires_grad_(), head.weight.detach().clone().requires_grad_()
-        loss = HeadLoss.apply(x, weight, targets, 15.0, head.scales, steps)
+    for steps in (HEAD_STEPS, tuple(torch.compile(step, dynamic=False) for step in HEAD_STEPS)):
+        head.steps = steps
+        x = hidden.clone().requires_grad_()
+        weight = head.weight.detach().clone().requires_grad_()
+        loss = HeadLoss.apply(x, weight, targets, head, (15.0,), 1 / len(x), head.scales)
         loss.backward()
         results.append((loss.detach(), x.grad, weight.grad))
     for eager, compiled in zip(*results, strict=True):

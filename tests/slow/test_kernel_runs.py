@@ -8,7 +8,7 @@ import train_gpt
 
 
 def losses_of_a_run(choice: str, flags, capsys) -> dict[int, float]:
-    """Validation losses of two layers in float32; Adam's epsilon as always where sums differ."""
+    """Return validation losses of two layers in float32, with the epsilon for sums that differ."""
     more = "--num_layers 2 --batch_seqs 1 --val_tokens 256 --adam_eps 1e-6"
     steps = f"--num_iterations 50 --val_loss_every 10 --kernels {choice}"
     train_gpt.main([*flags, *more.split(), *steps.split()])

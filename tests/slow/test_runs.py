@@ -22,7 +22,7 @@ def test_runs_differ_in_their_seeds_and_end_with_statistics(tmp_path):
     python.chmod(0o755)
     shutil.copy(HERE / "requirements.txt", tmp_path / ".venv" / ".installed-run")
     shutil.copy(HERE / "tools" / "requirements.txt", tmp_path / ".venv" / ".installed-tools")
-    size = "--record demo_2025-01-26 --num_layers 2 --model_dim 16 --num_heads 1 --head_dim 16"
+    size = "--record demo --num_layers 2 --model_dim 16 --num_heads 1 --head_dim 16"
     size += " --seq_len 128 --val_seq_len 128 --val_tokens 128 --num_iterations 2 --device cpu"
     command = ["./run.sh", *f"{size} --runs 2 --muon_lr 0.06 --seed=5".split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

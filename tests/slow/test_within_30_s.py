@@ -13,7 +13,7 @@ RANKS += [("--batch_seqs 3", 1, "2 ranks cannot share 3 sequences: use a divisor
 
 
 def ended(words: list[str], ranks: int, script=SCRIPT, **options) -> tuple[int, list[str]]:
-    """Status, and the lines of train_gpt.py's own on standard error."""
+    """Return the status, and the lines of train_gpt.py's own on standard error."""
     began = time.monotonic()
     done = run(words, ranks, script, **options)
     assert time.monotonic() - began < 30

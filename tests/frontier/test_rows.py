@@ -2,20 +2,19 @@
 (D) against their float64 reading: loss and gradients, whole steps of the optimizers, schedules,
 batches."""
 
-import itertools
 import math
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-import reference
-import reference_2026 as exact
 import torch
+import train_gpt_2026
+from train_gpt_2026 import GPT, RECORDS, Hyperparameters, Optimizers, moment
 
 import train_gpt
-from loader import distributed_data_generator
-from train_gpt import GPT, RECORDS, Optimizers, gradient_buffer, moment
+from frontier import reference_2026 as exact
+from train_gpt import distributed_data_generator, gradient_buffer
 
 FULL = {
     "A": RECORDS["2025-08-23_SparseAttnGate"],
@@ -35,15 +34,9 @@ END_OF_TEXT = 50256
 # Loss and gradients, all layers
 
 
-@pytest.fixture
-def small_vocabulary(monkeypatch):
-    """Of 512 words, the last of which begins a document."""
-    for module in (train_gpt, reference, exact):
-        monkeypatch.setattr(module, "END_OF_TEXT", 511)
-
-
 def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Short documents, one of a single token, and a document of nearly all the rest."""
+    """Return inputs and targets: short documents, one of a single token, and a document of nearly
+    all the rest."""
     stream = torch.randint(0, 511, (length + 1,), generator=torch.Generator().manual_seed(0))
     stream[[0, 60, 130, 131, length - 20]] = 511
     return stream[:-1].int(), stream[1:]
@@ -54,7 +47,7 @@ def in_float64(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def reading(name, weights, inputs, targets, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a row trains at a step, and the mean loss of the next token."""
+    """Return what a row trains at a step, and the mean loss of the next token."""
     case, heads = (weights, inputs.long(), targets), SMALL[name].num_heads
     if name == "A":
         return exact.loss_a(*case, exact.windows_a(step)[0], heads)
@@ -69,7 +62,7 @@ CASES += [("C5", 1300, 400), ("D", 10, 640), ("D", 600, 640), ("D", 967, 640), (
 
 
 @pytest.mark.parametrize(("name", "step", "length"), CASES)
-def test_loss_and_all_gradients_equal_float64(name, step, length, randomize, small_vocabulary):
+def test_loss_and_all_gradients_equal_float64(name, step, length, randomize, vocabulary_of_512):
     """The value is the mean loss of the next token; gradients are those of a sum, from row B on
     with several targets. Scalars' gradients are sums of what nearly cancels."""
     model, now = randomize(GPT(SMALL[name])), moment(step, SMALL[name])
@@ -91,7 +84,7 @@ VALIDATIONS = [("B", 10), ("B", 1840), ("C", 10), ("C", 1600), ("D", 600), ("D",
 
 
 @pytest.mark.parametrize(("name", "step"), VALIDATIONS)
-def test_validation_has_the_next_token_alone(name, step, randomize, small_vocabulary):
+def test_validation_has_the_next_token_alone(name, step, randomize, vocabulary_of_512):
     """Whatever targets its step trains. The last window changes no rotary frequency."""
     model, (inputs, targets) = randomize(GPT(SMALL[name])).eval(), sequence(640)
     weights, loss = in_float64(model), model(inputs, targets, moment(step, SMALL[name]))
@@ -104,12 +97,12 @@ def test_validation_has_the_next_token_alone(name, step, randomize, small_vocabu
 
 
 @pytest.mark.parametrize(("paired", "bigrams"), [(False, False), (True, False), (False, True)])
-def test_row_c_without_an_idea_is_nearer_to_row_b(paired, bigrams, randomize, small_vocabulary):
+def test_row_c_without_an_idea_is_nearer_to_row_b(paired, bigrams, randomize, vocabulary_of_512):
     """Without paired heads and bigrams it is row B's model."""
     hp = replace(SMALL["C"], paired_heads=paired, bigram_rows=1234 if bigrams else 0)
     layers = exact.LAYERS_C if paired else exact.LAYERS_B
     row = exact.C._replace(layers=layers, bigrams=bigrams)
-    model, (inputs, targets) = randomize(GPT(hp)), sequence(200)
+    model, (inputs, targets) = randomize(GPT(hp)).eval(), sequence(200)
     assert any("bigram" in name for name, _ in model.named_parameters()) == bigrams
     weights, now = in_float64(model), moment(10, hp)
     _, mean = exact.loss(row, weights, inputs.long(), targets, 10, hp.num_heads)
@@ -127,7 +120,7 @@ BIGRAMS = {  # tokens, and their rows of 251520
 
 @pytest.mark.parametrize("tokens", BIGRAMS)
 def test_bigrams_have_the_published_rows(tokens):
-    found = train_gpt.bigram_hash(torch.tensor(tokens, dtype=torch.int32), 251520)
+    found = train_gpt_2026.bigram_hash(torch.tensor(tokens, dtype=torch.int32), 251520)
     assert found.tolist() == BIGRAMS[tokens]
 
 
@@ -136,7 +129,7 @@ def test_bigrams_have_the_rows_of_whole_numbers(rows):
     """Wrapped to 32 bits by hand. The last row of the table is the first token's alone."""
     tokens = torch.randint(0, 50304, (3000,), generator=torch.Generator().manual_seed(0))
     tokens[:4] = torch.tensor([50256, 50303, 50303, 0])
-    found = train_gpt.bigram_hash(tokens.int(), rows).tolist()
+    found = train_gpt_2026.bigram_hash(tokens.int(), rows).tolist()
     assert found == exact.bigram_rows(tokens.tolist(), rows)
     assert found[0] == rows - 1 and min(found) >= 0 and max(found[1:]) < rows - 1
 
@@ -168,7 +161,7 @@ MASKS += [("C", 900, [0, 520, 1040, 1560, 1600]), ("D", 900, [0, 483, 967, 1450,
 
 
 @pytest.mark.parametrize(("name", "length", "step"), [(n, t, i) for n, t, at in MASKS for i in at])
-def test_masks_are_those_of_the_published_windows(name, length, step, small_vocabulary):
+def test_masks_are_those_of_the_published_windows(name, length, step, vocabulary_of_512):
     """Also of windows longer than the sequences above. In layers of paired heads a window counts
     places, two for each token."""
     windows = exact.windows_a(step) if name == "A" else exact.windows(ROW[name], step)
@@ -305,19 +298,33 @@ def test_whole_steps_equal_the_float64_reading(name, first, count, randomize):
 def test_each_parameter_learns_by_the_published_numbers(name):
     """Also by those that a few steps in float32 hide, as the decay of gates."""
     with torch.device("meta"):
-        groups = train_gpt.members(GPT(FULL[name]))
+        model = GPT(FULL[name])
+    table = train_gpt_2026.parameter_table(FULL[name])
+    groups = train_gpt.members(model, table)
     learning = set()
-    for group in train_gpt.parameter_table(FULL[name]):
+    for group in table:
         for key in map(exact.without_numbers, groups[group.name]):
             learning.add(key)
             if key in exact.NORMUON_B:
-                assert (group.name, group.lr, group.every) == ("muon", 0.023, 1)
+                assert (group.name, group.lr) == ("muon", 0.023)
                 continue
             factor, betas, decay = ROW[name].adam[key]
             found = group.lr, *group.rule.keywords["betas"], group.rule.keywords["decay"]
             assert found == pytest.approx((0.008 * factor, *betas, 0.005 * decay), rel=1e-12)
-            assert group.every == 2
     assert learning == (ROW[name].adam | ROW[name].normuon).keys()
+
+
+@pytest.mark.parametrize("name", ROW)
+def test_matrices_learn_at_each_step_and_all_else_at_odd_ones(name):
+    """The embedding does not while it is the head."""
+    hp = SMALL[name]
+    optimizers = Optimizers(GPT(hp), hp)
+    every = {group.name for group, _ in optimizers.groups}
+    split = ROW[name].split
+    for step in (0, 1, split - 1, split, split + 1, split + 2):
+        learning = {group.name for group, _ in optimizers.learning(moment(step, hp))}
+        expected = every - {"embed"} if step <= split else every
+        assert learning == (expected if step % 2 else {"muon"}), step
 
 
 # -----------------------------------------------------------------------------
@@ -391,11 +398,13 @@ TURNS += [("D", step) for step in (482, 483, 966, 967, 1449, 1450, 1490)]
 @pytest.mark.parametrize(("name", "step"), TURNS)
 def test_rotary_tables_have_the_published_frequencies_and_scales(name, step):
     hp = FULL[name]
-    windows = tuple(stage.window for stage in train_gpt.stages_until(step, hp))
+    windows = tuple(stage.window for stage in train_gpt_2026.stages_until(step, hp))
     frequencies, scale = exact.rotary(ROW[name], step)
-    found, factor = train_gpt.yarn(1024.0 ** -(torch.arange(32).double() / 31), windows)
+    found, factor = train_gpt_2026.yarn(1024.0 ** -(torch.arange(32).double() / 31), windows)
     assert [*found.tolist(), 0.1 * factor] == pytest.approx([*frequencies, scale], rel=1e-12)
-    _, sin, factor = train_gpt.rotary_table(2, hp, "cpu", windows=windows)
+    with torch.device("meta"):
+        model = GPT(hp)
+    _, sin, factor = model.rotary_of(2, moment(step, hp), torch.device("cpu"))[False]
     found = [*sin[1, 0, :64].double().asin().tolist(), hp.attn_scale * factor.item()]  # position 1
     assert found == pytest.approx([*frequencies, *[0.0] * 32, scale], rel=2e-6)
     if (stage := exact.stage(ROW[name], step)) in YARN:
@@ -426,8 +435,8 @@ def test_a_run_of_another_length_has_shares_of_it(name, steps):
 
 @pytest.fixture
 def shards_of(write_shard, tmp_path):
-    """shards_of(seed) makes three, which begin within a document: short documents and some long
-    ones. It gives them, and a pattern for their files."""
+    """Return make(seed), which makes three shards that begin within a document: short documents and
+    some long ones. It returns their tokens, and a pattern for their files."""
 
     def make(seed: int) -> tuple[list[list[int]], str]:
         rng, shards = np.random.default_rng(seed), []
@@ -443,17 +452,32 @@ def shards_of(write_shard, tmp_path):
     return make
 
 
-def compare_batches(shards, pattern: str, count: int, batches_of, start_step=0, **options) -> None:
-    """What ranks read, put together, with batches_of(shard, step): a shard's, from a step on."""
+def loader(pattern: str, batch_seqs: int, lengths, caps, rank=0, world_size=1, **options):
+    """Return the batches of a run whose sequences, of so many tokens at each step, begin with
+    documents that are cut at so many tokens, 0 for not."""
+    hp = Hyperparameters(align_to_documents=True, batch_seqs=batch_seqs)
+
+    def cut(shard, position: int, step: int):
+        now = replace(moment(0, hp), seq_len=lengths[step], longest=caps[step])
+        return train_gpt_2026.cut(shard, position, now, hp)
+
+    return distributed_data_generator(
+        pattern, max(lengths), batch_seqs, rank, world_size, cut=cut, **options
+    )
+
+
+def compare_batches(shards, pattern: str, lengths, caps, batches_of, start_step=0) -> None:
+    """Compare what 1, 2 and 4 ranks read, put together, with batches_of(shard, step): the batches
+    of a shard, from a step on."""
+    count = len(lengths)
     expected = []
     while len(expected) < count:
         for shard in shards:
             expected += batches_of(shard, len(expected))
     expected = expected[start_step:count]
-    options |= {"batch_seqs": 4, "start_step": start_step, "epochs": 0}
+    options = {"start_step": start_step, "num_batches": count, "epochs": 0}
     for size in (1, 2, 4):
-        share = partial(distributed_data_generator, pattern, world_size=size, **options)
-        ranks = [itertools.islice(share(rank=rank), len(expected)) for rank in range(size)]
+        ranks = [loader(pattern, 4, lengths, caps, rank, size, **options) for rank in range(size)]
         for batch, *parts in zip(expected, *ranks, strict=True):
             inputs, targets = (torch.cat(both).tolist() for both in zip(*parts, strict=True))
             assert list(zip(inputs, targets, strict=True)) == batch
@@ -461,15 +485,15 @@ def compare_batches(shards, pattern: str, count: int, batches_of, start_step=0, 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_batches_of_row_a_begin_with_documents(seed, shards_of):
-    options = {"seq_len": 32, "longest": 0}
-    compare_batches(*shards_of(seed), 40, lambda s, _: exact.batches_a(s, 32, 4), **options)
+    shards, pattern = shards_of(seed)
+    compare_batches(shards, pattern, [32] * 40, [0] * 40, lambda s, _: exact.batches_a(s, 32, 4))
 
 
 @pytest.mark.parametrize("skipped", [[], [4]])
 def test_row_a_leaves_a_shard_by_where_the_next_document_begins(skipped, write_shard):
     """From there on, 9 tokens lie ahead: no more than two batches and a token."""
     shard = [END_OF_TEXT, 1, 2, 3, *skipped, *[END_OF_TEXT, 5, 6, 7] * 2, END_OF_TEXT]
-    batches = distributed_data_generator(str(write_shard("s.bin", shard)), 4, 1, 0, 1, longest=0)
+    batches = loader(str(write_shard("s.bin", shard)), 1, [4] * 9, [0] * 9)
     assert len(list(batches)) == len(exact.batches_a(shard, 4, 1)) == 1
 
 
@@ -483,10 +507,9 @@ SIZES += [([16, 48, 32, 1, 64] * 12, [7, 7, 100, 30, 5, 24] * 10)]
 @pytest.mark.parametrize(("lengths", "caps"), SIZES)
 def test_batches_of_row_b_are_the_beginnings_of_documents(lengths, caps, first, seed, shards_of):
     """Lengths and caps may change at any step; a run may go on at any."""
-    options = {"seq_len": lengths.__getitem__, "longest": caps.__getitem__}
-    options |= {"start_step": first, "num_batches": len(lengths)}
+    shards, pattern = shards_of(seed)
 
     def batches_of(shard, step):
         return exact.batches_b(shard, lengths[step:], caps[step:], 4)
 
-    compare_batches(*shards_of(seed), len(lengths), batches_of, **options)
+    compare_batches(shards, pattern, lengths, caps, batches_of, first)

@@ -1,0 +1,1349 @@
+"""Train the NanoGPT-speedrun records from August 2025 to March 2026: train_gpt.py's later forks.
+
+    torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026.py    # 2026-03-06_SimplifyHC
+    ./run.sh forks/train_gpt_2026.py                                    # likewise; on a CPU, a demo
+
+This file imports train_gpt.py and overrides what the records changed. Each technique is a setting,
+or a word in a row of layers or stages, so each can be turned off. Numbers are those of the sources
+in the public logs, in github.com/KellerJordan/modded-nanogpt. A name such as
+2025-12-14_PartialKeyOffset is the public record that brought a technique.
+
+What is overridden, in train_gpt.py's order:
+
+    Settings         the new settings; tables of layers, stages and Adam's groups; the records
+    Data             sequences that begin with a document, of documents that are cut
+    Schedules        stages of the run, and what they decide
+    Model            paired heads, gates, bigrams, YaRN, several targets a token, a tied head
+    Optimizers       Polar Express, NorMuon, cautious weight decay, Adam at every second step
+    Run              the class that tools use
+"""
+
+import itertools
+import math
+import re
+import sys
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
+import train_gpt as t  # noqa: E402
+from train_gpt import BLOCK, END_OF_TEXT, Group, Kernel, UserError, number, setting  # noqa: E402
+
+Triple = tuple[float, float, float]
+
+
+# -----------------------------------------------------------------------------
+# Settings: what the records after 2025-01-26 decide
+
+
+# A layer is written as its window and words, joined by "+": long+v0+x5. The words are v0 to v9
+# (values of an embedding table), x5 (the output of layer 5 is added to the input), in5 (attention
+# reads the output of layer 5), pair and backout.
+LAYERS_2025 = (
+    "long+v0,short+v1,short+v2,short,long,short,"
+    "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
+)
+LAYERS_2026 = (
+    "short+v1+pair,short+v2,short+pair,long,short,short+pair,none+x3,"
+    "short+backout,short+v0,short+v1+pair,long+v2"
+)
+LAYERS_UNTIED = (
+    "short+v0+pair,short+v1,short+pair,long,short,short+pair,none+x3,"
+    "short+backout,short+v2,short+v3+pair,long+v4"
+)
+LAYERS_HC = (  # late attention reads the output of layer 7
+    "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
+    "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
+)
+LAYERS_DEMO = "short+v0+pair,long+v1,short+pair+x0+backout,long+v2"
+
+# Stages and the groups of parameters that learn by Adam, as number_rows reads them.
+LATER_STAGES = (
+    "length=2+window=896+lr=1.52+targets=1/.5,length=3+window=1408+lr=1.73,"
+    "length=3+window=1664+lr=1.73"
+)
+STAGES_2026 = f"length=1+window=384+lr=1+targets=1/.5/.25,{LATER_STAGES}"
+STAGES_HC = f"length=1+window=384+lr=1+cap=896+targets=1/.5/.25,{LATER_STAGES}"
+STAGES_DEMO = (
+    "length=1+window=256+lr=1+targets=1/.5/.25,length=2+window=256+lr=1.52+targets=1/.5,"
+    "length=3+window=384+lr=1.73,length=3+window=384+lr=1.73"
+)
+ADAM_SHARED = (
+    "head+lr=.008+beta1=.5+decay=.75,embed+lr=.008+beta1=.5+decay=.75,"
+    "values+lr=.6+beta1=.75+decay=.025,scalar+lr=.04+beta1=.9+beta2=.99,"
+    "gates+lr=.008+beta1=.9+beta2=.99+decay=.005,smear+lr=8e-5+beta1=.9+beta2=.99,"
+    "skip+lr=4e-4+beta1=.9+beta2=.99"
+)
+ADAM_2026 = f"{ADAM_SHARED},x0+lr=.04+beta1=.65"
+ADAM_HC = (
+    f"{ADAM_SHARED},x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,"
+    "post+lr=.008+beta1=.9"
+)
+
+
+@dataclass(frozen=True)
+class Hyperparameters(t.Hyperparameters):
+    """train_gpt.py's settings, and those of later records. Defaults: 2025-01-26_BatchSize."""
+
+    window_rule: str = setting(
+        "blocks", "what a window counts", choices=("blocks", "tokens", "distance")
+    )
+    layers: str = setting(LAYERS_2025, "a row for each layer", group="model")
+    num_layers: int = setting(12, "how many of them, half from either end", 2)
+
+    stages: str = setting("", "a row for each stage; empty: one stage", group="stages, documents")
+    extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
+    exact_stages: bool = setting(False, "starts of stages are not rounded; learning rates follow")
+    last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
+    align_to_documents: bool = setting(False, "begin each training sequence with a document")
+    max_document_tokens: int = setting(2048, "then longer documents are cut, 0: none is", 0)
+
+    qkv_init: float = setting(1.0, "factor on init_bound for q, k and v", group="later models")
+    out_init: float = setting(0.0, "factor on init_bound for attention's output, 0: zeros")
+    value_init: float = setting(1.0, "standard deviation of value embeddings at first")
+    head_init: float = setting(0.0, "standard deviation of the head at first")
+    tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
+    yarn: bool = setting(False, "fit rotary frequencies and attn_scale to growing windows")
+    key_offset: bool = setting(False, "long, unpaired: half of a key is the token's before")
+    paired_heads: bool = setting(False, "pair the heads of layers with the word pair")
+    attention_gate: bool = setting(False, "gate each head's output")
+    value_gate: bool = setting(False, "gate value embeddings for each head")
+    gate_by_values: bool = setting(False, "unpaired, these gates read the value embedding, too")
+    skip_gate: bool = setting(False, "gate skip connections")
+    smear: bool = setting(False, "add a share of the token before to each embedding")
+    bigram_rows: int = setting(0, "rows of the table of bigrams' embeddings, 0: no table", 0)
+    bigram_lambda: float = setting(0.1, "factor on a bigram's embedding in each layer at first")
+    scaled_projections: bool = setting(False, "attention's lambdas scale what enters and leaves")
+    residual_lambda: float = setting(1.0, "factor on the residual stream at first")
+    sublayer_lambdas: bool = setting(False, "factors on the stream and the result, by sublayer")
+    x0_apart: bool = setting(False, "the factors on x0 are a group of parameters of their own")
+    logit_sigmoid: Triple = setting((0.0, 0.0, 1.0), "a b c, a > 0: a sigmoid((logit + b) / c)")
+    loss_sum: bool = setting(False, "gradients are those of a sequence's sum, not of its mean")
+
+    adam_rule: str = setting(
+        "torch",
+        "torch's Adam, or one whose weight decay is cautious",
+        choices=("torch", "cautious"),
+        group="later optimizers",
+    )
+    adam_groups: str = setting("", "rows of Adam's groups with numbers of their own")
+    adam_every: int = setting(1, "Adam takes so many steps' gradients at a time", 1, 2)
+    muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors for tall, wide, square matrices")
+    muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
+    muon_decay: float = setting(0.0, "Muon's cautious weight decay, times lr^2")
+    polar_express: bool = setting(False, "orthogonalise by Polar Express, not by Newton-Schulz")
+    momentum_cooldown_steps: int = setting(0, "last steps, in which it falls again", 0)
+
+    @property
+    def scheduled_steps(self) -> int:
+        """The steps but for the extension, which comes after them at the last learning rate."""
+        return self.num_iterations - round(self.num_iterations * self.extension_frac)
+
+    @property
+    def sigmoid_form(self) -> Triple:
+        """(a, b, c) of logits that become a * sigmoid((logit + b) / c). Without logit_sigmoid it
+        stands for cap * tanh(logit / cap), which is that less a constant."""
+        if self.logit_sigmoid[0]:
+            return self.logit_sigmoid
+        return 2 * self.logit_softcap, 0.0, self.logit_softcap / 2
+
+    @property
+    def most_targets(self) -> int:
+        """The targets of a token in the stage that has most."""
+        return max(len(stage.targets) for stage in stage_table(self.stages))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the model: what this layer attends with and what is added to it."""
+
+    window: str  # "long", "short" (half of the stage's long one), or "none": no attention
+    values: str | None = None  # mixed into v: a value-embedding table
+    skip_from: int | None = None  # which earlier layer's output is added to the input
+    source: int | None = None  # which earlier layer's output attention reads, if not the input
+    paired: bool = False  # two heads attend as one of twice as many positions
+    backout: bool = False  # a share of its output is subtracted before the last norm
+
+    @property
+    def mask(self) -> str:
+        """The name of the mask that the layer attends with."""
+        return f"{self.window}+pair" if self.paired else self.window
+
+
+def layer_fields(text: str) -> dict:
+    """Return the fields of Layer that a row's window and words set; {} for what is no row."""
+    window, *words = text.split("+")
+    found = {"window": window}
+    for word in words:
+        if word == "pair":  # 2026-01-07_PairedHeadAttention
+            name, value = "paired", True
+        elif word == "backout":
+            name, value = "backout", True
+        elif match := re.fullmatch(r"v(\d)", word):
+            name, value = "values", match[1]
+        elif match := re.fullmatch(r"x(0|[1-9]\d?)", word):
+            name, value = "skip_from", int(match[1])
+        elif match := re.fullmatch(r"in(0|[1-9]\d?)", word):
+            name, value = "source", int(match[1])
+        else:
+            return {}
+        if name in found:
+            return {}
+        found[name] = value
+    if window not in ("long", "short", "none"):
+        return {}
+    if window == "none" and found.keys() & {"values", "source", "paired"}:
+        return {}
+    return found
+
+
+def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
+    """Return the layers in use: num_layers of them from both ends, each skip connection between
+    what are mirror images then. A table that names other layers by their numbers is used whole."""
+    rows = hp.layers.split(",")
+    n, last = hp.num_layers, len(rows) - 1
+    if n > len(rows):
+        raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
+    if n < len(rows):
+        for place, text in enumerate(rows):
+            row = layer_fields(text)
+            mirrored = row.get("skip_from", last - place) == last - place
+            if not mirrored or "source" in row or "backout" in row:
+                reason = f"{text!r} is of --layers that name each other: give a shorter --layers"
+                raise UserError(f"--num_layers {n}: {reason}")
+    half = n // 2
+    table = []
+    for i, text in enumerate(rows[: n - half] + rows[len(rows) - half :]):
+        row = layer_fields(text)
+        if n < len(rows) and "skip_from" in row:
+            row["skip_from"] = n - 1 - i
+        skip, source = row.get("skip_from"), row.get("source", -1)
+        bad_skip = skip is not None and (i < n - half or skip >= i)
+        if not row or source >= i or bad_skip:
+            raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2025 shows the form")
+        row["paired"] = hp.paired_heads and "paired" in row
+        table.append(Layer(**row))
+    if sum(row.backout for row in table) > 1:
+        raise UserError("--layers: only one layer can have the word backout")
+    return tuple(table)
+
+
+def number_rows(
+    text: str, name: str, known: tuple[str, ...], lists: tuple[str, ...] = ()
+) -> list[tuple[str, dict]]:
+    """Return the rows of a setting such as "head+lr=.008+beta1=.5,embed+lr=.6": of each row its
+    name, if it begins with one, and its numbers by known fields. Of fields in `lists` it is a
+    tuple, written 1/2/3. UserError for what is no such row."""
+    rows = []
+    for row in text.split(",") if text else []:
+        words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
+        first = "" if "=" in words[0] else words.pop(0)
+        numbers = {}
+        for word in words:
+            match = re.fullmatch(r"(\w+)=([\d.e/+-]+)", word)
+            try:
+                values = tuple(float(number) for number in match[2].split("/"))
+                legal = match[1] in known and match[1] not in numbers
+                legal = legal and all(0 <= value < math.inf for value in values)
+                legal = legal and (len(values) == 1 or match[1] in lists)
+            except (TypeError, ValueError):
+                legal = False
+            if not legal:
+                forms = " ".join(f"{key}=NUMBER" for key in known)
+                raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +")
+            numbers[match[1]] = values if match[1] in lists else values[0]
+        rows.append((first, numbers))
+    names = [first for first, _ in rows if first]
+    if len(set(names)) < len(names):
+        raise UserError(f"--{name} {text}: a row comes twice")
+    return rows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the schedule: what holds in a part of the run."""
+
+    length: int = 1  # tokens in a training sequence, in seq_lens
+    window: int = 0  # the long window in tokens; 0: as window_rule has it
+    lr: float = 1.0  # multiplies every learning rate
+    cap: int = 0  # longer documents are cut; 0: at max_document_tokens
+    targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
+    # the last of several falls to 0 within the stage
+
+
+@cache
+def stage_table(stages: str) -> tuple[Stage, ...]:
+    """Return the rows of the setting; UserError for what is no stage."""
+    table = []
+    names = tuple(f.name for f in fields(Stage))
+    for first, numbers in number_rows(stages, "stages", names, lists=("targets",)):
+        stage = Stage(**numbers)
+        whole = (stage.length, stage.window, stage.cap)
+        wrong = first or not numbers or stage.length < 1 or len(stage.targets) > 3
+        if wrong or any(number % 1 for number in whole):
+            rule = "whole numbers for length (from 1), window and cap; at most 3 targets"
+            raise UserError(f"--stages {stages}: a row is of {rule}; STAGES_2026 shows the form")
+        length, window, cap = (int(number) for number in whole)
+        table.append(replace(stage, length=length, window=window, cap=cap))
+    return tuple(table) or (Stage(),)
+
+
+def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
+    """Return, of the groups in adam_groups, by their names, the numbers that are theirs alone.
+    UserError for a name that is not known, or what cannot be."""
+    known = PATTERNS.keys() - {"muon"}
+    table = dict(number_rows(hp.adam_groups, "adam_groups", ("lr", "beta1", "beta2", "decay")))
+    for name, row in table.items():
+        rule = ""
+        if name not in known:
+            rule = f"a row begins with one of {' '.join(sorted(known))}"
+        elif max(row.get("beta1", 0), row.get("beta2", 0)) >= 1:
+            rule = "a beta must be below 1"
+        elif "decay" in row and hp.adam_rule != "cautious":
+            rule = "decay wants --adam_rule cautious"
+        if rule:
+            raise UserError(f"--adam_groups {hp.adam_groups}: {rule}")
+    return table
+
+
+def check(hp: Hyperparameters) -> None:
+    """Raise UserError for settings that no run can have, alone or together."""
+    t.check_ranges(hp)
+    stages = stage_table(hp.stages)
+    has_caps = any(stage.cap for stage in stages)
+    has_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
+    a, _, c = hp.logit_sigmoid
+    every = hp.adam_every
+    for name, wrong, rule in (
+        ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
+        ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),
+        ("stages", has_caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
+        ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
+        ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
+        ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
+        ("yarn", hp.yarn and not has_windows, "wants a window in each of --stages"),
+        ("key_offset", hp.key_offset and hp.rope != "half", "wants --rope half"),
+        ("paired_heads", hp.paired_heads and hp.num_heads % 2, "wants an even --num_heads"),
+        ("gate_by_values", hp.gate_by_values and not hp.value_gate, "wants --value_gate on"),
+        ("bigram_rows", hp.bigram_rows == 1, "one row stands for no bigram: 0, or 2 and more"),
+        ("sublayer_lambdas", hp.sublayer_lambdas and not hp.x0_apart, "wants --x0_apart on"),
+        (
+            "layers",
+            hp.sublayer_lambdas and hp.layers.startswith("none"),
+            "--sublayer_lambdas on wants attention",
+        ),
+        ("logit_sigmoid", a and not c, "its third number must be above 0"),
+    ):
+        if wrong:
+            raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
+    layer_table(hp)
+    adam_table(hp)
+
+
+BIGRAM_HASH = Hyperparameters(
+    num_iterations=1600,
+    cooldown_frac=0.55,
+    stages=STAGES_2026,
+    extension_frac=40 / 1600,
+    exact_stages=True,
+    last_window=2560,
+    window_rule="distance",
+    seq_len=16384,
+    align_to_documents=True,
+    layers=LAYERS_2026,
+    num_layers=11,
+    vocab_size=50304,
+    qkv_init=2.0,
+    value_init=0.0,
+    head_init=0.005,
+    tied_frac=2 / 3,
+    attn_scale=0.1,
+    yarn=True,
+    key_offset=True,
+    paired_heads=True,
+    attention_gate=True,
+    value_gate=True,
+    skip_gate=True,
+    smear=True,
+    bigram_rows=5 * 50304,
+    scaled_projections=True,
+    residual_lambda=1.1,
+    x0_apart=True,
+    norm_eps=2.0**-23,
+    logit_sigmoid=(23.0, 5.0, 7.5),
+    loss_sum=True,
+    adam_rule="cautious",
+    adam_groups=ADAM_2026,
+    adam_every=2,
+    muon_lr=0.023,
+    muon_mul=(2.0, 4.0, 1.0),
+    muon_beta2=0.95,
+    muon_decay=1.2,
+    polar_express=True,
+    momentum_cooldown_steps=50,
+    x_s=448 / 100,
+    w_s=448 / 1.6,
+    grad_s=448 / 0.75,
+    val_loss_every=250,
+)
+SIMPLIFY_HC = replace(
+    BIGRAM_HASH,
+    num_iterations=1490,
+    cooldown_frac=0.6,
+    lr_final=0.15,
+    stages=STAGES_HC,
+    extension_frac=40 / 1490,
+    exact_stages=False,
+    layers=LAYERS_HC,
+    qkv_init=1.0,
+    out_init=1.0,
+    value_init=0.01,
+    gate_by_values=True,
+    bigram_lambda=0.05,
+    sublayer_lambdas=True,
+    residual_lambda=1.1**0.5,
+    adam_groups=ADAM_HC,
+)
+RECORDS = {
+    # On CUDA Adam's moments of bfloat16 tables are float32 here, as the public records have them
+    # since December 2025; this record had them in bfloat16.
+    "2025-08-23_SparseAttnGate": Hyperparameters(
+        num_iterations=1695,
+        cooldown_frac=0.45,
+        align_to_documents=True,
+        max_document_tokens=0,
+        vocab_size=50304,
+        attention_gate=True,
+        loss_sum=True,
+        adam_rule="cautious",
+        norm_eps=2.0**-23,
+        muon_mul=(1.0, 1.0, 1.0),
+        x_s=448 / 768**0.5,
+        grad_s=448.0,
+    ),
+    # 2026-01-19 without two of its techniques. The source of 2026-01-04 stores q, k, v and output
+    # as one tall matrix.
+    "2026-01-04_MixedPrecisionInterweavedOptimizer": replace(
+        BIGRAM_HASH,
+        paired_heads=False,
+        bigram_rows=0,
+        num_iterations=1840,
+        cooldown_frac=0.5,
+        extension_frac=40 / 1840,
+        muon_mul=(2.0, 4.0, 2.0),
+    ),
+    "2026-01-19_BigramHashEmbedding": BIGRAM_HASH,
+    "2026-01-26-UntieValueEmbeddings": replace(
+        BIGRAM_HASH, num_iterations=1575, extension_frac=40 / 1575, layers=LAYERS_UNTIED
+    ),
+    "2026-03-06_SimplifyHC": SIMPLIFY_HC,
+    # 2026-03-06 at a size that two CPU cores train in a few minutes (BENCHMARKS.md). Sequences are
+    # short and begin with documents: a run reads the beginnings of the first 761 of 1090 chapters.
+    # Head and embedding learn faster by the ratio of the widths, 768 / 128.
+    "demo": replace(
+        SIMPLIFY_HC,
+        num_iterations=180,
+        cooldown_frac=0.8,
+        stages=STAGES_DEMO,
+        extension_frac=4 / 180,
+        last_window=512,
+        seq_len=128,
+        batch_seqs=4,
+        val_seq_len=1024,
+        val_tokens=16384,
+        epochs=0,
+        layers=LAYERS_DEMO,
+        num_layers=4,
+        num_heads=2,
+        head_dim=64,
+        model_dim=128,
+        bigram_rows=50304,
+        adam_groups=ADAM_HC.replace("lr=.008+beta1=.5", "lr=.048+beta1=.5"),
+        bfloat16_head=True,
+        train_files=f"{t.SAMPLE}_train_*.bin",
+        val_files=f"{t.SAMPLE}_val_*.bin",
+        val_loss_every=90,
+        save_every=180,
+    ),
+}
+
+
+# -----------------------------------------------------------------------------
+# Data: sequences that begin with a document
+
+
+@lru_cache(maxsize=8)
+def document_starts(shard: t.Shard) -> np.ndarray:
+    """Return where the documents of a shard start, (documents,)."""
+    return np.flatnonzero(shard.tokens == END_OF_TEXT)
+
+
+@lru_cache(maxsize=8)
+def kept_tokens(shard: t.Shard, longest: int) -> np.ndarray:
+    """Return the tokens up to each document's end, (documents,), if longer documents are cut."""
+    lengths = np.diff(document_starts(shard), append=len(shard.tokens))
+    return np.minimum(lengths, longest).cumsum()
+
+
+def cut_whole(shard: t.Shard, position: int, length: int):
+    """Cut `length` tokens that begin with the first document from a position on. The next sequence
+    begins with a later document. None if the shard ends before."""
+    documents = document_starts(shard)
+    first = np.searchsorted(documents, position)
+    start = documents[first] if first < len(documents) else len(shard.tokens)
+    after = np.searchsorted(documents, start + length - 1)
+    if after >= len(documents):
+        return None
+    return [(start, start + length)], documents[after]
+
+
+def cut_pieces(shard: t.Shard, position: int, length: int, longest: int):
+    """Cut `length` tokens in pieces: each is a document's first tokens, at most `longest`. What the
+    last document has left is dropped, as on the leaderboard since September 2025."""
+    documents, ends = document_starts(shard), kept_tokens(shard, longest)
+    first = np.searchsorted(documents, position)
+    end = length + (ends[first - 1] if first else 0)
+    last = np.searchsorted(ends, end)
+    if last >= len(ends):
+        return None
+    starts = documents[first : last + 1]
+    stops = starts + np.diff(ends[first : last + 1], prepend=end - length)
+    stops[-1] -= ends[last] - end
+    return list(zip(starts, stops, strict=True)), starts[-1] + 1
+
+
+def cut(shard: t.Shard, position: int, now: "Moment", hp: Hyperparameters):
+    """Cut the batch of a moment: sequences behind each other, or that begin with documents."""
+    if not hp.align_to_documents:
+        return t.cut_consecutive(shard, position, now.seq_len, hp.batch_seqs)
+    longest = now.longest
+    # As published, a shard whose whole documents are not cut is left a batch earlier.
+    if not longest and position + 2 * hp.batch_seqs * now.seq_len + 1 >= len(shard.tokens):
+        return None
+    sequences = []
+    for _ in range(hp.batch_seqs):
+        length = now.seq_len + 1  # with the last target
+        if longest:
+            found = cut_pieces(shard, position, length, longest)
+        else:
+            found = cut_whole(shard, position, length)
+        if found is None:
+            return None
+        pieces, position = found
+        sequences.append(pieces)
+    return sequences, position
+
+
+# -----------------------------------------------------------------------------
+# Schedules: stages of the run, and what they decide
+
+
+def stage_starts(hp: Hyperparameters) -> list[float]:
+    """Return where each row of the stage table begins. Stages are equal shares of the scheduled
+    steps, in whole steps unless hp.exact_stages; if there is an extension, the last row is its
+    own."""
+    rows, steps = len(stage_table(hp.stages)), hp.scheduled_steps
+    shares = rows - 1 if hp.extension_frac > 0 and rows > 1 else rows
+    starts = [steps * k / shares for k in range(rows)]
+    return starts if hp.exact_stages else [round(start) for start in starts]
+
+
+def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
+    """Return the rows of the stage table that have begun; the last one holds."""
+    return stage_table(hp.stages)[: sum(step >= start for start in stage_starts(hp))]
+
+
+def get_lr(step: int, hp: Hyperparameters) -> float:
+    """Return the multiplier on every learning rate: a linear rise, that of the stage, a linear fall
+    to lr_final. An exact stage's holds from the first step after its start."""
+    rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
+    left = max(1 - step / hp.scheduled_steps, 0.0)
+    w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
+    waits = hp.exact_stages and step in stage_starts(hp)
+    stage = stages_until(max(step - waits, 0), hp)[-1]
+    return rise * (w * stage.lr + (1 - w) * hp.lr_final)
+
+
+def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
+    """Return Muon's momentum at the step: a linear ramp, then flat, and perhaps the ramp back."""
+    ramp = min(step / hp.momentum_warmup_steps, 1.0)
+    if hp.momentum_cooldown_steps:
+        ramp = min(ramp, (hp.num_iterations - step) / hp.momentum_cooldown_steps)
+    return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
+
+
+def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
+    """Return the loss weights of the next token and of those after it; the last of several falls to
+    0 within the stage."""
+    begun, starts = stages_until(step, hp), [*stage_starts(hp), hp.num_iterations]
+    start, end = starts[len(begun) - 1 : len(begun) + 1]
+    *first, last = begun[-1].targets
+    if first:
+        last = last * (end - step) / max(end - start, 1)
+    return *first, last
+
+
+def is_tied(step: int, hp: Hyperparameters) -> bool:
+    """Say whether head and embedding are one: for a share of the scheduled steps, and on to a step
+    of Adam's; with a share of 1 always."""
+    steps, every = math.ceil(hp.scheduled_steps * hp.tied_frac), hp.adam_every
+    last = math.ceil((steps + 1) / every) * every - 1
+    return hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= last)
+
+
+@dataclass(frozen=True)
+class Moment(t.Moment):
+    """All that is scheduled, at one step."""
+
+    longest: int  # where documents are cut, if batches are aligned to them
+    targets: tuple[float, ...]  # loss weights of the next token, the one after it, ...
+    tied: bool  # whether the embedding is the head
+    adam: bool  # whether Adam learns, from all gradients since it last did
+
+    @property
+    def kind(self) -> tuple:
+        """What decides how a step is compiled and how much memory it takes."""
+        return self.window, self.seq_len, len(self.targets), self.tied, self.adam
+
+
+def moment(step: int, hp: Hyperparameters) -> Moment:
+    """Return what holds at a step, from 0 to num_iterations; beyond, what holds after the last."""
+    step = min(step, hp.num_iterations)
+    at_end = step == hp.num_iterations
+    stage = stages_until(step, hp)[-1]
+    window = stage.window or t.get_window_size(step, hp)
+    return Moment(
+        step=step,
+        lr=get_lr(step, hp),
+        momentum=get_muon_momentum(step, hp),
+        window=hp.last_window if at_end and hp.last_window else window,
+        short=window // 2,
+        seq_len=hp.seq_len * stage.length,
+        longest=stage.cap or hp.max_document_tokens,
+        targets=get_targets(step, hp),
+        tied=is_tied(step, hp),
+        adam=at_end or (step + 1) % hp.adam_every == 0,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Model: paired heads, gates, bigrams, YaRN, several targets a token, a tied head
+
+
+def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
+    """Return the mask of train_gpt.py's first_visible. By the rule "distance" a window's whole
+    blocks count, too, but they lie before the token."""
+    if rule == "distance":
+        blocks = max(window // BLOCK, 1)
+        return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
+    return t.first_visible(input_seq, window, rule)
+
+
+def offset_keys(k: Tensor) -> Tensor:
+    """Return keys (1, H, T, D) whose channels that half RoPE does not turn are those of the token
+    before, in whatever document that is (2025-12-14_PartialKeyOffset)."""
+    before = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2)
+    half = k.size(-1) // 2
+    still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
+    return torch.where(still, before, k)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float, key_offset: bool
+) -> Tensor:
+    """train_gpt.py's attend, with keys that may be offset."""
+    return t.attend(q, offset_keys(k) if key_offset else k, v, mask, scale)
+
+
+@torch.compiler.assume_constant_result
+def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
+    """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152. Then
+    memory is worth more than a few milliseconds."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
+
+
+def recomputed(function, x: Tensor, *more):
+    """Return function(x, *more) of x (1, T, ...), for what costs little time and much memory: where
+    memory is small, compiled code makes the result again in the backward pass, and keeps none."""
+    training = torch.is_grad_enabled() and torch.compiler.is_compiling()
+    if training and memory_is_small(x.device, x.size(1)):
+        return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
+    return function(x, *more)
+
+
+def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
+    """Return rotary frequencies, and the factor on attention's scale, after the long window has had
+    these sizes: YaRN (arXiv 2309.00071). What turns less than once in the old window slows down
+    with its growth; what turns more than 32 times stays as it is."""
+    factor = 1.0
+    for old, new in itertools.pairwise(windows):
+        turns = old * frequency / (2 * math.pi)
+        fast = ((turns - 1) / 31).clamp(0, 1)
+        frequency = frequency * (old / new + fast * (1 - old / new))
+        factor *= 1 + 0.2 * math.log(new / old)
+    return frequency, factor
+
+
+def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor: Tensor) -> Tensor:
+    """Return what train_gpt.py's function of this name returns, times a factor ()."""
+    normed = t.norm(x, eps).float()
+    swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return ((normed * cos + swapped * sin) * factor).type_as(x).transpose(1, 2)
+
+
+GATE_CHANNELS = 12  # of its input, of which a gate is made
+
+
+def gate_of(x: Tensor, weight: Tensor) -> Tensor:
+    """Return a gate (..., n) between 0 and 1, of the first channels of x (..., C) and a weight
+    (n, 12)."""
+    return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention with normalised, rotated q and k, with value embeddings mixed into v, and gates."""
+
+    def __init__(self, hp: Hyperparameters, layer: Layer):
+        super().__init__()
+        width = hp.num_heads * hp.head_dim
+        self.head_shape = hp.num_heads, hp.head_dim
+        self.scale = hp.attn_scale or hp.head_dim**-0.5
+        self.eps = hp.norm_eps
+        qkv = t.CastedLinear(hp.model_dim, 3 * width).weight.detach().view(3, width, -1)
+        self.qkv_w = nn.Parameter(qkv * (hp.init_bound * hp.qkv_init))
+        # Factors on the weights of q, k, v and of the output; or on v and the value embedding.
+        self.scales_projections = hp.scaled_projections
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0 if hp.scaled_projections else 0.5]))
+        self.c_proj = t.CastedLinear(width, hp.model_dim)
+        if hp.out_init:
+            self.c_proj.weight.data *= hp.init_bound * hp.out_init
+        else:
+            nn.init.zeros_(self.c_proj.weight)
+        self.paired = layer.paired
+        self.key_offset = hp.key_offset and layer.mask == "long"
+        self.gates_by_values = hp.gate_by_values and not layer.paired
+        self.gate = self.value_gate = None
+        if hp.attention_gate:
+            self.gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
+        if hp.value_gate and layer.values is not None:
+            self.value_gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
+
+    def gated(self, x: Tensor, value: Tensor) -> Tensor:
+        """Return the value embedding (1, T, H, D), gated for each head."""
+        if self.value_gate is None:
+            return value
+        read = x
+        if self.gates_by_values:
+            half = GATE_CHANNELS // 2
+            read = torch.cat([x[..., :half], value.flatten(2)[..., :half]], dim=-1)
+        return 2 * gate_of(read, self.value_gate)[..., None] * value
+
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend, post: Tensor | None):
+        """Map x (1, T, C) to (1, T, C), times post () if there is one. `value` is rows (T, H * D)
+        of a table. Factors on projections multiply weights: then nothing more is kept for their
+        gradients."""
+        qkv_w, out_w = self.qkv_w, self.c_proj.weight
+        if self.scales_projections:
+            qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
+        if post is not None:
+            out_w = post * out_w
+        qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
+        q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
+        shape = v.shape
+        if not self.scales_projections:
+            v = self.lambdas[0] * v
+        if value is not None:
+            value = self.gated(x, value.view(shape))
+            v = v + (value if self.scales_projections else self.lambdas[1] * value)
+        cos, sin, factor = rotary
+        if self.paired:  # half of the heads at either position; even heads turn by the first
+            heads, head_dim = self.head_shape
+            turn = torch.arange(heads, device=x.device) % 2
+            q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))
+            cos, sin = (part[:, turn].view(-1, heads // 2, head_dim) for part in (cos, sin))
+        if factor is None:
+            q = recomputed(t.rotate_normed, q, cos, sin, self.eps)  # (1, H, T, D)
+        else:
+            q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)
+        k = recomputed(t.rotate_normed, k, cos, sin, self.eps)
+        out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset)
+        out = out.transpose(1, 2).reshape(shape)
+        if self.gate is not None:
+            out = out * gate_of(x, self.gate)[..., None]
+        return F.linear(out.flatten(2), out_w.type_as(x))
+
+
+class MLP(t.MLP):
+    """train_gpt.py's, with a factor on its result."""
+
+    def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
+        """Map x (..., C) to (..., C), times post () if there is one: it multiplies the weight, and
+        nothing more is kept for its gradient."""
+        w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
+        return t.relu2_mlp(x, self.c_fc.weight.type_as(x), w_out.type_as(x))
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP. Before, an earlier output, x0 and bigrams may be added.
+
+    There are factors on the layer's input and on x0. Or, by sublayer, on the stream beside
+    attention and MLP, and on their results: a layer without attention then adds no x0 and no
+    bigrams. All that differs from layer to layer comes as an argument, so equal ones are compiled
+    once.
+    """
+
+    def __init__(self, hp: Hyperparameters, layer: Layer):
+        super().__init__()
+        self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
+        self.mlp = MLP(hp)
+        self.eps = hp.norm_eps
+        self.lambdas = self.residual_lambda = self.post_lambda = None
+        self.x0_lambda = self.bigram_lambda = None
+        if hp.sublayer_lambdas:
+            sublayers = 1 if self.attn is None else 2
+            self.residual_lambda = nn.Parameter(torch.full((sublayers,), hp.residual_lambda))
+            self.post_lambda = nn.Parameter(torch.ones(sublayers))
+        elif hp.x0_apart:
+            self.lambdas = nn.Parameter(torch.tensor([hp.residual_lambda]))
+        else:
+            self.lambdas = nn.Parameter(torch.tensor([hp.residual_lambda, 0.0]))
+        mixes = self.attn is not None or not hp.sublayer_lambdas
+        if mixes and hp.x0_apart:
+            self.x0_lambda = nn.Parameter(torch.zeros(1))
+        if mixes and hp.bigram_rows:
+            self.bigram_lambda = nn.Parameter(torch.tensor([hp.bigram_lambda]))
+
+    def mixed(self, x: Tensor, x0: Tensor, bigram: Tensor | None) -> Tensor:
+        """Return x with shares of x0 and of a bigram's embedding."""
+        share = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
+        x = x + share * x0
+        if bigram is not None:
+            x = x + self.bigram_lambda[0] * bigram
+        return x
+
+    def kept(self, x: Tensor, sublayer: int) -> Tensor:
+        """Return what goes on beside attention (0) or the MLP (-1)."""
+        return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
+
+    def forward(self, x, x0, value, skip, rotary, mask, attend, bigram=None, source=None) -> Tensor:
+        """Map x (1, T, C) to (1, T, C). skip is (weight, output) or None. Attention reads `source`,
+        an earlier output after its norm, or else x."""
+        by_sublayer = self.lambdas is None
+        if skip is not None:
+            x = x + skip[0] * skip[1]
+        if not by_sublayer:
+            x = self.mixed(self.lambdas[0] * x, x0, bigram)
+        if self.attn is not None:
+            read = recomputed(t.norm, x, self.eps) if source is None else source
+            post = self.post_lambda[0] if by_sublayer else None
+            out = self.attn(read, value, rotary, mask, attend, post)
+            x = self.kept(x, 0) + out
+            if by_sublayer:
+                x = self.mixed(x, x0, bigram)
+        post = self.post_lambda[-1] if by_sublayer else None
+        out = self.mlp(recomputed(t.norm, x, self.eps), post)
+        return self.kept(x, -1) + out
+
+
+def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
+    """Return the row (T,), int32, of a table that each token (T,) and the one before it select. The
+    first token selects the last row, and the second one reads that row's number in place of the
+    first token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
+    first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
+    tokens = torch.cat([first, tokens[1:].int()])
+    return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
+
+
+def next_targets(targets: Tensor, count: int) -> Tensor:
+    """Return the next `count` targets of each token, (T, count), of targets (T,); -1 beyond the
+    end."""
+    return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
+
+
+@Kernel
+def weighted_cross_entropy(logits, targets, form, shares=None, grad_scale=None, grads=None):
+    """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
+
+    The logits first become z = a sigmoid((logit + b) / c) of the form (a, b, c). The gradient of
+    the logits * grad_scale goes to grads (T, V): the logits' own memory, or float8_e5m2. dz/dlogit
+    is (z - z^2 / a) / c. z is at most a, so softmax may subtract a instead of the row's maximum.
+
+    With shares (K,) and targets (T, K) of next_targets, the gradient is that of the losses of all K
+    targets times their shares, and the loss returned is that of the next token alone.
+    """
+    a, b, c = form
+    targets = targets.view(len(targets), -1)
+    share = (targets >= 0) * (1.0 if shares is None else shares)  # (T, K)
+    if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
+        z = a * torch.sigmoid(1 / c * (logits.float() + b))
+        z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, targets[:, :1]).float() + b))
+        p = torch.exp(z - a)
+        total = p.sum(dim=1, keepdim=True)
+        loss = (total.log() + a - z_of_target).sum()
+        column = torch.arange(p.size(1), device=p.device)
+        p = p / total * share.sum(1, keepdim=True)
+        for k in range(share.size(1)):
+            p = p - share[:, k, None] * (column == targets[:, k, None])
+    else:  # z and p are stored, and overwritten where that is possible
+        z = logits.float()
+        z = torch.add(z.new_full((), b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
+        p = torch.softmax(z, dim=-1)
+        loss = -p.gather(1, targets[:, :1]).log().sum()
+        if shares is not None:
+            p.mul_(share.sum(1, keepdim=True))
+        p.scatter_add_(1, targets.clamp(min=0), -share)
+    if grads is not None:
+        grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(1 / c * grad_scale)
+        in_fp8 = grads.dtype == torch.float8_e5m2
+        grads.copy_(t.to_fp8(grad, 1.0, grads.dtype) if in_fp8 else grad)
+    return loss
+
+
+class Head(t.Head):
+    """train_gpt.py's, with logits in a sigmoid's form, and several targets for each token."""
+
+    cross_entropy = weighted_cross_entropy
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__(hp)
+        if hp.head_init:
+            self.weight.data.normal_(std=hp.head_init)
+        self.form = hp.sigmoid_form
+        self.summed = hp.loss_sum
+
+    def chunk_len(self, device: torch.device) -> int:
+        """Return the tokens in a chunk: fewer where memory is small."""
+        return 8192 if memory_is_small(device) else super().chunk_len(device)
+
+    def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
+        """Return the mean loss () of x (T, C) and targets (T,) int64. With several shares (K,), the
+        gradients are those of K targets for each token; summed, those of the sequence's sum."""
+        weights = None
+        if shares != (1.0,):
+            weights = torch.stack([number(share, x) for share in shares])
+            targets = next_targets(targets, len(shares))
+        grad_scale = 1.0 if self.summed else 1 / len(x)
+        return self.loss_of(x, targets, (self.form, weights), grad_scale)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32, never
+        from FP8."""
+        a, b, c = self.form
+        return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
+
+
+class GPT(t.GPT):
+    """The language model of these records; a tied head is bfloat16 on CUDA, too."""
+
+    attend = staticmethod(attend)
+
+    def __init__(self, hp: Hyperparameters):
+        nn.Module.__init__(self)  # not train_gpt.py's: most parts are others
+        self.hp = hp
+        self.layers = layer_table(hp)
+        self.kernels = weighted_cross_entropy, t.relu2_mlp, t.symmetric_matmul
+        names = sorted({layer.values for layer in self.layers} - {None})
+        width = hp.num_heads * hp.head_dim
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
+        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
+        for table in tables.values():
+            table.weight.data *= hp.value_init
+        self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
+        self.bigram_embed = None
+        if hp.bigram_rows:
+            zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
+            self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
+        self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
+        skips = hp.num_layers // 2  # the upper layers may have a skip connection
+        self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
+        self.skip_gates = self.smear_gate = self.smear_lambda = self.backout_lambda = None
+        if hp.skip_gate:
+            self.skip_gates = nn.Parameter(torch.zeros(skips, GATE_CHANNELS))
+        if hp.smear:
+            self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
+            self.smear_lambda = nn.Parameter(torch.zeros(1))
+        if any(layer.backout for layer in self.layers):
+            self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
+        self.lm_head = Head(hp)
+        if hp.tied_frac:
+            self.embed.weight.data.copy_(self.lm_head.weight.data)
+        self.use_flex = False
+        self.compiled, self.compile_ = False, t.as_is
+        self.tied = False
+        self.rotary: dict[tuple, dict] = {}  # the last of rotary_of
+
+    @property
+    def context_tokens(self) -> int:
+        """How many ends of text before a document make what stands before them indifferent. Smear
+        and offset keys reach back one token: the last of two is the same after any neighbour. With
+        bigrams it is three, because a sequence's second token has a bigram of its own."""
+        if self.bigram_embed is not None:
+            return 3
+        return 2 if self.hp.smear or self.hp.key_offset else 0
+
+    def tables(self) -> list[nn.Module]:
+        """Return the vocabulary tables that are bfloat16 on CUDA."""
+        tables = [self.embed, self.value_embeds]
+        if self.bigram_embed is not None:
+            tables.append(self.bigram_embed)
+        if self.hp.tied_frac:
+            tables.append(self.lm_head)
+        return tables
+
+    def tie(self, tied: bool) -> None:
+        """Let embedding and head be one table, with one gradient, or two."""
+        if tied == self.tied:
+            return
+        embed, head = self.embed.weight, self.lm_head.weight
+        embed.data = head.data if tied else head.data.clone()
+        t.gradient_buffer(head)
+        for name in ("grad", "grad32"):  # one of them is the buffer
+            setattr(embed, name, getattr(head, name, None) if tied else None)
+        self.tied = tied
+
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the embeddings (T, C) of tokens (T,), smeared, and what else layers add: the rows
+        of each value table, and of the table of bigrams, by the name "bigram"."""
+        x, more = super().embedded(input_seq)
+        if self.smear_gate is not None:  # in whatever document the token before is
+            share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
+            x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
+        if self.bigram_embed is not None:
+            rows = bigram_hash(input_seq, self.hp.bigram_rows)
+            more["bigram"] = t.lookup(self.bigram_embed, rows)
+        return x, more
+
+    def masks(self, input_seq: Tensor, when: Moment, make_mask) -> dict:
+        """Return the masks that the layers of input_seq (T,) attend with, by the names of
+        Layer.mask. Where heads are paired, a token has two positions: a document begins at the
+        first of them, and windows count positions."""
+        second = torch.full_like(input_seq, -1)
+        positions = {"": input_seq, "+pair": torch.stack([input_seq, second], dim=1).flatten()}
+        masks = {}
+        for name in sorted({layer.mask for layer in self.layers} - {"none"}):
+            word, _, pair = name.partition("+")
+            window = when.window if word == "long" else when.short
+            tokens = positions["+pair" if pair else ""]
+            masks[name] = make_mask(first_visible(tokens, window, self.hp.window_rule))
+        return masks
+
+    def rotary_of(self, length: int, when: Moment, device: torch.device, start: int = 0):
+        """Return the rotary tables of so many tokens from `start` on, at a moment, by whether heads
+        are paired: cos and sin (T, 1, head_dim), or for two positions a token (T, 2, head_dim),
+        and with hp.yarn a factor () on q, else None. The last ones are kept."""
+        windows = tuple(stage.window for stage in stages_until(when.step, self.hp))
+        key = length, start, windows, device
+        if key in self.rotary:
+            return self.rotary[key]
+        frequency, factor = t.rotary_frequencies(self.hp, device), None
+        if self.hp.yarn:
+            frequency, factor = yarn(frequency, windows)
+            factor = number(factor, frequency)
+        tables = {}
+        for paired in {layer.paired for layer in self.layers}:
+            count = 2 if paired else 1
+            position = torch.arange(count * start, count * (start + length), device=device)
+            cos, sin = t.rotary_table(position.view(length, count), frequency)
+            tables[paired] = cos, sin, factor
+        self.rotary = {key: tables}
+        return tables
+
+    def skip_factor(self, i: int, weight: Tensor, x0: Tensor) -> Tensor:
+        """Return the factor on the i-th skip connection, of its weight (): that, or gated by x0,
+        (1, T, 1)."""
+        if self.skip_gates is None:
+            return weight
+        return torch.sigmoid(weight) * (2 * gate_of(x0, self.skip_gates[i, None]))
+
+    def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
+        """Map embeddings (T, C), and what `embedded` returns besides, to what the head reads,
+        (T, C). Masks come by their names, rotary tables as rotary_of returns them."""
+        x0 = t.norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
+        x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
+        bigram = more.get("bigram")
+        backout = None
+        outputs, sources = {}, {}
+        weights = self.skip_weights.unbind()
+        first_skip = len(self.layers) - len(weights)  # the first layer that may have one
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            own_bigram = bigram
+            if i == 0 and bigram is not None and self.hp.sublayer_lambdas:
+                # By sublayer, bigrams are added after attention; layer 0's attention reads them.
+                x = x + block.bigram_lambda[0] * bigram
+                own_bigram = None
+            skip = None
+            if layer.skip_from is not None:
+                factor = self.skip_factor(i - first_skip, weights[i - first_skip], x0)
+                skip = factor, outputs[layer.skip_from]
+            x = block(
+                x,
+                x0,
+                more.get(layer.values),
+                skip,
+                rotary[layer.paired],
+                masks.get(layer.mask),
+                attend,
+                bigram=own_bigram,
+                source=sources.get(layer.source),
+            )
+            if any(later.skip_from == i for later in self.layers):
+                outputs[i] = x.view(x.shape)
+            if any(later.source == i for later in self.layers):
+                sources[i] = t.norm(x, self.hp.norm_eps)
+            if layer.backout:
+                backout = x
+        if backout is not None:
+            x = x - self.backout_lambda[0] * backout
+        return t.norm(x, self.hp.norm_eps)[0]
+
+    def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment) -> Tensor:
+        """Return the mean loss () of tokens (T,) and targets (T,) int64, of the next token alone.
+        In training, its gradients are those of all targets of the moment: see Head.loss."""
+        if not self.training:
+            return self.lm_head.loss(self.hidden(input_seq, when), target_seq)
+        self.tie(when.tied)
+        return self.lm_head.loss(self.hidden(input_seq, when), target_seq, when.targets)
+
+
+# -----------------------------------------------------------------------------
+# Optimizers: Polar Express, NorMuon, cautious weight decay, Adam at every second step
+
+
+# Polar Express (arXiv 2505.16932), with its margins for rounding: coefficients of each step.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(G: Tensor) -> Tensor:
+    """Return what zeropower_via_newtonschulz5 returns, with singular values nearer to 1."""
+    return t.orthogonalised(G, POLAR_EXPRESS, margin=1.02, eps=1e-6)
+
+
+def muon_updates(grads, momenta, momentum: Tensor, damped: bool, by_polar_express: bool) -> Tensor:
+    """Return train_gpt.py's muon_updates, or those that are orthogonalised by Polar Express."""
+    if not by_polar_express:
+        return t.muon_updates(grads, momenta, momentum, damped)
+    return polar_express(t.nesterov(grads, momenta, momentum, damped))
+
+
+def normuon_(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """Return updates (n, rows, cols) whose neurons, the longer side, have equal sizes in the mean
+    over steps; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491). The second moments
+    (n, rows, 1) or (n, 1, cols) change in place."""
+    old = updates.float()
+    neuron = -1 if second_moment.size(-1) == 1 else -2
+    second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
+    new = old * second_moment.clamp(min=1e-10).rsqrt()
+    before = torch.linalg.matrix_norm(old, keepdim=True)
+    after = torch.linalg.matrix_norm(new, keepdim=True)
+    return (new * (before / after.clamp(min=1e-10))).type_as(updates)
+
+
+def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
+    """weights -= lr * updates, and where an update makes a weight smaller anyway, or is 0, also
+    lr * decay * weights: cautious weight decay (arXiv 2510.12402)."""
+    for weight, update in zip(weights, updates, strict=True):
+        weight.sub_(lr * (update + decay * weight * (update * weight >= 0)))
+
+
+def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: float) -> None:
+    """Make a step of Adam in place, in float32, on lists of weights, gradients and state.
+
+    Epsilon is added to the root of the uncorrected second moment. Where an update makes a weight
+    smaller, the weight decays by lr^2 * decay, too. On a CPU, rows of 65536 numbers stay in the
+    cache.
+    """
+    beta1, beta2 = betas
+    for weight, grad, kept in zip(weights, grads, state, strict=True):
+        step = kept["step"].add_(1)
+        step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+        parts = [(weight, grad, kept["exp_avg"], kept["exp_avg_sq"])]
+        if not (weight.is_cuda or torch.compiler.is_compiling()):
+            rows = 1 + 65536 // weight[0].numel()
+            parts = zip(*(tensor.split(rows) for tensor in parts[0]), strict=True)
+        for w, g, first, second in parts:
+            first.lerp_(g.float(), 1 - beta1)
+            second.lerp_(g.float().square(), 1 - beta2)
+            update, old = step_size * first / (second.sqrt() + eps), w.float()
+            w.copy_(old - update - lr * lr * decay * old * (update * old > 0))
+
+
+MUON_STEPS = muon_updates, normuon_, cautious_step_
+
+
+def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
+    """train_gpt.py's Muon for matrices (n, rows, cols). With a muon_beta2 it is NorMuon; with a
+    muon_decay, weights decay cautiously, by lr^2. `steps` are the compiled MUON_STEPS."""
+    updates_of, norm_, step_ = steps
+    rows, cols = buckets[0].row_shape
+    for bucket in buckets:
+        if bucket.state:
+            continue
+        bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
+        if hp.muon_beta2:
+            shape = (rows, 1) if rows >= cols else (1, cols)
+            bucket.state["second_moment"] = bucket.grads.new_zeros(len(bucket.grads), *shape)
+    grads = [bucket.grads for bucket in buckets]
+    momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
+    momentum = number(now.momentum, grads[0])
+    updates = updates_of(grads, momenta, momentum, hp.momentum_damped, hp.polar_express)
+    updates = updates.split([len(grad) for grad in grads])
+    if hp.muon_beta2:
+        seconds = [bucket.state["second_moment"] for bucket in buckets]
+        pairs = zip(updates, seconds, strict=True)
+        updates = [norm_(update, second, hp.muon_beta2) for update, second in pairs]
+    tall, wide, square = hp.muon_mul
+    factor = square
+    if rows != cols:
+        factor = tall if rows > cols else wide
+    if not hp.muon_decay:
+        return updates, partial(torch._foreach_add_, alpha=-lr * factor)
+    own_lr = number(lr * factor, grads[0])
+    decay = number(lr * hp.muon_decay, grads[0])
+    return updates, lambda weights, sent: step_(weights, sent, own_lr, decay)
+
+
+def cautious_adam(buckets, lr: float, now: Moment, betas, eps: float, decay: float, step_):
+    """Adam for rows of any shape, with moments in float32; step_ is the compiled cautious_adam_."""
+    weights = [bucket.weights() for bucket in buckets]
+    for bucket, weight in zip(buckets, weights, strict=True):
+        if bucket.state:
+            continue
+        bucket.state["step"] = torch.zeros((), device=weight.device)
+        bucket.state["exp_avg"] = torch.zeros_like(weight, dtype=torch.float32)
+        bucket.state["exp_avg_sq"] = torch.zeros_like(weight, dtype=torch.float32)
+    grads = [bucket.grads for bucket in buckets]
+    states = [bucket.state for bucket in buckets]
+    step_(weights, grads, states, number(lr, weights[0]), betas, eps, decay)
+    return weights, t.copy_new
+
+
+# The parameters of each group, in the order of a step. Those of a group in ELSEWHERE belong to the
+# group that is named there, unless hp.adam_groups has a row for their own.
+PATTERNS = {
+    "head": ("lm_head.weight",),
+    "muon": ("blocks.*.weight", "blocks.*.qkv_w"),
+    "embed": ("embed.weight",),
+    "values": ("value_embeds.*", "bigram_embed.weight"),
+    "scalar": ("skip_weights", "blocks.*lambdas", "smear_lambda", "backout_lambda"),
+    "gates": ("blocks.*gate",),
+    "x0": ("blocks.*.x0_lambda",),
+    "bigram": ("blocks.*.bigram_lambda",),
+    "residual": ("blocks.*.residual_lambda",),
+    "post": ("blocks.*.post_lambda",),
+    "smear": ("smear_gate",),
+    "skip": ("skip_gates",),
+}
+ELSEWHERE = {
+    "gates": "muon",
+    "x0": "scalar",
+    "bigram": "scalar",
+    "residual": "scalar",
+    "post": "scalar",
+    "smear": "scalar",
+    "skip": "scalar",
+}
+
+
+def parameter_table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
+    """Return the groups, in the order in which gradients leave and weights are updated."""
+    own, patterns = adam_table(hp), dict(PATTERNS)
+    for name, other in ELSEWHERE.items():
+        if name not in own:
+            patterns[other] += patterns.pop(name)
+    steps = tuple(compile_(step) for step in MUON_STEPS)
+    cautious_adam_step = compile_(cautious_adam_)
+    lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
+    groups = []
+    for name, texts in patterns.items():
+        if name == "muon":
+            rule = partial(muon, hp=hp, steps=steps)
+            groups.append(Group(name, texts, rule, hp.muon_lr, 2, least_rows=8))
+            continue
+        row = own.get(name, {})
+        lr = row.get("lr", lrs.get(name, hp.scalar_lr))
+        betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
+        rule = partial(t.adam, betas=betas, eps=hp.adam_eps)
+        if hp.adam_rule == "cautious":
+            decay = row.get("decay", 0.0)
+            rule = partial(
+                cautious_adam, betas=betas, eps=hp.adam_eps, decay=decay, step_=cautious_adam_step
+            )
+        if name not in lrs:
+            groups.append(Group(name, texts, rule, lr, 0, least_rows=math.inf))
+        elif name == "head" and not hp.tied_frac:
+            groups.append(Group(name, texts, rule, lr, 1, complete="forward"))
+        else:
+            groups.append(Group(name, texts, rule, lr, 1, complete="end"))
+    if hp.tied_frac:
+        # A tied head waits for the embedding's gradient; then matrices do not wait for the head.
+        groups.sort(key=lambda group: group.name != "muon")
+    return tuple(groups)
+
+
+class Optimizers(t.Optimizers):
+    """train_gpt.py's, with groups that wait: Adam's, at every second step; the embedding, while it
+    is the head. The embedding then goes on with the head's state."""
+
+    table = staticmethod(parameter_table)
+
+    def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
+        super().__init__(model, hp, rank, world_size)
+        self.norms_every = 25 * hp.adam_every
+
+    def learning(self, now: Moment):
+        """Return the groups that learn at a moment, with their buckets."""
+        waiting = {"embed"} if now.tied else set()
+        if not now.adam:
+            waiting |= PATTERNS.keys() - {"muon"}
+        return [row for row in self.groups if row[0].name not in waiting]
+
+    def step(self, now: Moment) -> list[Tensor]:
+        """Update all groups that learn at a moment: see train_gpt.py."""
+        if self.hp.tied_frac and not now.tied:
+            buckets_of = {group.name: buckets for group, buckets in self.groups}
+            # Both tables have one shape, so the state of a row lies on the same rank.
+            for head, embed in zip(buckets_of["head"], buckets_of["embed"], strict=True):
+                if not embed.state:
+                    embed.state = {key: value.clone() for key, value in head.state.items()}
+        return super().step(now)
+
+
+# -----------------------------------------------------------------------------
+# Run
+
+
+class Run(t.Run):
+    """A run of these records."""
+
+    records = RECORDS
+    default_record = "2026-03-06_SimplifyHC"
+    settings = Hyperparameters
+    model_class = GPT
+    optimizers_class = Optimizers
+    check = staticmethod(check)
+    moment = staticmethod(moment)
+    cut = staticmethod(cut)
+
+    def can_stop(self, step: int) -> bool:
+        """Say whether no gradient waits for a step of Adam's: checkpoints hold no gradients."""
+        return step % self.hp.adam_every == 0
+
+
+if __name__ == "__main__":
+    t.main(run_class=Run)

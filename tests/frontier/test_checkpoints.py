@@ -1,0 +1,114 @@
+"""Checkpoints of the frontier keep all of its settings."""
+
+import contextlib
+import dataclasses
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import train_gpt_2026
+from runs import console_of
+from test_checkpoints import typed  # the textbook's
+from train_gpt_2026 import RECORDS, Hyperparameters, Run
+
+import train_gpt
+from frontier.small_runs import A, checkpoint, main, small_flags
+from train_gpt import HERE, UserError, load_checkpoint, names_about, parse_args
+
+LEARNING = names_about(Hyperparameters, "learning")
+# Of a run in which each setting is another one than the record's: what must fit the others.
+TINY = {
+    "model_dim": 32,
+    "num_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 50432,
+    "seq_len": 128,
+    "val_seq_len": 256,
+    "val_tokens": 512,
+    "batch_seqs": 2,
+    "num_iterations": 2,
+    "epochs": 0,
+    "layers": "long+v0,short+x0",
+    "num_layers": 2,
+}
+NOT_TOGETHER = {"rope", "grad_clip"}  # they do not fit key_offset and adam_every
+WITH = {  # settings that cannot be on alone
+    "gate_by_values": "--value_gate on",
+    "sublayer_lambdas": "--x0_apart on",
+}
+TEXTS = {
+    "layers": "long,short,short,long",
+    "stages": "window=256,window=512",
+    "adam_groups": "scalar+lr=0.02",
+}
+
+
+def another(name: str, hp: Hyperparameters):
+    """Return a legal value of the setting other than hp's."""
+    (f,) = (f for f in dataclasses.fields(hp) if f.name == name)
+    value = getattr(hp, name)
+    if f.type is bool:
+        return not value
+    if f.metadata["choices"]:
+        return next(choice for choice in f.metadata["choices"] if choice != value)
+    if f.type is str:
+        return TEXTS[name]
+    if isinstance(value, tuple):
+        return tuple(x / 2 for x in value)
+    others = [value + 1, value * 2 or 2, value + 2]
+    if f.type is float:
+        others = [value / 2 or 0.5]
+    for other in others:
+        with contextlib.suppress(UserError):
+            train_gpt_2026.check(replace(hp, **{name: other}))
+            return other
+    raise ValueError(f"{name} {value}")
+
+
+def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
+    """A run in which each of them is another one than the record's, but for two that do not fit the
+    others; what a machine has is gone."""
+    monkeypatch.chdir(tmp_path)
+    own = RECORDS[A]
+    others = [name for name in LEARNING if name not in NOT_TOGETHER | TINY.keys()]
+    changed = TINY | {name: another(name, own) for name in others}
+    assert all(getattr(own, name) != value for name, value in changed.items())
+    words = [word for name, value in changed.items() for word in typed(name, value)]
+    words += ["--device", "cpu", "--compile", "off", "--save_every", "2", "--run_id", "it"]
+    words += ["--train_files", f"{HERE}/data/kjv_train_*.bin"]
+    words += ["--val_files", f"{HERE}/data/kjv_val_*.bin", "--record", A]
+    main(words)
+    hp = load_checkpoint("logs/it/state_step000002.pt", Run)["hyperparameters"]
+    assert {name: getattr(hp, name) for name in changed} == changed
+    assert len(changed) == len(LEARNING) - len(NOT_TOGETHER)
+    assert hp == replace(parse_args(words, Run)[0], device="auto", compile="auto")
+    saved = torch.load("logs/it/state_step000002.pt", weights_only=True)["hyperparameters"]
+    names = {f.name for f in dataclasses.fields(Hyperparameters)}
+    assert saved.keys() == names - {"device", "compile", "kernels"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    """Return the checkpoint of two steps of a small run."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*small_flags(folder)[A], "--num_iterations", "2", "--val_loss_every", "0"]
+    console_of(flags, folder, main)
+    return str(folder / checkpoint(2))
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_to_resume_with_any_learning_setting_changed_is_refused_by_name(name, path):
+    was = load_checkpoint(path, Run)["hyperparameters"]
+    now = another(name, was)
+    text = f"{name} {train_gpt.show(getattr(was, name))} -> {train_gpt.show(now)}"
+    words = ["--resume", path, *typed(name, now), *WITH.get(name, "").split()]
+    with pytest.raises(UserError, match=re.escape(text)):
+        parse_args(words, Run)
+    hp, _ = parse_args([*words, "--resume_force"], Run)
+    assert getattr(hp, name) == now != getattr(was, name)
+
+
+def test_every_new_setting_is_one_of_learning():
+    new = vars(Hyperparameters()).keys() - vars(train_gpt.Hyperparameters()).keys()
+    assert new and new < set(LEARNING)

@@ -1,0 +1,61 @@
+"""Settings that cannot be, alone or together, end with one line that names the flag."""
+
+import re
+
+import pytest
+from runs import error_of
+from train_gpt_2026 import LAYERS_2026
+
+import train_gpt
+from frontier.small_runs import C, main, small_flags
+
+BAD = f"""save_every 3;grad_clip 1;adam_every 3;logit_sigmoid 23 5 0;logit_sigmoid -1 5 1
+tied_frac .5 --vocab_size 500;tied_frac 2;key_offset on --rope full
+yarn on --stages length=1,length=2;yarn on --stages window=128,length=2
+num_layers 6 --layers {LAYERS_2026};layers long,long+backout,long+backout,long
+val_tokens 1000;extension_frac .9 --num_iterations 1;extension_frac 1
+stages foo;stages length=1+widow=2;stages length=two;stages length=0;stages targets=1/1/1/1
+stages length=nan;stages length=1/2;stages length=1.5;stages lr=1/2;stages lr=nan;stages lr=-1
+stages cap=100 --align_to_documents off;stages length=1+cap=.5;stages length=1+length=2;stages ,
+adam_groups heads+lr=1;adam_groups muon+lr=1;adam_groups lr=1;adam_groups head+rate=1
+bigram_rows 1;bigram_rows -1;paired_heads on --num_heads 3;gate_by_values on --value_gate off
+sublayer_lambdas on --x0_apart off;layers none,long,long,long --sublayer_lambdas on
+num_layers 3 --layers long,long,long,long+in1;layers long,long,none+pair,long
+layers long,long,none+in0,long;layers long,long,long+in2,long;layers long,long,long+in3,long
+adam_groups head+lr=x;adam_groups head+lr=1/2;adam_groups head+lr=-1;adam_groups head+beta1=1.5
+adam_groups head+decay=1 --adam_rule torch;adam_groups head+lr=1,head+beta1=.5"""
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    return small_flags(tmp_path_factory.mktemp("data"))[C]
+
+
+@pytest.mark.parametrize("words", re.split("[;\n]", BAD))
+def test_a_bad_value_ends_with_one_line_that_names_its_flag(
+    words, flags, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "work", lambda *arguments: pytest.fail("it trains"))
+    status, err = error_of([*flags, *f"--{words}".split()], capsys, main)
+    name = words.split()[0]
+    begins = f"train_gpt_2026.py: error: --{name}", f"train_gpt_2026.py: error: argument --{name}"
+    assert status == 2 and err.startswith(begins)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_of_the_textbook_is_no_record_here(capsys):
+    status, err = error_of(["--record", "2024-11-24_WindowWarmup"], capsys, main)
+    assert status == 2 and "there is no such record; choose from 2025-08-23_Sparse" in err
+
+
+@pytest.mark.parametrize("words", ["--no_such_flag 1", "--polar_expres on"])
+def test_an_unknown_flag_ends_with_one_line(words, capsys):
+    status, err = error_of(words.split(), capsys, main)
+    assert (status, err) == (2, f"train_gpt_2026.py: error: unrecognized arguments: {words}\n")
+
+
+def test_a_diverged_run_names_the_step(flags, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, err = error_of([*flags, "--head_init", "1e30"], capsys, main)
+    assert status == 1 and err.startswith("train_gpt_2026.py: error: the loss is nan at step 2: ")

@@ -1,0 +1,175 @@
+"""The loss of several targets in a sigmoid's form, against one unchunked float64 expression."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+from test_loss import NewShapes, relative_error  # the textbook's
+from train_gpt_2026 import GPT, Head, Hyperparameters, Optimizers, cautious_adam_, moment
+
+import train_gpt
+from train_gpt import HEAD_STEPS, gradient_buffer
+
+WIDTH, VOCAB = 48, 1024
+SHIFTED = (23.0, 5.0, 7.5)  # of records since September 2025: 23 sigmoid((logit + 5) / 7.5)
+FORMS = [{"logit_softcap": 15.0}, {"logit_sigmoid": SHIFTED}]
+
+
+def cap_of(form: dict) -> float | tuple:
+    """Return a form as reference.py has it."""
+    return form.get("logit_sigmoid", form.get("logit_softcap"))
+
+
+def case(tokens: int, **settings) -> tuple[torch.Tensor, Head, torch.Tensor]:
+    """Return an input, a head whose logits reach far into the cap, and targets."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, WIDTH, generator=generator).requires_grad_()
+    head = Head(Hyperparameters(model_dim=WIDTH, vocab_size=VOCAB, **settings))
+    head.weight.data = torch.randn(VOCAB, WIDTH, generator=generator) * 3
+    return x, head, torch.randint(0, VOCAB, (tokens,), generator=generator)
+
+
+def compiled_steps() -> tuple:
+    """Return the head's steps as torch.compile captures them; here PyTorch executes that."""
+    return tuple(torch.compile(step, backend="eager", dynamic=False) for step in HEAD_STEPS)
+
+
+def objective(x, weight, targets, cap, shares) -> tuple:
+    """Return, in float64, the mean loss of the next token, and the gradients of the sum over tokens
+    of each target's loss, times its share. Targets beyond the end are none."""
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    chances = torch.log_softmax(reference.soft_capped(x64 @ w64.T, cap), dim=1)
+    total = 0.0
+    for t in range(len(targets)):
+        for k, share in enumerate(shares):
+            if t + k < len(targets):
+                total -= share * chances[t, targets[t + k]]
+    total.backward()
+    mean = -chances[range(len(targets)), targets].mean().item()
+    return mean, x64.grad, w64.grad
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["tanh", "sigmoid"])
+@pytest.mark.parametrize("tokens", [1, 255, 256, 600])  # below, at and over a chunk's 256
+def test_chunked_loss_equals_the_unchunked_one(tokens, form):
+    x, head, targets = case(tokens, **form)
+    loss = head.loss(x, targets)
+    loss.backward()
+    value, grad_x, grad_w = objective(x, head.weight, targets, cap_of(form), (1.0,))
+    assert loss.item() == pytest.approx(value, rel=1e-6)
+    assert relative_error(x.grad, grad_x / tokens) < 2e-5
+    assert relative_error(head.weight.grad, grad_w / tokens) < 2e-5
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["tanh", "sigmoid"])
+def test_compiled_loss_equals_float64(form):
+    """Compiled code has another form of it: two passes over the logits."""
+    x, head, targets = case(32, **form)
+    head.steps = compiled_steps()
+    loss = head.loss(x, targets)
+    loss.backward()
+    value, grad_x, grad_w = objective(x, head.weight, targets, cap_of(form), (1.0,))
+    assert loss.item() == pytest.approx(value, rel=2e-7)
+    assert relative_error(x.grad, grad_x / 32) < 1e-6
+    assert relative_error(head.weight.grad, grad_w / 32) < 1e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 0.4), (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)])
+def test_several_targets_have_the_gradients_of_a_weighted_sum(shares, compiled):
+    """Over three chunks of tokens; the value is the mean loss of the next token alone."""
+    x, head, targets = case(32 if compiled else 600, logit_sigmoid=SHIFTED, loss_sum=True)
+    if compiled:
+        head.steps = compiled_steps()
+    loss = head.loss(x, targets, shares)
+    loss.backward()
+    value, grad_x, grad_w = objective(x, head.weight, targets, SHIFTED, shares)
+    assert loss.item() == pytest.approx(value, rel=1e-6)
+    assert relative_error(x.grad, grad_x) < 2e-5
+    assert relative_error(head.weight.grad, grad_w) < 2e-5
+
+
+def test_gradients_of_a_sum_are_those_of_the_mean_times_the_tokens():
+    found = {}
+    for summed in (False, True):
+        x, head, targets = case(300, loss_sum=summed)
+        loss = head.loss(x, targets, (1.0, 0.5))
+        loss.backward()
+        found[summed] = loss.detach(), x.grad, head.weight.grad
+    assert torch.equal(found[True][0], found[False][0])
+    for of_sum, of_mean in zip(found[True][1:], found[False][1:], strict=True):
+        assert relative_error(of_sum, 300 * of_mean) < 1e-6
+
+
+def test_without_a_form_of_its_own_the_loss_is_the_textbooks():
+    """Value and gradients, to the rounding of a number."""
+    x, head, targets = case(300, logit_softcap=30.0)
+    theirs = train_gpt.Head(
+        train_gpt.Hyperparameters(model_dim=WIDTH, vocab_size=VOCAB, logit_softcap=30.0)
+    )
+    theirs.weight.data = head.weight.detach().clone()
+    x_of_theirs = x.detach().clone().requires_grad_()
+    loss, expected = head.loss(x, targets), theirs.loss(x_of_theirs, targets)
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-7)
+    torch.testing.assert_close(x.grad, x_of_theirs.grad, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(head.weight.grad, theirs.weight.grad, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["tanh", "sigmoid"])
+def test_logits_are_soft_capped_and_give_the_loss(form):
+    x, head, targets = case(256, **form)
+    with torch.no_grad():
+        logits, loss = head.logits(x), head.loss(x.detach(), targets)
+        raw = x.double() @ head.weight.double().T
+    assert logits.shape == (256, VOCAB) and logits.dtype == torch.float32
+    constant = form.get("logit_softcap", 0.0)  # softmax does not see it
+    expected = reference.soft_capped(raw, cap_of(form))
+    torch.testing.assert_close(logits.double() - constant, expected, rtol=0, atol=2e-5)
+    of_logits = torch.nn.functional.cross_entropy(expected, targets).item()
+    assert loss.item() == pytest.approx(of_logits, abs=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# What is made of a table's size
+
+
+def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence(bare, with_window):
+    """Not even for a moment: watched at the dispatcher, from the second micro-batch on; also of
+    bigrams, and where a token has three targets."""
+    hp = replace(bare, vocab_size=640, head_dim=32, bigram_rows=777)
+    model, tokens = GPT(hp), torch.randint(0, 640, (385,))
+    now = with_window(256, hp, targets=(1.0, 0.5, 0.25))
+    inputs, targets = tokens[:-1].int(), tokens[1:]
+    model(inputs, targets, now).backward()  # makes the buffers, once
+    with NewShapes() as watch:
+        model(inputs, targets, now).backward()
+    assert len(model.value_embeds["embed"]) == 3
+    tables = {(rows, hp.model_dim) for rows in (640, 777)} | {(640, hp.num_heads * hp.head_dim)}
+    assert not tables & set(watch.shapes)
+    logits = [shape for shape in watch.shapes if shape[-1:] == (640,)]
+    assert logits and max(shape[0] for shape in logits) == 256 < len(inputs)
+
+
+@pytest.mark.parametrize("rule", ["torch", "cautious"])
+def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, bare, with_window):
+    """On one rank. The cautious rule itself, which makes some until it is compiled, is left out;
+    its tables are bfloat16 here, as on a GPU."""
+    hp = replace(bare, vocab_size=640, bigram_rows=777, batch_seqs=1, adam_rule=rule)
+    model, tokens = GPT(hp), torch.randint(0, 640, (129,))
+    if rule == "cautious":
+        for table in model.tables():
+            table.bfloat16()
+        model.compile_ = lambda step: (lambda *_: None) if step is cautious_adam_ else step
+    optimizers = Optimizers(model, hp)
+    for step in range(3):
+        model(tokens[:-1].int(), tokens[1:], with_window(128, hp)).backward()
+        with NewShapes() as watch:
+            optimizers.step(moment(step, hp))
+        made = Counter(shape for shape in watch.shapes if shape[:1] >= (640,))
+        moments = {(640, 32): 5 * 2, (777, 32): 2}  # embedding, head, three of values; bigrams
+        assert made == (moments if step == 0 else {}), step
+        assert not gradient_buffer(model.bigram_embed.weight).any()

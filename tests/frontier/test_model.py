@@ -1,0 +1,201 @@
+"""Layers and their words against a float64 reading, and the model without any technique."""
+
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+import train_gpt_2026
+from train_gpt_2026 import GPT, Hyperparameters, Layer, layer_table, moment
+
+import train_gpt
+from train_gpt import UserError
+
+DEFAULT = Hyperparameters()
+
+
+@pytest.fixture
+def both(tiny, bare) -> dict:
+    """Return a run each of the textbook's and the frontier's model: four steps and a validation, on
+    the same tokens. Adam's epsilon does not turn rounding into steps."""
+    tokens = torch.randint(0, 512, (2, 129), generator=torch.Generator().manual_seed(0))
+    device, found = torch.device("cpu"), {}
+    for module, hp in ((train_gpt, tiny), (train_gpt_2026, bare)):
+        hp = replace(hp, batch_seqs=2, adam_eps=1e-6)
+        model = train_gpt.build(module.GPT, hp, device)
+        initial = {name: weight.clone() for name, weight in model.state_dict().items()}
+        optimizers = module.Optimizers(model, hp)
+        losses = []
+        for step in range(4):
+            batch = tokens[:, :-1].int(), tokens[:, 1:]
+            result = train_gpt.train_step(model, optimizers, *batch, module.moment(step, hp))
+            losses.append(result[0].item())
+        losses.append(train_gpt.evaluate(model, batch, module.moment(4, hp), device))
+        groups = train_gpt.members(model, optimizers.table(hp, model.compile_))
+        groups = {name: list(params) for name, params in groups.items()}
+        found[module] = initial, losses, model.state_dict(), groups
+    return found
+
+
+def test_without_any_technique_it_is_the_textbooks_model(both):
+    """Weights at first are equal, and groups of parameters; losses and the last weights are but for
+    rounding."""
+    initial, losses, last, groups = both[train_gpt_2026]
+    initial_there, losses_there, last_there, groups_there = both[train_gpt]
+    assert initial.keys() == initial_there.keys() and groups == groups_there
+    assert all(torch.equal(initial[name], weight) for name, weight in initial_there.items())
+    assert losses == pytest.approx(losses_there, abs=1e-6) and losses[4] < losses[0] - 0.5
+    for name, weight in last_there.items():
+        torch.testing.assert_close(last[name], weight, rtol=0, atol=1e-5)
+
+
+def test_any_layer_table_is_read_as_in_float64(randomize, vocabulary_of_512, with_window):
+    """Its first layers in other places, its outputs used twice and never."""
+    layers = "none,long+v3,short,short+v1,long+x1,none+x1,short+v0+x2,long+v3+x0"
+    rows = [(None, None, None), ("long", 3, None), ("half", None, None), ("half", 1, None)]
+    rows += [("long", None, 1), (None, None, 1), ("half", 0, 2), ("long", 3, 0)]
+    sizes = {"model_dim": 64, "num_heads": 2, "head_dim": 32, "vocab_size": 512}
+    hp = replace(DEFAULT, num_layers=8, layers=layers, **sizes)
+    model = randomize(GPT(hp))
+    stream = torch.randint(0, 511, (385,), generator=torch.Generator().manual_seed(0))
+    stream[[0, 60, 130, 131, 300]] = 511
+    inputs, targets = stream[:-1], stream[1:]
+    loss = model(inputs.int(), targets, with_window(256, hp))
+    loss.backward()
+    weights = {k: p.detach().double().requires_grad_() for k, p in model.named_parameters()}
+    expected = reference.loss(weights, inputs, targets, 256, 2, 2025, layers=rows)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
+    for name, p in model.named_parameters():
+        error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
+        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+
+
+def test_the_default_layers_are_the_published_ones_of_2025():
+    """As the test's own reading has them."""
+    windows = {"long": "long", "half": "short", None: "none"}
+    expected = [
+        Layer(windows[window], None if values is None else str(values), skip)
+        for window, values, skip in reference.LAYERS[2025]
+    ]
+    assert list(layer_table(DEFAULT)) == expected
+
+
+# -----------------------------------------------------------------------------
+# Rows of --layers
+
+
+def test_num_layers_keeps_the_ends_of_the_table_and_links_them():
+    """Of an odd number, the upper half is the smaller one."""
+    lower = [Layer("long", "0"), Layer("short", "1"), Layer("short", "2")]
+    upper = [Layer("short", "0", 2), Layer("short", "1", 1), Layer("long", "2", 0)]
+    assert list(layer_table(replace(DEFAULT, num_layers=6))) == lower + upper
+    upper = [Layer("short", "1", 1), Layer("long", "2", 0)]
+    assert list(layer_table(replace(DEFAULT, num_layers=5))) == lower + upper
+
+
+@pytest.mark.parametrize("text", ["long+x1", "long+in0", "long+backout"])
+def test_layers_that_name_each_other_are_used_whole_or_not_at_all(text):
+    layers = f"long,long,long,long,{text},long"
+    assert len(layer_table(replace(DEFAULT, layers=layers, num_layers=6))) == 6
+    if text != "long+x1":  # that is the mirror image
+        with pytest.raises(UserError, match="--num_layers 4: .* name each other"):
+            layer_table(replace(DEFAULT, layers=layers, num_layers=4))
+
+
+def fourth_layer(text: str, **settings) -> Layer:
+    hp = replace(DEFAULT, num_layers=4, layers=f"long,long,long,{text}", **settings)
+    return layer_table(hp)[3]
+
+
+WORDS = {
+    "long": Layer("long"),
+    "short": Layer("short"),
+    "none": Layer("none"),
+    "long+v0": Layer("long", "0"),
+    "short+v9": Layer("short", "9"),
+    "long+x0": Layer("long", skip_from=0),
+    "none+x2": Layer("none", skip_from=2),
+    "short+v1+x1": Layer("short", "1", 1),
+    "short+x1+v1": Layer("short", "1", 1),
+    "short+in0": Layer("short", source=0),
+    "long+v2+in2+x1": Layer("long", "2", skip_from=1, source=2),
+    "short+backout": Layer("short", backout=True),
+    "none+backout": Layer("none", backout=True),
+    "short+pair": Layer("short", paired=True),
+    "long+backout+x2+pair+in1+v7": Layer("long", "7", 2, 1, True, True),
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_layer_is_its_window_and_its_words(text):
+    assert fourth_layer(text, paired_heads=True) == WORDS[text]
+
+
+def test_without_paired_heads_the_word_pair_says_nothing():
+    assert fourth_layer("short+pair") == Layer("short")
+
+
+def test_a_mask_has_the_name_of_its_window_and_of_its_pairs():
+    assert [Layer("long").mask, Layer("short", paired=True).mask] == ["long", "short+pair"]
+
+
+REFUSED = {
+    "no window": ["", "wide", "Long", " long", "v0", "+long"],
+    "unknown word": ["long+", "long+nonsense", "long+V0", "long+v10", "long+v", "long+x-1"],
+    "unknown form": ["long+x0x1", "long+x01", "long+in", "long+pairs", "long+vfirst"],
+    "two of a kind": ["long+v0+v1", "long+v0+v0", "long+x0+x1", "long+long", "long+pair+pair"],
+    "without attention": ["none+v0", "none+in1", "none+pair"],
+    "an output that is not there yet": ["long+x3", "long+x4", "long+in3", "long+in9"],
+}
+
+
+@pytest.mark.parametrize("reason, text", [(why, text) for why in REFUSED for text in REFUSED[why]])
+def test_what_is_no_layer_is_refused_with_its_place(reason, text):
+    with pytest.raises(UserError, match="cannot be layer 3") as error:
+        fourth_layer(text)
+    assert repr(text) in str(error.value)
+
+
+def test_only_the_upper_half_adds_outputs_and_a_table_is_not_longer_than_its_rows():
+    lower = replace(DEFAULT, num_layers=4, layers="long,long+x0,long,long")
+    with pytest.raises(UserError, match="'long[+]x0' cannot be layer 1"):
+        layer_table(lower)
+    with pytest.raises(UserError, match="--num_layers 6: --layers has 4"):
+        layer_table(replace(lower, num_layers=6, layers="long,long,long,long"))
+    with pytest.raises(UserError, match="only one layer can have the word backout"):
+        layer_table(replace(lower, layers="long+backout,long,long,long+backout"))
+
+
+# -----------------------------------------------------------------------------
+# What a later token changes
+
+
+TECHNIQUES = {
+    "layers": "long+v0+pair,short+backout,short+x1+in0,long+v2+x0",
+    "yarn": True,
+    "key_offset": True,
+    "paired_heads": True,
+    "attention_gate": True,
+    "value_gate": True,
+    "gate_by_values": True,
+    "skip_gate": True,
+    "smear": True,
+    "bigram_rows": 301,
+    "scaled_projections": True,
+    "sublayer_lambdas": True,
+    "x0_apart": True,
+    "window_rule": "distance",
+}
+
+
+def test_a_later_token_changes_no_earlier_output(bare, randomize):
+    """Also with all techniques at once: what looks back a token, or reads two."""
+    model = randomize(GPT(replace(bare, **TECHNIQUES))).eval()
+    tokens = torch.randint(0, 512, (256,), dtype=torch.int32)
+    changed = tokens.clone()
+    changed[150:] = torch.randint(0, 512, (106,), dtype=torch.int32)
+    now = moment(4, model.hp)
+    with torch.no_grad():
+        a, b = (model.logits(t, now) for t in (tokens, changed))
+    assert torch.equal(a[:150], b[:150]) and not torch.equal(a[150:], b[150:])

@@ -1,0 +1,81 @@
+"""Records and demo on the sample corpus, and a warm-up that compiles all that a run needs."""
+
+from functools import partial
+
+import pytest
+import torch
+from runs import val_losses
+from torch._dynamo.utils import counters
+from train_gpt_2026 import RECORDS
+
+import train_gpt
+from frontier.small_runs import A, D, main, small_flags
+from train_gpt import HERE
+
+SMALL = (
+    "--model_dim 64 --num_heads 2 --head_dim 32 --batch_seqs 3 --device cpu --seq_len 128 "
+    "--val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_every 0 --num_layers 4 "
+    f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin --epochs 0"
+)
+FOUR_LAYERS = "--layers short+v1,long+v2,short+backout,none+x1"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
+def test_each_record_trains_on_the_sample_at_a_reduced_size(record, capsys):
+    """Of 2026, a tied head does not begin at zero, and Adam makes half of the steps."""
+    of_2026 = "2026" in record
+    layers = FOUR_LAYERS if of_2026 else ""
+    main(f"--record {record} {SMALL} --val_loss_every 4 {layers}".split())
+    losses = val_losses(capsys.readouterr().out)
+    assert losses[0] == pytest.approx(10.8258, abs=0.01 if of_2026 else 5e-5)
+    assert losses[4] < (10.5 if of_2026 else 10.2) and losses[8] < (9.9 if of_2026 else 8.5)
+
+
+def test_without_flags_the_demo_trains_on_the_sample(capsys):
+    """All is its own but the width and the number of steps."""
+    narrow = "--device cpu --model_dim 32 --head_dim 16 --num_iterations 8 --save_every 0"
+    main(f"{narrow} --val_tokens 1024 --val_loss_every 4".split())
+    console = capsys.readouterr().out
+    losses = val_losses(console)
+    assert console.startswith("record demo --") and list(losses) == [0, 4, 8]
+    assert abs(losses[0] - 10.8258) < 0.01 and losses[8] < 9
+
+
+def test_aligned_the_sample_trains(capsys, monkeypatch):
+    """Each sequence begins with a document that is cut, and none comes twice."""
+    seen, step_of = [], train_gpt.train_step
+
+    def watching(model, optimizers, inputs, *others, **options):
+        seen.append(inputs.clone())
+        return step_of(model, optimizers, inputs, *others, **options)
+
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    monkeypatch.setattr(train_gpt, "train_step", watching)
+    main(f"--record {A} {SMALL} --val_loss_every 0 --max_document_tokens 100".split())
+    assert val_losses(capsys.readouterr().out)[8] < 10
+    assert len(seen) == 8 and all((inputs[:, [0, 100]] == 50256).all() for inputs in seen)
+    assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 8
+
+
+def test_a_run_compiles_nothing_after_warm_up(monkeypatch, tmp_path):
+    """Stages have lengths, windows, targets, a tied head, and Adam learns at each second step."""
+    warm_up, graphs = train_gpt.warm_up, []
+
+    def warm_up_and_count(*arguments):
+        warm_up(*arguments)
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
+    monkeypatch.setattr(train_gpt, "LOSS_ROWS", 512)  # else a chunk is traced piece by piece
+    torch._dynamo.reset()
+    counters.clear()
+    more = "--compile on --batch_seqs 2 --save_every 0 --layers short+v0+pair,long+v1+x0+in0"
+    main([*small_flags(tmp_path)[D], *more.split(), "--num_layers", "2"])
+    graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 10 and not counters["graph_break"]

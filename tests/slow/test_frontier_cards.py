@@ -1,0 +1,28 @@
+"""The frontier's records, with and without kernels, compiled for cards from 24 to 80 GB."""
+
+from pathlib import Path
+
+import pytest
+import test_gpu_code
+from test_gpu_code import check, rows_of
+from test_gpu_code_cards import CARDS
+from train_gpt_2026 import RECORDS
+
+SCRIPT = Path(__file__).parent.parent / "frontier/gpu_code_2026.py"
+# Bytes of registers that are spilled besides: by a product of the gates' 72 numbers, in a kernel
+# for large matrices.
+SPILLED = {"h100": test_gpu_code.SPILLED["h100"] | {"muon 6 x 12 symmetric_kernel": 304}}
+
+
+@pytest.fixture(autouse=True)
+def of_the_frontier(monkeypatch) -> None:
+    monkeypatch.setattr(test_gpu_code, "SCRIPT", SCRIPT)
+    monkeypatch.setattr(test_gpu_code, "SPILLED", SPILLED)
+
+
+@pytest.mark.parametrize("kernels", ["off", "on"])
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
+def test_a_card_could_run_a_record(record, card, kernels):
+    names = check(card, rows_of(card, record, kernels, "layer", "loss", "muon"))
+    assert ("softcap_kernel_0" in names) == (kernels == "on")

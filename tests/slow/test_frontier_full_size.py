@@ -1,0 +1,48 @@
+"""The frontier's demo at its full size, and what layers keep where memory is small."""
+
+import os
+
+import pytest
+import torch
+import train_gpt_2026
+from frontier.test_memory import kept_by, on_a_gpu
+from runs import run, val_losses
+from test_memory import graphs, kept  # noqa: F401
+from train_gpt_2026 import RECORDS, Hyperparameters, moment
+
+from train_gpt import HERE
+
+SCRIPT = str(HERE / "forks/train_gpt_2026.py")
+# As a user has it, and not the tests: with a thread for each core. A busy machine may take long.
+OWN = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
+def losses_of(words: list[str], folder, ranks: int = 0) -> dict[int, float]:
+    done = run(words, ranks, SCRIPT, cwd=folder, env=OWN, check=True, timeout=3600)
+    return val_losses(done.stdout)
+
+
+def test_the_demo_learns_from_10_83_to_below_4_3(tmp_path):
+    losses = losses_of(["--device", "cpu"], tmp_path)
+    assert losses[0] == pytest.approx(10.8258, abs=0.01)  # its head does not begin at zero
+    assert losses[RECORDS["demo"].num_iterations] < 4.3
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    """With Adam's epsilon at which rounding noise stays noise: with gradients of a sequence's sum,
+    its tokens' number as large. bfloat16 would make more of it."""
+    flags = ["--record", "demo", "--device", "cpu", "--bfloat16_head", "off"]
+    flags += ["--adam_eps", str(1e-6 * RECORDS["demo"].seq_len)]
+    flags += ["--num_iterations", "20", "--val_loss_every", "5"]
+    alone, together = losses_of(flags, tmp_path), losses_of(flags, tmp_path, ranks=2)
+    assert list(alone) == list(together) == [0, 5, 10, 15, 20]
+    for step in alone:
+        assert together[step] == pytest.approx(alone[step], abs=2e-4)
+
+
+def test_all_layers_of_2025_keep_what_is_counted_where_memory_is_small(graphs, monkeypatch):  # noqa: F811
+    answer = torch.compiler.assume_constant_result(lambda device, tokens: True)
+    monkeypatch.setattr(train_gpt_2026, "memory_is_small", answer)
+    model = on_a_gpu(Hyperparameters())
+    model.hidden(torch.arange(256, dtype=torch.int32), moment(1770, model.hp))
+    assert kept(graphs[1], 256) == pytest.approx(kept_by(model.hp, True, 128), rel=1e-3)

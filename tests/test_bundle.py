@@ -1,0 +1,227 @@
+"""tools/bundle.py: a script with the modules that it imports, as one file that trains alone."""
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import bundle
+import pytest
+import script
+import torch
+from runs import SCRIPT, val_losses
+from test_alone import printed
+
+import train_gpt
+from train_gpt import HERE, UserError
+
+RULE = "=" * 100
+FRONTIER = HERE / "forks" / "train_gpt_2026.py"
+SMALL_FORK = HERE / "tests" / "small_fork.py"
+STEPS = "--num_iterations 4 --val_loss_every 2 --save_every 2 --batch_seqs 2 --val_tokens 512"
+OF_FRONTIER = (  # on the sample corpus, whose sequences begin with documents
+    "--record demo --device cpu --num_iterations 4 --val_loss_every 2 --save_every 2 "
+    "--model_dim 32 --head_dim 16 --val_seq_len 128 --val_tokens 512 --bigram_rows 0 "
+    "--bfloat16_head off --kernels off "
+    f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
+)
+
+
+@pytest.fixture(autouse=True)
+def modules():
+    """Give the project's modules back: a bundle that is imported brings others of their names."""
+    modules, finders = dict(sys.modules), list(sys.meta_path)
+    yield
+    sys.meta_path[:] = finders
+    for name in ("train_gpt", "kernels"):
+        sys.modules[name] = modules[name]
+    sys.modules.pop("all_in_one", None)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Return made(path): it makes the bundle of a script, alone in a folder, and returns its
+    path."""
+
+    def make(path: str | Path) -> Path:
+        out = tmp_path / "alone" / "all_in_one.py"
+        out.parent.mkdir(exist_ok=True)
+        bundle.write([str(path), str(out)])
+        return out
+
+    return make
+
+
+@pytest.fixture
+def small_fork(tmp_path) -> Path:
+    """Return a fork in a folder of its own."""
+    path = tmp_path / "mine" / "small_fork.py"
+    path.parent.mkdir()
+    return Path(shutil.copy(SMALL_FORK, path))
+
+
+# ---- It trains
+
+
+@pytest.mark.parametrize("kind", ["the project's", "a fork elsewhere", "the frontier"])
+def test_a_bundle_trains_alone_as_the_script_does_in_the_project(
+    kind, flags, made, small_fork, tmp_path
+):
+    """Bit for bit. Its log has its source and no other; it resumes and evaluates."""
+    path = {"the project's": Path(SCRIPT), "a fork elsewhere": small_fork}.get(kind, FRONTIER)
+    words = OF_FRONTIER.split() if path == FRONTIER else [*flags, *STEPS.split()]
+    expected = val_losses(printed(words, tmp_path, path, packages=(HERE,)))
+    assert list(expected) == [0, 2, 4]
+
+    one = made(path)
+    out = printed([*words, "--run_id", "it"], one.parent, one)
+    assert val_losses(out) == expected and "run.sh" not in out
+    assert {path.name for path in one.parent.iterdir()} == {one.name, "logs"}
+    log = (one.parent / "logs/it.txt").read_text()
+    assert log.startswith(f"{one.read_text()}\n{RULE}\n")
+    assert log.count(f"\n{RULE}\n") == 4  # source, software, machine, settings: no other file
+
+    *_, first, last = sorted(one.parent.glob("logs/it/*.pt"))
+    assert torch.load(last, weights_only=True)["script"] == one.name
+    last.unlink()
+    out = printed(["--resume", "auto", "--device", "cpu"], one.parent, one)
+    assert "resumed at step 2\n" in out and val_losses(out) == {4: expected[4]}
+    out = printed(["--eval", str(last), "--device", "cpu"], one.parent, one)
+    assert f"val_loss:{expected[4]:.4f} over 512 tokens" in out
+
+
+def test_its_kernels_compute_what_those_of_the_project_do(made, monkeypatch):
+    """Triton, here its interpreter, compiles them from their sources. Bit for bit."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # asked when kernels.py is imported
+    core = script.core(script.load(made(SCRIPT)))
+    assert core.obstacle(torch.device("cpu")) == ""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    logits, targets = some(4, 512), torch.tensor([1, 2, 3, 511])
+    examples = {
+        "softcapped_cross_entropy": (logits, targets, 15.0, 1.0, torch.empty_like(logits)),
+        "relu2_mlp": (some(16, 32), some(128, 32), some(32, 128)),
+        "symmetric_matmul": (some(2, 32, 32), None, 1.0, 1.0),
+    }
+    for name, arguments in examples.items():
+        twins = core.TWINS[name], train_gpt.TWINS[name]
+        assert twins[0] is not twins[1]
+        ours, theirs = (twin(*arguments) for twin in twins)
+        assert torch.equal(ours, theirs) and ours.isfinite().all()
+
+
+# ---- What is in it
+
+
+def test_sources_are_in_it_as_they_are_a_file_before_those_that_import_it(made, small_fork):
+    """The script's is the end."""
+    text = made(small_fork).read_text()
+    places = [text.index(Path(HERE, name).read_text()) for name in ("kernels.py", "train_gpt.py")]
+    assert places == sorted(places)
+    assert text.endswith(f"\n{SMALL_FORK.read_text()}") and text.index(SMALL_FORK.read_text())
+    first = text.splitlines()[0]
+    assert first.startswith('"""small_fork.py in one file. A fork for tests: ')
+    assert "kernels.py, train_gpt.py" in text.splitlines()[2]
+
+
+def test_a_script_without_modules_comes_alone(made, tmp_path):
+    path = tmp_path / "plain.py"
+    path.write_text("print('trained')\n")
+    one = made(path)
+    done = subprocess.run([sys.executable, str(one)], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("trained\n", "")
+    assert "modules that it imports: none." in one.read_text()
+
+
+def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
+    one = made(small_fork)
+    run_class = script.load(one)
+    core = script.core(run_class)
+    assert core is not train_gpt and core.Run is run_class.__mro__[1]
+    assert one.parent == core.HERE and train_gpt.script_of(run_class) == one
+    for module in (core, sys.modules["kernels"]):
+        assert Path(module.__file__) == one
+    with pytest.raises(UserError, match="--seq_len 5: must be"):
+        core.parse_args(["--seq_len", "5"], run_class)
+    assert core.project_files(one) == [one]
+
+
+def functions_of(module) -> dict:
+    """Return the functions that a module defines, by their names."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    }
+
+
+def test_lines_of_its_functions_are_those_in_it(made, small_fork):
+    """So tracebacks show them; and Triton, which compiles from the source, gets that."""
+    one = made(small_fork)
+    core = script.core(script.load(one))
+    lines = one.read_text().splitlines()
+    found = functions_of(core)
+    assert found.keys() == functions_of(train_gpt).keys() and len(found) > 50
+    for name, function in found.items():
+        assert inspect.getsource(function) == inspect.getsource(functions_of(train_gpt)[name])
+        start = inspect.unwrap(function).__code__.co_firstlineno - 1
+        assert lines[start].startswith(("def ", "@"))
+    twins = sys.modules["kernels"].TWINS
+    for name, twin in train_gpt.TWINS.items():
+        assert inspect.getsource(twins[name]) == inspect.getsource(twin)
+
+
+def test_without_triton_a_bundle_has_no_twins(made, monkeypatch):
+    """As beside kernels.py: that fails where it is imported."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    core = script.core(script.load(made(SCRIPT)))
+    assert core.TWINS == {} and core.obstacle(torch.device("cpu")) == (
+        "kernels.py or Triton is missing"
+    )
+    assert "kernels" not in sys.modules
+
+
+# ---- What cannot be bundled
+
+
+@pytest.mark.parametrize(
+    ("text", "of_module", "reason"),
+    [
+        ("import of_mine\n", "x = '''text'''\n", "of_mine.py has three ' in a row"),
+        ("x = 1\nfrom __future__ import annotations\n", "", "imports from __future__, which only"),
+        ('"""A fork."""\n\nfrom __future__ import annotations\n', "", "imports from __future__"),
+    ],
+)
+def test_what_cannot_be_in_one_file_is_said(text, of_module, reason, made, tmp_path):
+    (tmp_path / "of_mine.py").write_text(of_module)
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=reason):
+        made(path)
+    assert list((tmp_path / "alone").iterdir()) == []
+
+
+def test_a_source_is_not_overwritten(small_fork, monkeypatch):
+    before = small_fork.read_text()
+    monkeypatch.chdir(small_fork.parent)
+    for out in ("small_fork.py", SCRIPT, HERE / "kernels.py"):
+        with pytest.raises(UserError, match="is a source itself: choose another name"):
+            bundle.write(["./small_fork.py", str(out)])
+    assert small_fork.read_text() == before
+
+
+@pytest.mark.parametrize("words", ["", "train_gpt.py", "train_gpt.py a.py b.py", "no_such.py a.py"])
+def test_two_words_are_wanted(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="two words are wanted|there is no script no_such.py"):
+        bundle.write(words.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [SCRIPT, FRONTIER])
+def test_the_project_s_sources_can_be_in_one_file(path):
+    compile(bundle.bundle(Path(path)), "bundle", "exec", dont_inherit=True)

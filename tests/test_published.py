@@ -1,0 +1,214 @@
+"""tools/records.py: records side by side, and runs beside what is published of their records."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import records
+
+import train_gpt
+from train_gpt import HERE
+
+FORK = "forks/train_gpt_2026.py"
+PUBLISHED = json.loads((HERE / "tools" / "published.json").read_text())
+RULE = "=" * 100
+
+
+@pytest.fixture
+def printed(capsys):
+    """Return printed(words): it calls the tool, and returns status, lines and error."""
+
+    def call(*words) -> tuple[int, list[str], str]:
+        status = 0
+        try:
+            records.main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err
+
+    return call
+
+
+# ---- Records side by side
+
+
+def test_all_records_of_a_script_are_printed_with_every_setting(printed):
+    """A layer has a row; what a record lacks is a dash."""
+    status, lines, err = printed()
+    assert (status, err) == (0, "")
+    assert lines[0].split() == list(train_gpt.RECORDS)
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:]}
+    for f in dataclasses.fields(train_gpt.Hyperparameters):
+        assert f.name in rows or f.name == "layers"
+    assert rows["num_iterations"] == ["1875", "1750", "1770", "128"]
+    assert rows["layer 11"] == ["long+vfirst", "long+vfirst", "long+v2", "long+v2"]
+    assert rows["published minutes"] == ["5.03", "4.66", "2.933", "-"]
+
+
+def test_a_fork_s_tables_have_a_row_for_each_of_their_rows(printed):
+    status, lines, _ = printed(FORK)
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:]}
+    place = lines[0].split().index("2026-03-06_SimplifyHC")
+    assert status == 0 and rows["stage 3"][place] == "length=3+window=1664+lr=1.73"
+    assert rows["stage 3"][0] == "-"  # of 2025-08-23, which has no stages
+    assert rows["adam_group 8"][place] == "bigram+lr=.008+beta1=.9"
+    assert rows["layer 10"][place] == "long+v4+in7"
+
+
+def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
+    words = "--diff", "2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"
+    status, lines, err = printed(*words)
+    assert (status, err) == (0, "")
+    assert [line.split() for line in lines] == [
+        ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup"],
+        ["num_iterations", "1875", "1750"],
+        ["cooldown_frac", f"{562 / 1875:.10g}", f"{640 / 1750:.10g}"],
+        ["window_min", "1024", "64"],
+        ["window_span", "0", "1728"],
+        ["adam_betas", "0.9", "0.95", "0.8", "0.95"],
+        ["muon_lr", "0.04", "0.05"],
+        ["momentum_warmup_steps", "500", "300"],
+        ["published", "minutes", "5.03", "4.66"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--diff demo 2026-03-06_SimplifyHC", "train_gpt.py has no such record; choose from 2024-"),
+        ("--diff demo", "expected 2 arguments"),
+        ("no_such.py", "there is no script no_such.py"),
+        ("logs/no_such.txt", "No such file"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(words, reason, printed):
+    status, lines, err = printed(*words.split())
+    assert status in (1, 2) and not lines
+    assert reason in err and err.startswith("records.py: error: ") and err.count("\n") == 1
+
+
+# ---- A run beside what is published
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Return write(...): it writes the log of a run with these losses, and returns its path.
+
+    `curve` has losses and seconds by step, the last of which is the run's. `flags` are those that
+    its record lacks.
+    """
+
+    def write(record: str, curve: dict, flags: str = "", place: str = "8 x NVIDIA H100 80GB HBM3"):
+        files = {"train_files": "data/fineweb_train_*.bin", "val_files": "data/fineweb_val_*.bin"}
+        files.update(re.findall(r"--(\w+_files) (\S+)", flags))
+        last = max(curve)
+        results = [f"record {record}{flags}", f"on {place}, log in logs/it.txt", "kernels: none"]
+        for step, (loss, seconds) in curve.items():
+            times = f"train_time:{1000 * seconds:.0f}ms step_avg:{seconds / max(step, 1):.2f}ms"
+            results.append(f"step:{step}/{last} val_loss:{loss:.4f} {times}")
+        parts = [
+            "source",
+            "Python 3.11\ntorch 2.11.0 CUDA 12.8",
+            "Model name: of this machine",
+            "\n".join(f"{name}: {value}" for name, value in files.items()),
+            "kernels.py:\nsource",
+            "\n".join(results),
+        ]
+        path = tmp_path / "it.txt"
+        path.write_text(f"\n{RULE}\n".join(parts) + "\n")
+        return path
+
+    return write
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    """Return the cells of the table's rows."""
+    return [line.split() for line in lines if re.match(r" *\d+ ", line) and " is " not in line]
+
+
+def test_losses_are_beside_the_published_ones_of_their_steps(log, printed):
+    """Of one run, whose deviations are not known; and what is not as in the record is named."""
+    curve = {0: (10.8258, 0), 125: (4.4403, 20), 130: (4.4, 21), 250: (3.2873, 40)}
+    path = log("2024-11-19_FlexAttention", curve, " --num_iterations 250 --seed 3 --compile off")
+    status, lines, err = printed(path)
+    assert (status, err) == (0, "")
+    assert "published losses are those of one run on 8 H100s" in lines[0]
+    assert cells(lines) == [
+        ["0", "10.8258", "10.8258", "-", "+0.0000"],
+        ["125", "4.4403", "4.4503", "-", "-0.0100"],
+        ["250", "3.2873", "4.0085", "-", "-0.7212"],
+    ]
+    assert lines[-2] == "3.2873 is inside the published spread, 3.2783 +- 2 x 0.0050"
+    assert lines[-1] == "other than the record's: num_iterations"
+
+
+@pytest.mark.parametrize("record", [name for name in PUBLISHED if "deviations" in PUBLISHED[name]])
+def test_where_all_runs_are_public_their_mean_and_deviation_is_shown(record, log, printed):
+    known = PUBLISHED[record]
+    curve = {int(step): (loss + 0.01, 1.0) for step, loss in known["losses"].items()}
+    status, lines, _ = printed(log(record, curve))
+    assert status == 0 and f"those of {known['runs']} runs on 8 H100s" in lines[0]
+    for (step, loss, mean, deviation, difference), row in zip(
+        cells(lines), known["losses"].items(), strict=True
+    ):
+        assert (step, float(mean)) == row and float(loss) == pytest.approx(row[1] + 0.01)
+        assert float(deviation) == known["deviations"][step] and difference == "+0.0100"
+    assert "outside the published spread" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("place", "compared"),
+    [("1 x NVIDIA H100 80GB HBM3", True), ("8 x NVIDIA H100 80GB HBM3", False), ("1 x CPU", False)],
+)
+def test_only_a_run_on_one_gpu_is_compared_with_the_run_on_one_h100(place, compared, log, printed):
+    """And only where the record has such a run."""
+    curve = {0: (10.83, 0), 250: (4.5807, 62.0), 1600: (3.2784, 754.0)}
+    _, lines, _ = printed(log("2026-01-19_BigramHashEmbedding", curve, place=place))
+    among_eight = ["1600", "3.2784", "3.2777", "0.0011", "+0.0007"]
+    on_one = ["3.2784", "754.0", "754.4", "-0.4"]
+    assert cells(lines)[2] == (among_eight + on_one if compared else among_eight)
+    if compared:
+        assert cells(lines)[1][5:] == ["4.5707", "62.0", "63.6", "-1.6"]
+    assert lines[-1] == "3.2784 is inside the published spread, 3.2777 +- 2 x 0.0011"
+    _, lines, _ = printed(log("2026-01-26-UntieValueEmbeddings", curve, place=place))
+    assert all(len(row) == 5 for row in cells(lines))
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"), [(3.2748, "outside"), (3.2750, "inside"), (3.2824, "inside"), (4, "outside")]
+)
+def test_the_published_spread_is_two_deviations_wide(loss, place, log, printed):
+    _, lines, _ = printed(log("2025-01-26_BatchSize", {0: (10.8, 0), 1770: (loss, 180)}))
+    assert lines[-1] == f"{loss:.4f} is {place} the published spread, 3.2787 +- 2 x 0.0019"
+
+
+def test_a_run_that_is_not_over_is_compared_as_far_as_it_came(log, printed):
+    path = log("2025-01-26_BatchSize", {0: (10.8, 0), 125: (4.5, 12), 1770: (3.28, 180)})
+    text = path.read_text()
+    path.write_text(text[: text.index("step:1770")])
+    status, lines, _ = printed(path)
+    assert status == 0 and [row[0] for row in cells(lines)] == ["0", "125"]
+    assert not any("spread" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("record", "flags", "reason"),
+    [
+        ("demo", "", "nothing is published of demo"),
+        ("2025-01-26_BatchSize", " --val_files mine/val_*.bin", "the run was not on FineWeb"),
+        ("2025-01-26_BatchSize", " --train_files mine/t_*.bin", "the run was not on FineWeb"),
+    ],
+)
+def test_other_records_and_other_data_have_nothing_published(record, flags, reason, log, printed):
+    path = log(record, {0: (10.8, 0), 1: (3.28, 1)}, flags)
+    status, lines, err = printed(path)
+    assert (status, lines) == (1, []) and f"{path}: {reason}" in err and err.count("\n") == 1
+
+
+def test_what_is_no_log_is_said(tmp_path, printed):
+    path = Path(tmp_path, "empty.txt")
+    path.write_text("")
+    assert printed(path) == (1, [], f"records.py: error: {path} is empty\n")

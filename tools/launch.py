@@ -1,0 +1,148 @@
+"""Start a script as this machine allows: what run.sh calls when Python has what it needs.
+
+    launch.py [SCRIPT.py] [flags]            a process for each GPU; FineWeb is fetched if needed
+    launch.py [SCRIPT.py] --runs N [flags]   N runs with seeds from --seed on, then their statistics
+
+SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+import script  # noqa: E402
+
+from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError, as_program  # noqa: E402
+
+SHARD_TOKENS = 10**8  # of FineWeb's
+
+
+def take_runs(flags: list[str]) -> tuple[int, list[str]]:
+    """Return N of --runs N, or 0, and the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--runs", nargs="?", const="(nothing)")
+    args, others = parser.parse_known_args(flags)
+    if args.runs is None:
+        return 0, others
+    if not (args.runs.isdecimal() and int(args.runs)):
+        raise UserError(f"--runs {args.runs}: must be a number of runs")
+    return int(args.runs), others
+
+
+def processes(batch_seqs: int, gpus: int) -> int:
+    """Return how many processes share a run: as NPROC says, or one for each GPU that can get an
+    equal share."""
+    wanted = os.environ.get("NPROC", "")
+    if wanted and not wanted.isdecimal():
+        raise UserError(f"NPROC={wanted}: must be a number of processes")
+    if wanted:
+        return max(1, int(wanted))
+    count = max(n for n in range(1, max(gpus, 1) + 1) if batch_seqs % n == 0)
+    if gpus > count:
+        note = f"{gpus} GPUs cannot share {batch_seqs} sequences evenly: using {count}"
+        print(f"run.sh: {note}", file=sys.stderr)
+    return count
+
+
+def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
+    """Return how many shards of FineWeb a run reads, at most; a batch lies in one shard."""
+    lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
+    read = hp.batch_seqs * np.array(lengths)
+    # A fork's sequences may begin with documents. Between these, 3 % of the tokens are skipped, or,
+    # where documents are cut at 2048 tokens, up to 0.6 for each one that is read (the public logs:
+    # 424.7M tokens of 7 shards).
+    if getattr(hp, "align_to_documents", False):
+        read = read * (1.6 if hp.max_document_tokens else 1.03)
+    shards, left = 0, 0.0
+    for tokens in read:
+        if tokens >= left:
+            shards, left = shards + 1, SHARD_TOKENS
+        left -= tokens
+    return shards
+
+
+def fetch_fineweb(shards: int) -> None:
+    """Fetch what is missing; a Python that is used as it is may lack huggingface-hub."""
+    folder = f"{HERE}/.venv/hub"
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    if not (importlib.util.find_spec("huggingface_hub") or os.path.exists(folder)):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
+        if subprocess.run([*pip, "huggingface-hub"]).returncode:
+            raise UserError("pip could not install huggingface-hub: see its message above")
+    command = [sys.executable, f"{HERE}/cached_fineweb.py", str(shards)]
+    if status := subprocess.run(command, env=environment).returncode:
+        sys.exit(status)
+
+
+def train(parsed: tuple, flags: list[str], path: Path, run_class: type[Run]) -> None:
+    """Train in this process, or in several under torchrun, which takes its place."""
+    hp, args = parsed
+    gpus = 0 if hp.device == "cpu" else torch.cuda.device_count()
+    if gpus and "eval" not in args and hp.train_files.startswith(FINEWEB):
+        fetch_fineweb(shards_needed(hp, run_class))
+    count = processes(hp.batch_seqs, gpus)
+    if count == 1:
+        script.core(run_class).work(parsed, run_class)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # start_device sets the threads itself
+    # A script in another folder finds the project's modules, as script.load does.
+    os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    os.execv(sys.executable, [sys.executable, *torchrun, str(path), *flags])
+
+
+def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> None:
+    """Make that many runs, a seed each, without checkpoints unless flags ask for them; then print
+    what the logs say together."""
+    name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
+    seeds = range(hp.seed, hp.seed + count)
+    signal.signal(signal.SIGINT, lambda *_: None)  # it is the run's, which saves and ends
+    print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
+    for seed in seeds:
+        own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
+        command = [sys.executable, __file__, str(path), "--save_every", "0", *flags, *own]
+        if status := subprocess.run(command).returncode:
+            sys.exit(status)
+    logs = [f"logs/{name}_seed{seed}.txt" for seed in seeds]
+    sys.exit(subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode)
+
+
+def start(path: Path, run_class: type[Run], words: list[str]) -> None:
+    """Do what the words ask of a script; errors are the script's."""
+    core = script.core(run_class)
+
+    def parse() -> tuple:
+        count, flags = take_runs(words)
+        return core.parse_args(flags, run_class), count, flags
+
+    def work(found: tuple) -> None:
+        parsed, count, flags = found
+        if count:
+            repeat(count, parsed[0], flags, path)
+        else:
+            train(parsed, flags, path, run_class)
+
+    core.as_program(path.name, parse, work)
+
+
+def main() -> None:
+    """Find the script, and start it."""
+
+    def parse() -> tuple:
+        path, words = script.take_script(sys.argv[1:])
+        return path, script.load(path), words
+
+    as_program("run.sh", parse, lambda found: start(*found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The records of a script, and what is published of them.
+
+    ./run.sh tools/records.py [SCRIPT.py]              all of them side by side, with their numbers
+    ./run.sh tools/records.py [SCRIPT.py] --diff A B   two of them, where they differ
+    ./run.sh tools/records.py logs/RUN.txt             a run's losses beside published ones
+
+Losses are published of FineWeb. If the run was on one GPU, it is compared with a run on one H100,
+too, where there is a public log of one. A last loss is inside the published spread if it is at most
+two deviations from the mean of the record's runs.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+import script  # noqa: E402
+
+import train_gpt  # noqa: E402
+from train_gpt import HERE, UserError, fail, names_about, show  # noqa: E402
+
+
+@cache
+def published() -> dict[str, dict]:
+    """Return what records reached on 8 H100s, by their names; {} without the file.
+
+    minutes, by the clock of their day; mean and deviation of the last validation loss over so many
+    runs (2024-11-19: of one, and about); and by step, losses and seconds of training. Where all
+    runs have public logs these are means, and losses have deviations; else they are one run's.
+    one_h100 has what a run on one of them reached, where there is such a log.
+    """
+    path = HERE / "tools" / "published.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def on_fineweb(*patterns: str) -> bool:
+    """Say whether patterns of shards name FineWeb's, on which losses are published."""
+    return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
+
+
+# -----------------------------------------------------------------------------
+# Records side by side
+
+
+def print_records(run_class: type[train_gpt.Run], names: list[str], differing: bool) -> None:
+    """Print some of a script's records, a column each; or only the rows that differ."""
+    records = [vars(run_class.records[name]) for name in names]
+    rows = {}
+    for setting in records[0]:
+        cells = [show(settings[setting]) for settings in records]
+        if not any("," in cell for cell in cells):
+            rows[setting] = cells
+            continue
+        # Such a setting is a table, like `layers`: each of its rows is one here.
+        tables = [cell.split(",") for cell in cells]
+        for i, parts in enumerate(itertools.zip_longest(*tables, fillvalue="")):
+            rows[f"{setting.removesuffix('s')} {i}"] = [part or "-" for part in parts]
+    rows["published minutes"] = [str(published().get(n, {}).get("minutes", "-")) for n in names]
+    if differing:
+        rows = {title: cells for title, cells in rows.items() if len(set(cells)) > 1}
+    widths = [2 + max(map(len, column)) for column in zip(names, *rows.values(), strict=True)]
+    for title, cells in [("", names), *rows.items()]:
+        columns = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        print(f"{title:<24}{''.join(columns)}".rstrip())
+
+
+# -----------------------------------------------------------------------------
+# A run beside what is published
+
+
+def print_against_published(log: Path) -> None:
+    """Print a run's losses beside those of its record; UserError if there is nothing to compare."""
+    import leaderboard  # which imports this file, and wants scipy
+
+    try:
+        run = leaderboard.read_log(log, whole=False)
+    except ValueError as error:
+        raise UserError(f"{log} {error}") from error
+    known = published().get(run.record)
+    if known is None:
+        raise UserError(f"{log}: nothing is published of {run.record or 'its record'}")
+    if not run.on_fineweb:
+        raise UserError(f"{log}: the run was not on FineWeb, on which losses are published")
+    # A public log of one H100 is not that of the record's runs: times of eight say nothing here.
+    on_one = known.get("one_h100") if (run.gpu or "").startswith("1 x NVIDIA") else None
+    rows = [["step", "loss", "published", "deviation", "difference"]]
+    if on_one:
+        rows[0] += ["on one H100", "seconds", "on one H100", "difference"]
+    for step, (loss, seconds) in run.curve.items():
+        expected = known["losses"].get(str(step))
+        if expected is None:
+            continue
+        deviation = known.get("deviations", {}).get(str(step))
+        row = [f"{step}", f"{loss:.4f}", f"{expected:.4f}"]
+        row += [leaderboard.show(deviation, ".4f"), f"{loss - expected:+.4f}"]
+        if on_one:
+            then = on_one["seconds"][str(step)]
+            row += [f"{on_one['losses'][str(step)]:.4f}"]
+            row += [f"{seconds:.1f}", f"{then:.1f}", f"{seconds - then:+.1f}"]
+        rows.append(row)
+    source = "one run" if "deviations" not in known else f"{known['runs']} runs"
+    print(f"{run.record}: published losses are those of {source} on 8 H100s")
+    if len(rows) > 1:
+        leaderboard.print_table(rows)
+    if run.steps in run.curve:
+        mean, deviation = known["mean"], known["deviation"]
+        inside = abs(run.loss - mean) <= 2 * deviation
+        place = "inside" if inside else "outside"
+        print(f"{run.loss:.4f} is {place} the published spread, {mean:.4f} +- 2 x {deviation:.4f}")
+    # Of settings that are no learning's, a fork has none of its own.
+    others = {"seed", *names_about(train_gpt.Hyperparameters, "run", "machine")}
+    changed = sorted(set(re.findall(r" --(\w+) ", run.flags)) - others)
+    if changed:
+        print(f"other than the record's: {', '.join(changed)}")
+
+
+def parse_args(argv: list[str] | None) -> tuple:
+    """Return the script's path, and the flags."""
+    path, words = script.take_script(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = fail
+    parser.add_argument("log", nargs="?", type=Path, help="a run's, logs/RUN.txt")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="names of two records")
+    return path, parser.parse_args(words)
+
+
+def work(path: Path, args: argparse.Namespace) -> None:
+    """Print what the flags ask for."""
+    if args.log:
+        print_against_published(args.log)
+        return
+    run_class = script.load(path)
+    names = list(run_class.records)
+    for name in args.diff or []:
+        if name not in names:
+            known = " ".join(names)
+            raise UserError(f"--diff {name}: {path.name} has no such record; choose from {known}")
+    print_records(run_class, args.diff or names, differing=args.diff is not None)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print as the flags say; errors are those of train_gpt.py."""
+    train_gpt.as_program("records.py", lambda: parse_args(argv), lambda found: work(*found))
+
+
+if __name__ == "__main__":
+    main()
