@@ -6,6 +6,9 @@ choose_kernels). Floats are constants of the kernels, because torch.compile woul
 float64.
 """
 
+import hashlib
+import inspect
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +16,7 @@ from torch import Tensor
 
 
 def obstacle(device: torch.device) -> str:
-    """Why Triton cannot run there; empty if it can."""
+    """Say why Triton cannot run there; nothing if it can."""
     if device.type == "cuda":
         old = torch.cuda.get_device_capability(device) < (8, 0)
         return "Triton wants a GPU with bfloat16, from Ampere on" if old else ""
@@ -24,7 +27,7 @@ def obstacle(device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result
 def shared_memory_is_small(device: torch.device) -> bool:
-    """Whether a program has 99 KB of it (RTX 3090, 4090, 5090, A6000), not 163 or 227."""
+    """Say whether a program has 99 KB of it (RTX 3090, 4090, 5090, A6000), not 163 or 227."""
     if device.type == "cpu":
         return False
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
@@ -246,7 +249,7 @@ def symmetric_kernel(
 
 
 def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
-    """symmetric_matmul that computes half of the tiles; c is contiguous."""
+    """Compute symmetric_matmul from half of the tiles; c is contiguous."""
     a = a.contiguous()
     count, n, K = a.shape
     out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"TILE": 128, "TILE_K": 64}
@@ -276,11 +279,25 @@ EXAMPLES = {
     "relu2_mlp": mlp_example,
     "symmetric_matmul": symmetric_example,
 }
+# What a twin computes is what its plain function computed when the twin was written. An edited
+# function, in a fork, may differ by less than the trial in `fault` sees.
+WRITTEN_FOR = {
+    "softcapped_cross_entropy": "39cdad440ffe",
+    "weighted_cross_entropy": "95760738f658",
+    "relu2_mlp": "0c228ea6682c",
+    "symmetric_matmul": "3a595a146d38",
+}
+
+
+def digest(plain) -> str:
+    """Return a digest of a function's source, whatever its white space."""
+    words = inspect.getsource(plain).split()
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
 
 
 def outcome(function, arguments) -> list[Tensor]:
-    """What a call gives: its result, and the gradients of arguments that want them, or else what it
-    left in the last argument."""
+    """Return what a call gives: its result, and the gradients of arguments that want them, or else
+    what it left in the last argument."""
     given = [
         a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
         for a in arguments
@@ -293,7 +310,7 @@ def outcome(function, arguments) -> list[Tensor]:
 
 
 def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bool) -> str:
-    """Why the twin of a plain function cannot take its place on this machine; empty if it can.
+    """Say why the twin of a plain function cannot take its place here; nothing if it can.
 
     Both are compiled as the run compiles them, and compared on an example of the run's widths, in
     the dtype of activations and, if fp8, with the loss's gradient in float8.
@@ -301,6 +318,8 @@ def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bo
     name = plain.__name__
     if name not in TWINS:
         return "kernels.py has no twin"
+    if digest(plain) != WRITTEN_FOR[name]:
+        return "the plain function was edited: change its twin in kernels.py, and WRITTEN_FOR"
     try:
         arguments = EXAMPLES[name](hp, device, dtype, fp8)
         twins = [outcome(compile_(twin), arguments) for twin in (plain, TWINS[name])]

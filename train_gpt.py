@@ -65,7 +65,7 @@ try:
     # Names, not the module: PyPI has another package `kernels`. With that one, there are no twins.
     from kernels import TWINS, fault, obstacle
 except ImportError:
-    TWINS, fault = {}, None  # no twin is ever tried: there is an obstacle
+    TWINS, fault = {}, None  # fault is never called: there is always an obstacle
 
     def obstacle(device: torch.device) -> str:
         """Say why Triton cannot run."""
@@ -162,7 +162,8 @@ class Hyperparameters:
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
-    # So small that, while output projections are zero, scalars take full steps by rounding noise.
+    # Output projections begin at zero. With so small an epsilon, scalars take full steps meanwhile,
+    # along rounding noise.
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
     adam_betas: Pair = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
@@ -355,12 +356,12 @@ class Shard:
             raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
 
 
-# A sequence is one or more pieces (start, stop) of a shard's tokens. A cut finds a batch in a
-# shard: it returns the batch's sequences, and the position where the next batch begins; or None
-# where the shard has no room for the batch.
+# A sequence is a list of pieces (start, stop) of a shard's tokens. A cut takes the batch that
+# begins at a position. It returns the batch's sequences and the position of the next batch, or None
+# if the shard has too few tokens left.
 
 
-def cut_consecutive(shard: Shard, position: int, seq_len: int, batch_seqs: int):
+def cut_consecutive(shard: Shard, position: int, step: int, seq_len: int, batch_seqs: int):
     """Cut sequences that lie one behind the other. Each has seq_len tokens and one more, its last
     target, which is the first token of the next sequence."""
     end = position + batch_seqs * seq_len
@@ -370,17 +371,15 @@ def cut_consecutive(shard: Shard, position: int, seq_len: int, batch_seqs: int):
     return [[(start, start + seq_len + 1)] for start in starts], end
 
 
-def plan_batches(shards: list[Shard], cut: Callable, epochs: int, vocab_size: int) -> Iterator:
-    """Yield of each step's batch, from step 0 on, the shard and the sequences.
+def plan_batches(shards: list[Shard], cut: Callable, vocab_size: int, epochs: int) -> Iterator:
+    """Yield, for each step from 0 on, the shard and the sequences of its batch.
 
     cut(shard, position, step) is the cut of a step. Batches are cut forward through the shards,
-    again and again, `epochs` times (0: forever). It ends, too, where no shard has room for a step's
-    batch. Shards are checked when first read.
+    `epochs` times (0: without end). The plan also ends when no shard has room for a batch. A shard
+    is checked when the first epoch reaches it.
     """
     step = 0
-    for epoch in itertools.count():
-        if epochs and epoch == epochs:
-            return
+    for epoch in range(epochs) if epochs else itertools.count():
         first = step
         for shard in shards:
             if epoch == 0:
@@ -422,12 +421,11 @@ def distributed_data_generator(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's part of each global batch from start_step on, read ahead by a thread.
 
-    A part is inputs and targets as read_batch has them, (batch_seqs / world_size, seq_len): of a
-    batch's sequences, rank r has the r-th part. A batch lies in one shard; a shard's tail that is
-    too short for one is dropped. The generator ends after num_batches, or else after `epochs`
-    passes over the shards (0: never). cut(shard, position, step), if there is one, takes the place
-    of cut_consecutive. UserError at once if shards are missing, damaged, too short
-    for num_batches (0: for one) or hold a token outside the vocabulary.
+    Inputs and targets are (batch_seqs / world_size, seq_len), as read_batch returns them. Rank r
+    has the r-th part of a batch's sequences. A batch lies in one shard; what a shard has left is
+    dropped. The generator ends after num_batches, or else after `epochs` passes over the shards (0:
+    never). cut(shard, position, step) replaces cut_consecutive. UserError at once if shards are
+    missing, damaged, too short for num_batches (0: for one) or hold a token outside the vocabulary.
     """
     if batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
@@ -438,21 +436,16 @@ def distributed_data_generator(
             text += f"; fetch FineWeb with {HERE}/cached_fineweb.py"
         raise UserError(text)
     shards = [Shard(path) for path in paths]
-
-    def cut_step(shard: Shard, position: int, step: int):
-        if cut is not None:
-            return cut(shard, position, step)
-        return cut_consecutive(shard, position, seq_len, batch_seqs)
-
-    def plan(epochs: int) -> Iterator:
-        return plan_batches(shards, cut_step, epochs, min(vocab_size, END_OF_TEXT + 1))
+    if cut is None:
+        cut = partial(cut_consecutive, seq_len=seq_len, batch_seqs=batch_seqs)
+    plan = partial(plan_batches, shards, cut, min(vocab_size, END_OF_TEXT + 1))
 
     # The plan of all batches, or of one epoch, is made now: so shards are checked before training.
     planned = list(itertools.islice(plan(epochs if num_batches else 1), num_batches or None))
     if len(planned) < max(num_batches, 1):
         # Either there are too few batches, or no shard has room for the next one.
         step = len(planned)
-        if step and any(cut_step(shard, 0, step) for shard in shards):
+        if step and any(cut(shard, 0, step) for shard in shards):
             passes = f" in {epochs} epochs" if epochs > 1 else ""
             found = f"{pattern} holds {step} batches{passes}"
             raise UserError(f"{found}, the run reads {num_batches}: add shards, or raise --epochs")
@@ -489,8 +482,9 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
 
 
 def get_window_size(step: int, hp: Hyperparameters) -> int:
-    """Return the long window in tokens. It grows, in window_steps rounded up ("blocks") or down."""
-    # Exact, in integers: a window is grown / unit window_steps.
+    """Return the long window in tokens: a multiple of window_step, rounded up ("blocks") or
+    down."""
+    # Integers are exact: the window has grown by grown / unit of window_step.
     grown = hp.window_span * step
     unit = hp.num_iterations * hp.window_step
     if hp.window_rule == "tokens":
@@ -524,7 +518,8 @@ class Moment:
 
 
 def moment(step: int, hp: Hyperparameters) -> Moment:
-    """Return what holds at a step, from 0 to num_iterations; beyond, what holds after the last."""
+    """Return what holds at a step, from 0 to num_iterations. A fork has its own: a rule reads what
+    is scheduled from `now`."""
     step = min(step, hp.num_iterations)
     window = get_window_size(step, hp)
     return Moment(
@@ -605,7 +600,9 @@ class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is cast to its input's dtype at use.
 
     With use_fp8, in training, and where the hardware can: x * x_s and w * w_s enter the matmul as
-    float8_e4m3fn, and the output's gradient * grad_s enters the backward ones as float8_e5m2.
+    float8_e4m3fn, and the output's gradient * grad_s enters the backward ones as float8_e5m2. The
+    head does the same inside its loss (HeadLoss), chunk by chunk; this forward pass is for a fork
+    that wants FP8 in other layers.
     """
 
     def __init__(
@@ -630,12 +627,13 @@ class CastedLinear(nn.Linear):
 
 
 def as_is(function):
-    """Return the function: what takes the place of torch.compile where nothing is compiled."""
+    """Return the function unchanged, where nothing is compiled."""
     return function
 
 
 class Kernel:
-    """A plain function whose twin in kernels.py is called while choose_kernels has set `use`."""
+    """A plain function that may have a Triton twin of its name in kernels.py. choose_kernels
+    decides which of the two is called."""
 
     def __init__(self, plain: Callable):
         self.plain = plain
@@ -653,44 +651,17 @@ def names_in_use(kernels: tuple[Kernel, ...]) -> list[str]:
     return [kernel.name for kernel in kernels if kernel.use]
 
 
-def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=print) -> None:
-    """Use each kernel that works on all ranks, or what --kernels says, and log their names.
-
-    UserError for --kernels on where Triton cannot run.
-    """
-    reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
-    if hp.kernels == "on" and reason:
-        raise UserError(f"--kernels on: {reason}")
-    for kernel in model.kernels:
-        kernel.use = not reason and kernel.fused is not None
-    if hp.kernels == "auto":
-        in_fp8 = trains_in_fp8(hp.fp8, device)
-        dtype = activation_dtype(device)
-        faults = [
-            reason or fault(kernel.plain, model.compile_, hp, device, dtype, in_fp8)
-            for kernel in model.kernels
-        ]
-        # A kernel is used where no rank has a fault: all ranks must compute the same.
-        votes = torch.tensor([float(bool(text)) for text in faults], device=device)
-        all_reduce_([votes])
-        for kernel, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
-            kernel.use = not against
-            if against and not reason:
-                log(f"kernel {kernel.name} is off: {text or 'another rank cannot use it'}")
-    names = " ".join(names_in_use(model.kernels)) or "none"
-    log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
-
-
 # -----------------------------------------------------------------------------
 # Model: masks, attention, layers, and a head whose loss never stores the logits
 
 
 def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
-    """Return the attention mask as one integer a token: position i sees j when first[i] <= j <= i.
+    """Return the attention mask as one integer for each token: i sees j when first[i] <= j <= i.
 
-    A mask is causal, within a document (END_OF_TEXT begins it) and within a window, so what a token
-    sees is one run that ends at itself. A window is in tokens; by the rule "blocks" its whole
-    blocks count, the token's own first and always. Tokens (T,) to (T,) int32, never decreasing.
+    The mask is causal, and stays within a document (END_OF_TEXT begins one) and within a window. So
+    a token sees one run, which ends at itself. `window` counts tokens. By the rule "blocks" it
+    counts whole blocks, the token's own among them; that one is always seen. Tokens (T,) to (T,)
+    int32, never decreasing.
     """
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
@@ -704,18 +675,18 @@ def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
 
 
 def flex_mask(first: Tensor) -> BlockMask:
-    """Return a mask of first_visible, (T,), for FlexAttention: from integers, nothing of T x T.
+    """Return first_visible's mask (T,) for FlexAttention, without anything of size T x T.
 
-    FlexAttention wants, of each query block, the key blocks of which it sees something and those of
-    which it sees everything (full), and the same of each key block. `first` never decreases, so the
-    blocks in each of these lists are one run. The diagonal block is never full, for causality: it
-    is in both partial lists, behind the run.
+    FlexAttention wants two lists for each query block: the key blocks that it sees in part, and
+    those that it sees whole (full). It wants the same of each key block. `first` never decreases,
+    so each list is one run of blocks. Causality keeps the diagonal block from being full: it stands
+    behind the run in both partial lists.
     """
     own = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # the diagonal
     # Of each query block: the first key block of which it sees anything, and everything.
     some = first[::BLOCK] // BLOCK
     whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + (BLOCK - 1)) // BLOCK, own)
-    # Of each key block: the first query block beyond it that does not see everything, or anything.
+    # Of each key block: the first query block that no longer sees all of it, and none of it.
     whole_end = torch.searchsorted(whole, own, right=True, out_int32=True)
     some_end = torch.searchsorted(some, own, right=True, out_int32=True)
 
@@ -750,14 +721,14 @@ def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-# PyTorch's own choice on an H100. On other cards its choice is 4 warps, with which the backward
-# kernel spills registers; with 8 it does not (BENCHMARKS.md). No such card has timed it yet.
+# PyTorch chooses 8 warps on an H100 and 4 on other cards. With 4 the backward kernel spills
+# registers there (BENCHMARKS.md). No such card has timed this yet.
 FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
-    """Attention of (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask (a CPU, where
-    FlexAttention has no backward pass); they agree."""
+    """Attend with q, k and v (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask (a
+    CPU, where FlexAttention has no backward pass); they agree."""
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
     flex = flex_attention
@@ -767,7 +738,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, without gain."""
+    """Apply RMSNorm over the last axis, without gain."""
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
@@ -786,8 +757,8 @@ def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
 
 
 def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (..., 1, head_dim), float32, of positions (..., 1), for rotate_normed: of
-    each angle (cos, cos) and (sin, -sin)."""
+    """Return cos and sin of the angles at positions (..., 1), each (..., 1, head_dim) in float32.
+    rotate_normed wants an angle twice: (cos, cos) and (sin, -sin)."""
     angle = position[..., None] * frequency
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
@@ -822,16 +793,18 @@ class CausalSelfAttention(nn.Module):
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend):
-        """Map x (1, T, C) to the result (1, T, C), and to v (1, T, H, D) as it was before a value
-        was mixed into it. `value` is a row (T, H * D) of a table, or the first layer's v."""
+        """Map x (1, T, C) to (1, T, C). Return v (1, T, H, D), too, as it was before a value was
+        mixed into it. `value` is rows (T, H * D) of a table, or the first layer's v."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
         own = v
         if value is not None:
             value = value.view_as(v)
         if self.mixes_first:
+            if value is None:
+                value = v
             share = self.lambdas[0]
-            v = (1 - share) * v + share * (v if value is None else value)
+            v = (1 - share) * v + share * value
         else:
             v = self.lambdas[0] * v
             if value is not None:
@@ -844,8 +817,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class ReLUSquared(torch.autograd.Function):
-    """relu(x)^2, which keeps its result alone, as the matmul behind it does. The derivative needs
-    the result's root, which is relu(x) but for the rounding of the square."""
+    """relu(x)^2. It keeps only its result, which the matmul behind it keeps anyway. The derivative,
+    2 relu(x), is twice the result's root, but for the square's rounding."""
 
     @staticmethod
     def forward(ctx, x):
@@ -860,7 +833,8 @@ class ReLUSquared(torch.autograd.Function):
 
 @Kernel
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one dtype."""
+    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one
+    dtype."""
     h = F.linear(x, w_in)
     post = ReLUSquared.apply(h) if torch.compiler.is_compiling() else F.relu(h).square()
     return F.linear(post, w_out)
@@ -895,8 +869,8 @@ class Block(nn.Module):
         self.eps = hp.norm_eps
 
     def forward(self, x, x0, value, skip, rotary, mask, attend, give_v: bool):
-        """Map x (1, T, C) to (1, T, C), and to the v that attention made, if it is wanted: where
-        nothing uses v, its gradient would be made of zeros. skip is (weight, output) or None."""
+        """Map x (1, T, C) to (1, T, C). With give_v, return attention's v, too. Else None: an
+        unused v would get a gradient of zeros. skip is (weight, output) or None."""
         v = None
         if skip is not None:
             x = x + skip[0] * skip[1]
@@ -939,13 +913,13 @@ LOSS_ROWS = 16
 
 
 def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
-    """Say whether a head that shall train in FP8 does: on a CPU it does not."""
+    """Say whether a head that wants FP8 trains in it: only on a GPU that can."""
     return wanted and device.type == "cuda" and fp8_supported(device)
 
 
 def trains_in_bfloat16(wanted: bool, device: torch.device) -> bool:
-    """Say whether a head that shall train in bfloat16 on a CPU does: if the CPU has AVX512-BF16,
-    which takes less than half of the time. On a GPU, what is not FP8 is bfloat16."""
+    """Say whether a head that wants bfloat16 on a CPU trains in it: only with AVX512-BF16, where it
+    takes less than half of the time. On a GPU, a head without FP8 is bfloat16 anyway."""
     fast = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return wanted and device.type == "cpu" and fast()
 
@@ -954,10 +928,10 @@ def trains_in_bfloat16(wanted: bool, device: torch.device) -> bool:
 def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=None):
     """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
 
-    The logits first become cap * tanh(logit / cap). This is z = 2 cap * sigmoid(2 logit / cap) less
-    a constant, which softmax does not see. z is at most 2 cap, so softmax may subtract that instead
-    of the row's maximum. The gradient of the logits * grad_scale goes to grads (T, V): the logits'
-    own memory, or float8_e5m2. dz/dlogit is (z - z^2 / (2 cap)) * 2 / cap.
+    The logits first become cap * tanh(logit / cap). The code uses z = 2 cap * sigmoid(2 logit /
+    cap), which is larger by cap: softmax does not see a constant. z is at most 2 cap, so softmax
+    may subtract that instead of the row's maximum. The gradient of the logits * grad_scale goes to
+    grads (T, V): the logits' own memory, or float8_e5m2. dz/dlogit is (z - z^2 / (2 cap)) 2 / cap.
     """
     most, slope = 2 * softcap, 2 / softcap
     targets = targets[:, None]
@@ -970,8 +944,7 @@ def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=No
         column = torch.arange(p.size(1), device=p.device)
         p = p / total - (column == targets).float()
     else:  # z and p are stored, and overwritten where that is possible
-        z = logits.float()
-        z = torch.mul(z, slope, out=z).sigmoid_().mul_(most)
+        z = logits.float().mul_(slope).sigmoid_().mul_(most)
         p = torch.softmax(z, dim=-1)
         loss = -p.gather(1, targets).log().sum()
         p.scatter_add_(1, targets, p.new_full(targets.shape, -1.0))
@@ -988,8 +961,9 @@ def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
-    """Return the summed loss () of x (C, K) under the head w (V, K); x as it entered the matmul;
-    and the logits' gradient * grad_scale (C, V), or None without grad_scale.
+    """Return three things of x (C, K) under the head's w (V, K): the summed loss (); x as it
+    entered the matmul; and the logits' gradient (C, V) times grad_scale, or None without
+    grad_scale.
 
     cross_entropy is softcapped_cross_entropy or the like, and options what it takes after the
     targets. With FP8 scales, w is what head_in_fp8 makes of it.
@@ -1016,7 +990,8 @@ def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
 
 
 def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
-    """Return the gradient of x (C, K), of what logits_loss returned; add that of w to grad_w."""
+    """Return the gradient of x (C, K), and add that of w to grad_w. x and grads are those that
+    logits_loss returned."""
     if scales is not None:
         x_s, w_s, grad_s = scales
         grad_w.add_(fp8_grad_w(grads, x, grad_s, x_s))
@@ -1036,8 +1011,8 @@ HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x (T, K) and targets (T, ...) under the weight (V, K) of a Head.
 
-    If x wants a gradient, the forward pass keeps it, times grad_scale, and adds the weight's into
-    gradient_buffer: so such a loss wants exactly one backward(), of itself and not of a multiple.
+    If x wants a gradient, the forward pass makes it, times grad_scale, and adds the weight's to
+    gradient_buffer. Call backward() exactly once, on the loss itself.
     """
 
     @staticmethod
@@ -1116,6 +1091,7 @@ class GPT(nn.Module):
     """
 
     attend = staticmethod(attend)  # sampling has another one, with a memory
+    context_tokens = 0  # how many tokens in front of a document what follows depends on
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -1139,7 +1115,8 @@ class GPT(nn.Module):
         return [self.embed, self.value_embeds]
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
-        """Move there in the dtypes of the place; compile the functions in which time is spent.
+        """Move the model to a device, in the dtypes that are used there. If `compiled`, compile
+        what takes the time.
 
         Layers are compiled one at a time, equal ones once. As one they would take longer, and all
         gradients would come at the end, while other ranks wait for them.
@@ -1205,13 +1182,14 @@ class GPT(nn.Module):
         weights = self.skip_weights.unbind()
         half = len(weights)
         outputs = []
-        first_v = None
+        wants_first = any(layer.values == "first" for layer in self.layers)
+        first_v = None  # of the first layer that attends
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip = None
             if i >= half:
                 skip = weights[i - half], outputs.pop()
             value = first_v if layer.values == "first" else values.get(layer.values)
-            give_v = layer.values == "first" and first_v is None
+            give_v = wants_first and first_v is None
             mask = masks.get(layer.window)
             x, v = block(x, x0, value, skip, rotary, mask, attend, give_v)
             if v is not None:
@@ -1236,7 +1214,7 @@ class GPT(nn.Module):
 
 @Kernel
 def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
-    """a a^T (B, n, n) of a (B, n, k), or with a symmetric c (B, n, n), alpha a a^T + beta c."""
+    """Return a a^T (B, n, n) of a (B, n, k), or with a symmetric c, alpha a a^T + beta c."""
     return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
 
 
@@ -1245,11 +1223,11 @@ def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) ->
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def orthogonalised(
-    G: Tensor, coefficients: tuple, margin: float = 1.0, eps: float = 1e-7
+def zeropower_via_newtonschulz5(
+    G: Tensor, steps: int = 5, coefficients=NEWTON_SCHULZ, margin: float = 1.0, eps: float = 1e-7
 ) -> Tensor:
     """Return G (..., rows, cols) with its singular vectors and with singular values near 1; zero
-    stays zero. bfloat16 on CUDA, else G's own dtype.
+    stays zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon.
 
     G is divided by margin * its Frobenius norm + eps. Then each (a, b, c) makes a step
     X <- a X + (b A + c A^2) X with A = X X^T. Sums are made inside the matmuls: in bfloat16 that is
@@ -1261,25 +1239,23 @@ def orthogonalised(
     X = X.mT if tall else X
     size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
     X = X / (margin * size + eps)
-    for a, b, c in coefficients:
+    for a, b, c in coefficients[:steps]:
         A = symmetric_matmul(X)
         B = symmetric_matmul(A, A, c, b)
         X = torch.baddbmm(X, B, X, beta=a)
     return (X.mT if tall else X).reshape(G.shape)
 
 
-def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
-    """Orthogonalise G (..., rows, cols) by steps of Newton-Schulz. Source:
-    kellerjordan.github.io/posts/muon."""
-    return orthogonalised(G, NEWTON_SCHULZ[:steps])
-
-
-def nesterov(grads, momenta, momentum: Tensor, damped: bool) -> Tensor:
-    """Return the directions (n, rows, cols) of n matrices, by Nesterov's momentum.
+def muon_updates(
+    grads, momenta, momentum: Tensor, damped: bool, orthogonalise=zeropower_via_newtonschulz5
+) -> Tensor:
+    """Return the updates (n, rows, cols) of n matrices: directions by Nesterov's momentum,
+    orthogonalised.
 
     Mean gradients and momenta are lists of parts; momenta change in place. Damped, they take up a
     share of 1 - momentum of each gradient, else all of it: while the momentum is constant, that is
-    only another scale. momentum () is a tensor, so that a new value compiles nothing.
+    only another scale. Compiled, all but the matmuls is one pass over them; momentum () is a
+    tensor, so that a new value compiles nothing.
     """
     directions = []
     for grad, buffer in zip(grads, momenta, strict=True):
@@ -1289,13 +1265,7 @@ def nesterov(grads, momenta, momentum: Tensor, damped: bool) -> Tensor:
         else:
             buffer.mul_(momentum).add_(grad)
             directions.append(grad + momentum * buffer)
-    return torch.cat(directions)
-
-
-def muon_updates(grads, momenta, momentum: Tensor, damped: bool) -> Tensor:
-    """Return the orthogonalised directions of nesterov. Compiled, all but the matmuls is one pass
-    over them."""
-    return zeropower_via_newtonschulz5(nesterov(grads, momenta, momentum, damped))
+    return orthogonalise(torch.cat(directions))
 
 
 def number(value: float, like: Tensor) -> Tensor:
@@ -1303,17 +1273,16 @@ def number(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, device=like.device)
 
 
-# An update rule is a function rule(buckets, lr, now): of buckets (see Bucket) whose rows have one
-# shape, with the group's learning rate `lr` at this moment, and the Moment `now`. It reads
-# bucket.grads, the mean gradient (n, ...) of this rank's n rows. What it keeps in bucket.state is
-# saved and resumed: tensors (n, ...) of any further shape, or () and equal in all buckets. It
-# returns what each bucket sends to the other ranks, (n, ...), and how all ranks change their
-# weights by what was sent: a function take(weights, sent) of two lists.
+# An update rule is a function rule(buckets, lr, now). The rows of all its buckets have one shape;
+# lr is the group's learning rate at the Moment now. The rule reads bucket.grads, the mean gradient
+# (n, ...) of this rank's n rows. What it keeps in bucket.state is saved and resumed: tensors
+# (n, ...), or a () that is equal in all buckets. It returns what each bucket sends to the other
+# ranks, (n, ...), and a function take(weights, sent) of two lists, which changes the weights on all
+# ranks.
 
 
 def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, updates_of=muon_updates):
-    """Muon, for matrices (n, rows, cols): Nesterov's momentum, orthogonalised. `updates_of` is the
-    compiled muon_updates."""
+    """Step by Muon, for matrices (n, rows, cols). `updates_of` is the compiled muon_updates."""
     for bucket in buckets:
         if not bucket.state:
             bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
@@ -1334,7 +1303,7 @@ def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
 
 
 def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float):
-    """Adam, for rows of any shape: torch's fused one."""
+    """Step by torch's fused Adam, for rows of any shape."""
     for bucket in buckets:
         if not bucket.state:
             weight = bucket.weights()
@@ -1371,8 +1340,8 @@ class Group:
     lr: float
     row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
     least_rows: float = 1  # a bucket has at least so many rows, and one for each rank
-    # When gradients are complete: in the last "backward" pass, at its "end", or since the "forward"
-    # pass before it.
+    # When the last micro-batch's gradients are complete: during its "backward" pass, at that pass's
+    # "end", or after its "forward" pass already.
     complete: str = "backward"
 
 
@@ -1439,7 +1408,8 @@ class Bucket:
         return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
     def weights(self) -> Tensor:
-        """Return this rank's rows: of one parameter its own memory, unless padded."""
+        """Return this rank's rows. Of one parameter they are its own memory, unless zeros were
+        added."""
         return self.share([p.detach() for p in self.params])
 
     def launch(self) -> None:
@@ -1462,8 +1432,8 @@ class Bucket:
         return self.grads
 
     def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to collect all shares. The function returned waits for them, and returns a tensor
-        for each parameter: in its shape or, of state with rows of another shape, as rows."""
+        """Begin to collect all shares. The function returned waits for them. It returns a tensor
+        for each parameter: in its shape, or as rows where state has rows of another shape."""
         rows, work = share, None
         if self.world_size > 1:
             rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
@@ -1652,8 +1622,8 @@ def keep_freed_memory() -> None:
 
 
 def start_device(wanted: str, timeout: int = 600) -> torch.device:
-    """Return this process's device; under torchrun, join the other ranks first. After `timeout`
-    seconds of waiting, a rank gives up on the others. UserError without such a GPU."""
+    """Return this process's device. Under torchrun, join the other ranks first; a rank gives up
+    after `timeout` seconds of waiting. UserError if there is no such GPU."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if wanted == "cuda" or (wanted == "auto" and gpus):
@@ -1704,7 +1674,12 @@ def to_host(values: Tensor) -> Callable[[], tuple[list[float], float]]:
     host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
     host.copy_(values, non_blocking=True)
     copied.record()
-    return lambda: (copied.synchronize() or host.tolist(), time.perf_counter())
+
+    def arrived() -> tuple[list[float], float]:
+        copied.synchronize()
+        return host.tolist(), time.perf_counter()
+
+    return arrived
 
 
 @contextlib.contextmanager
@@ -1732,6 +1707,11 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def script_of(run_class: type["Run"]) -> Path:
+    """Return the file that defines a Run: train_gpt.py, or a fork."""
+    return Path(inspect.getfile(run_class)).resolve()
 
 
 def project_files(script: Path) -> list[Path]:
@@ -1864,9 +1844,9 @@ class Log:
 def as_program(name: str, parse: Callable, work: Callable) -> None:
     """Call work(parse()) as a command; an error of the user's becomes one line and a status.
 
-    That is 2 while parsing, else 1. Rank 0 alone writes on the console. Where several ranks fail,
-    the lowest reports: torchrun ends all ranks as soon as one has ended, so the others wait for
-    that. So does a rank that has lost another one, which knows better what happened.
+    The status is 2 while parsing, else 1. Only rank 0 writes on the console. Where several ranks
+    fail, the lowest reports: torchrun ends all ranks when one has ended, so the others wait. A rank
+    that has lost another one waits, too: the other knows better what happened.
     """
     status, rank = 2, int(os.environ.get("RANK", 0))
     if rank:
@@ -1882,14 +1862,16 @@ def as_program(name: str, parse: Callable, work: Callable) -> None:
         sys.exit(130)
     except (UserError, OSError, RuntimeError) as error:
         message = str(error)
-        patience = 10 + min(rank, 40) / 4 if rank else 0  # seconds
+        patience = 0  # seconds
+        if rank:
+            patience = 10 + min(rank, 40) / 4
         if isinstance(error, torch.OutOfMemoryError):
             message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {error}"
-        elif isinstance(error, dist.DistError) or re.search("gloo|pair clos", message):
+        elif isinstance(error, RuntimeError):
+            if not (isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)):
+                raise
             message = f"another rank has stopped, or hangs: {error}"
             patience = max(patience, 5)
-        elif isinstance(error, RuntimeError):
-            raise
         time.sleep(patience)
         print(f"{name}: error:", " ".join(message.split())[:500], file=sys.stderr)
         sys.exit(status)
@@ -1930,7 +1912,10 @@ def load_checkpoint(path: str | Path, run_class: type["Run"]) -> dict:
         if saved is None:
             return state
         known = run_class.records.get(state["record"])
-        if known is None or saved.keys() - vars(known).keys():
+        names = set(names_about(run_class.settings, "learning", "run"))
+        # A script may have got settings since; another script's that are missing here are no such.
+        own = state["script"] == script_of(run_class).name
+        if known is None or saved.keys() - names or (names - saved.keys() and not own):
             other = f"{state['record']} of {state['script']}"
             raise UserError(f"{path} is of {other}: start that script, or a tool with --script")
         state["hyperparameters"] = replace(known, **saved)
@@ -1956,7 +1941,7 @@ def newest_checkpoint(run_id: str, run_class: type["Run"]) -> tuple[Path | None,
         try:
             return path, load_checkpoint(path, run_class)
         except UserError as error:
-            print(f"{error}; trying the one before", file=sys.stderr)
+            print(f"{error}; trying the one before")
     if found:
         raise UserError(f"none of {len(found)} checkpoints under logs/ can be read; remove them")
     return None, {}
@@ -1975,7 +1960,7 @@ def flag_parser(run_class: type["Run"]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=script.name,
         usage=f"{script.name} [--record NAME] [--SETTING VALUE ...]",
-        description=f"{about} In brackets: values of 2025-01-26_BatchSize.",
+        description=f"{about} In brackets: defaults, unless a record has other values.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -1990,14 +1975,14 @@ def flag_parser(run_class: type["Run"]) -> argparse.ArgumentParser:
     for f in fields(run_class.settings):
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        options = {"help": f"{f.metadata['help']} [{show(f.default)}]"}
+        flag, text = f"--{f.name}", f"{f.metadata['help']} [{show(f.default)}]"
+        kind = type(f.default)
         if f.metadata["choices"]:
-            options["choices"] = f.metadata["choices"]
-        elif isinstance(f.default, tuple):
-            options |= {"type": float, "nargs": len(f.default), "metavar": "float"}
+            group.add_argument(flag, help=text, choices=f.metadata["choices"])
+        elif kind is tuple:
+            group.add_argument(flag, help=text, type=float, nargs=len(f.default), metavar="float")
         else:
-            options |= {"type": f.type, "metavar": f.type.__name__}
-        group.add_argument(f"--{f.name}", **options)
+            group.add_argument(flag, help=text, type=kind, metavar=kind.__name__)
     return parser
 
 
@@ -2048,7 +2033,7 @@ def parse_args(
     for f in fields(run_class.settings):
         if f.name in args:
             value = getattr(args, f.name)
-            if f.type is bool:
+            if type(f.default) is bool:
                 value = value == "on"
             given[f.name] = tuple(value) if isinstance(value, list) else value
     if "layers" in given and "num_layers" not in given:
@@ -2071,8 +2056,9 @@ def check_resumed(hp: Hyperparameters, args: argparse.Namespace) -> None:
         if now != then:
             changed.append(f"{name} {show(then)} -> {show(now)}")
     if changed and "resume_force" not in args:
+        remedy = "--resume_force goes on with them"
         text = ", ".join(changed)
-        raise UserError(f"the checkpoint is of other hyperparameters: {text}; --resume_force?")
+        raise UserError(f"the checkpoint is of other hyperparameters: {text}; {remedy}")
 
 
 def build(
@@ -2137,6 +2123,34 @@ def train_step(
     return torch.cat([result, *norms])
 
 
+def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=print) -> None:
+    """Use the twins that work on all ranks, or what --kernels says, and log their names.
+
+    UserError for --kernels on where Triton cannot run.
+    """
+    reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
+    if hp.kernels == "on" and reason:
+        raise UserError(f"--kernels on: {reason}")
+    for kernel in model.kernels:
+        kernel.use = not reason and kernel.fused is not None
+    if hp.kernels == "auto":
+        in_fp8 = trains_in_fp8(hp.fp8, device)
+        dtype = activation_dtype(device)
+        faults = [
+            reason or fault(kernel.plain, model.compile_, hp, device, dtype, in_fp8)
+            for kernel in model.kernels
+        ]
+        # A kernel is used where no rank has a fault: all ranks must compute the same.
+        votes = torch.tensor([float(bool(text)) for text in faults], device=device)
+        all_reduce_([votes])
+        for kernel, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
+            kernel.use = not against
+            if against and not reason:
+                log(f"kernel {kernel.name} is off: {text or 'another rank cannot use it'}")
+    names = " ".join(names_in_use(model.kernels)) or "none"
+    log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
+
+
 def warm_up(
     model: GPT, optimizers: Optimizers, moments: list[Moment], device: torch.device, log=print
 ) -> None:
@@ -2170,11 +2184,6 @@ def warm_up(
     optimizers.load_state_dict({})
 
 
-def script_of(run_class: type["Run"]) -> Path:
-    """Return the file that defines a Run: train_gpt.py, or a fork."""
-    return Path(inspect.getfile(run_class)).resolve()
-
-
 class Run:
     """A run: where it starts, its loop, and what it writes.
 
@@ -2193,7 +2202,7 @@ class Run:
     @staticmethod
     def cut(shard: Shard, position: int, now: Moment, hp: Hyperparameters):
         """Cut the batch of a moment: see cut_consecutive."""
-        return cut_consecutive(shard, position, now.seq_len, hp.batch_seqs)
+        return cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
 
     def validates(self, step: int) -> bool:
         """Say whether the run validates after a step; after the last one it does anyway."""
@@ -2288,6 +2297,8 @@ class Run:
         self.log(text)
         self.optimizers.load_state_dict(saved["optimizers"])
         torch.set_rng_state(saved["random"])
+        if self.device.type == "cuda" and saved["cuda_random"] is not None:
+            torch.cuda.set_rng_state(saved["cuda_random"])
         saved.clear()  # as large as the model and more
 
     def loop(self) -> None:
@@ -2349,7 +2360,8 @@ class Run:
     def save(self, step: int) -> Path:
         """Save all that it takes to go on after the step, and return the file's path."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            self.check_loss(math.nan, step)
+            remedy = "try lower learning rates, or --fp8 off"
+            raise UserError(f"a weight is not finite after step {step}: {remedy}")
         script = script_of(type(self))
         names = names_about(self.hp, "learning", "run")
         state = {
@@ -2361,6 +2373,7 @@ class Run:
             "step": step,
             "seconds": self.seconds,
             "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             "kernels": names_in_use(self.model.kernels),
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
@@ -2414,7 +2427,7 @@ def work(parsed: tuple[Hyperparameters, argparse.Namespace], run_class: type[Run
 
 
 def main(argv: list[str] | None = None, run_class: type[Run] = Run) -> None:
-    """The command line, of this file or of a fork whose Run is given."""
+    """Run the command line of this file, or of a fork whose Run is given."""
     as_program(
         script_of(run_class).name,
         parse=lambda: parse_args(argv, run_class),

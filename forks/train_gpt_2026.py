@@ -1,4 +1,4 @@
-"""Train the NanoGPT-speedrun records from August 2025 to March 2026: train_gpt.py's later forks.
+"""Train the NanoGPT-speedrun records of August 2025 to March 2026: a fork of train_gpt.py.
 
     torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026.py    # 2026-03-06_SimplifyHC
     ./run.sh forks/train_gpt_2026.py                                    # likewise; on a CPU, a demo
@@ -47,7 +47,7 @@ Triple = tuple[float, float, float]
 # A layer is written as its window and words, joined by "+": long+v0+x5. The words are v0 to v9
 # (values of an embedding table), x5 (the output of layer 5 is added to the input), in5 (attention
 # reads the output of layer 5), pair and backout.
-LAYERS_2025 = (
+LAYERS_2025_SKIPS = (
     "long+v0,short+v1,short+v2,short,long,short,"
     "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
 )
@@ -96,7 +96,7 @@ class Hyperparameters(t.Hyperparameters):
     window_rule: str = setting(
         "blocks", "what a window counts", choices=("blocks", "tokens", "distance")
     )
-    layers: str = setting(LAYERS_2025, "a row for each layer", group="model")
+    layers: str = setting(LAYERS_2025_SKIPS, "a row for each layer", group="model")
     num_layers: int = setting(12, "how many of them, half from either end", 2)
 
     stages: str = setting("", "a row for each stage; empty: one stage", group="stages, documents")
@@ -228,7 +228,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
         skip, source = row.get("skip_from"), row.get("source", -1)
         bad_skip = skip is not None and (i < n - half or skip >= i)
         if not row or source >= i or bad_skip:
-            raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2025 shows the form")
+            raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2026 shows the form")
         row["paired"] = hp.paired_heads and "paired" in row
         table.append(Layer(**row))
     if sum(row.backout for row in table) > 1:
@@ -523,7 +523,7 @@ def cut_pieces(shard: t.Shard, position: int, length: int, longest: int):
 def cut(shard: t.Shard, position: int, now: "Moment", hp: Hyperparameters):
     """Cut the batch of a moment: sequences behind each other, or that begin with documents."""
     if not hp.align_to_documents:
-        return t.cut_consecutive(shard, position, now.seq_len, hp.batch_seqs)
+        return t.cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
     longest = now.longest
     # As published, a shard whose whole documents are not cut is left a batch earlier.
     if not longest and position + 2 * hp.batch_seqs * now.seq_len + 1 >= len(shard.tokens):
@@ -673,8 +673,8 @@ def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
 
 
 def recomputed(function, x: Tensor, *more):
-    """Return function(x, *more) of x (1, T, ...), for what costs little time and much memory: where
-    memory is small, compiled code makes the result again in the backward pass, and keeps none."""
+    """Return function(x, *more) of x (1, T, ...). Where memory is small, compiled code keeps no
+    result and makes it again in the backward pass."""
     training = torch.is_grad_enabled() and torch.compiler.is_compiling()
     if training and memory_is_small(x.device, x.size(1)):
         return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
@@ -984,9 +984,9 @@ class GPT(t.GPT):
 
     @property
     def context_tokens(self) -> int:
-        """How many ends of text before a document make what stands before them indifferent. Smear
-        and offset keys reach back one token: the last of two is the same after any neighbour. With
-        bigrams it is three, because a sequence's second token has a bigram of its own."""
+        """How many ends of text before a document hide what stands before them. Smear and offset
+        keys reach back one token: the last of two is the same after any neighbour. With bigrams it
+        is three, because a sequence's second token has a bigram of its own."""
         if self.bigram_embed is not None:
             return 3
         return 2 if self.hp.smear or self.hp.key_offset else 0
@@ -1131,14 +1131,7 @@ POLAR_EXPRESS = (
 
 def polar_express(G: Tensor) -> Tensor:
     """Return what zeropower_via_newtonschulz5 returns, with singular values nearer to 1."""
-    return t.orthogonalised(G, POLAR_EXPRESS, margin=1.02, eps=1e-6)
-
-
-def muon_updates(grads, momenta, momentum: Tensor, damped: bool, by_polar_express: bool) -> Tensor:
-    """Return train_gpt.py's muon_updates, or those that are orthogonalised by Polar Express."""
-    if not by_polar_express:
-        return t.muon_updates(grads, momenta, momentum, damped)
-    return polar_express(t.nesterov(grads, momenta, momentum, damped))
+    return t.zeropower_via_newtonschulz5(G, 5, POLAR_EXPRESS, margin=1.02, eps=1e-6)
 
 
 def normuon_(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -1183,7 +1176,7 @@ def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: 
             w.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-MUON_STEPS = muon_updates, normuon_, cautious_step_
+MUON_STEPS = t.muon_updates, normuon_, cautious_step_
 
 
 def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
@@ -1201,7 +1194,8 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
     grads = [bucket.grads for bucket in buckets]
     momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
     momentum = number(now.momentum, grads[0])
-    updates = updates_of(grads, momenta, momentum, hp.momentum_damped, hp.polar_express)
+    orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
+    updates = updates_of(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
     updates = updates.split([len(grad) for grad in grads])
     if hp.muon_beta2:
         seconds = [bucket.state["second_moment"] for bucket in buckets]
@@ -1297,8 +1291,8 @@ def parameter_table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's, with groups that wait: Adam's, at every second step; the embedding, while it
-    is the head. The embedding then goes on with the head's state."""
+    """train_gpt.py's, with groups that wait. Adam's learn at every second step. The embedding does
+    not learn while it is the head; when they part, it takes a copy of the head's state."""
 
     table = staticmethod(parameter_table)
 

@@ -352,8 +352,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     flip(newest, place)
     main(["--resume", "auto", "--device", "cpu"])
     out, err = capsys.readouterr()
-    assert "state_step000008.pt is not a whole checkpoint" in err
-    assert re.search(r"\(its part \S+ is damaged\); trying the one before", err)
+    assert not err and "state_step000008.pt is not a whole checkpoint" in out
+    assert re.search(r"\(its part \S+ is damaged\); trying the one before", out)
     assert "resumed at step 4" in out and val_losses(out) == {8: run.losses[8]}
     main(["--resume", "auto", "--device", "cpu"])  # it is whole again
     assert "the run had finished: step 8 of 8 is saved" in capsys.readouterr().out

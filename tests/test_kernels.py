@@ -117,6 +117,25 @@ def test_symmetric_products_equal_float64_and_are_symmetric(dtype, count, n, k):
     assert relative_error(both, exact) < TOLERANCE[dtype] and torch.equal(both, both.mT)
 
 
+def relu2_mlp(x, w_in, w_out):
+    """Compute nearly what train_gpt.py's function of this name computes."""
+    return F.linear(F.leaky_relu(F.linear(x, w_in), 0.1).square(), w_out)
+
+
+@pytest.mark.parametrize("kernel", PLAIN)
+def test_each_twin_was_written_for_the_plain_function_as_it_is(kernel):
+    """If this fails, change the twin with its function, and then the digest in kernels.py."""
+    assert kernels.WRITTEN_FOR[kernel.name] == kernels.digest(kernel.plain)
+
+
+def test_a_twin_never_takes_the_place_of_a_function_that_was_edited(tiny):
+    example = tiny, torch.device("cpu"), torch.float32, False
+    x, w_in, w_out = kernels.mlp_example(*example)
+    deviation = relative_error(relu2_mlp(x, w_in, w_out), train_gpt.relu2_mlp(x, w_in, w_out))
+    assert deviation < 0.02  # a trial alone would not see it
+    assert "was edited" in kernels.fault(relu2_mlp, as_is, *example)
+
+
 @pytest.fixture
 def fake_kernels(monkeypatch):
     """Return install(name=twin, ...): it returns a model whose kernels those are, of plain
@@ -127,14 +146,16 @@ def fake_kernels(monkeypatch):
         monkeypatch.setattr(train_gpt, "TWINS", twins)
         example = randn(100).requires_grad_()
         monkeypatch.setattr(kernels, "EXAMPLES", dict.fromkeys(twins, lambda *given: (example,)))
-        found = []
+        found, written_for = [], {}
         for name in twins:
 
             def plain(x):
                 return x.square()
 
             plain.__name__ = name
+            written_for[name] = kernels.digest(plain)
             found.append(Kernel(plain))
+        monkeypatch.setattr(kernels, "WRITTEN_FOR", written_for)
         return SimpleNamespace(kernels=tuple(found), compile_=as_is)
 
     return install

@@ -2,7 +2,7 @@
 
     ./run.sh tools/bundle.py SCRIPT.py OUT.py
 
-Each source is in OUT.py as it is, the script's at the end. The others run when they are imported.
+Each source is in OUT.py as it is, the script's at the end; the others run when imported.
 A log of such a run begins with all the code that trained.
 """
 
@@ -49,7 +49,7 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def bundle(path: Path) -> str:
     """Return a script and all that it imports of the project as one source. UserError."""
     _, *others = project_files(path)
-    # Who imports a file imports all that it imports, and it: sorted, a file is before its users.
+    # A file's users import it and all that it imports, so their lists are longer: it comes first.
     others.sort(key=lambda other: len(project_files(other)))
     source = path.read_text("utf-8")
     if "\nfrom __future__" in source:

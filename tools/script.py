@@ -92,7 +92,7 @@ def import_file(path: Path, name: str) -> None:
 
 def core(run_class: type[train_gpt.Run]) -> ModuleType:
     """Return the module that defines the first Run: train_gpt, or an edited copy of it."""
-    root = run_class.__mro__[-2]  # the last one is object
+    root = next(one for one in reversed(run_class.__mro__) if hasattr(one, "records"))
     return sys.modules[root.__module__]
 
 

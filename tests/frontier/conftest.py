@@ -16,7 +16,7 @@ from frontier import reference_2026
 @pytest.fixture
 def bare(tiny) -> Hyperparameters:
     """Return the textbook's tiny settings as the frontier's, with every technique off."""
-    return replace(Hyperparameters(**vars(tiny)), layers=train_gpt_2026.LAYERS_2025)
+    return replace(Hyperparameters(**vars(tiny)), layers=train_gpt_2026.LAYERS_2025_SKIPS)
 
 
 @pytest.fixture

@@ -150,3 +150,9 @@ def test_the_frontier_does_not_use_the_textbooks_loss():
     assert textbooks.kernels[0].name == "softcapped_cross_entropy"
     assert model.lm_head.cross_entropy is model.kernels[0]
     assert textbooks.lm_head.cross_entropy is textbooks.kernels[0]
+
+
+def test_the_twin_was_written_for_the_plain_function_as_it_is():
+    """If this fails, change the twin with its function, and then the digest in kernels.py."""
+    plain = train_gpt_2026.weighted_cross_entropy.plain
+    assert kernels.WRITTEN_FOR["weighted_cross_entropy"] == kernels.digest(plain)

@@ -1,0 +1,198 @@
+"""What only a GPU can show of the frontier. Run with `./run.sh test gpu`."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import reference
+import torch
+import train_gpt_2026
+from hellaswag import log_likelihoods
+from runs import val_losses
+from sample import Decoder, Rereader
+from test_gpu import documents, needs_fp8, relative_error
+from torch._dynamo.utils import counters
+from train_gpt_2026 import GPT, RECORDS, Head, Optimizers, Run, moment, weighted_cross_entropy
+
+import train_gpt
+from train_gpt import HERE
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+A, B, C, _, D = (RECORDS[name] for name in list(RECORDS)[:5])
+KERNELS = "weighted_cross_entropy relu2_mlp symmetric_matmul"
+
+
+@pytest.fixture(autouse=True)
+def plain_functions_again():
+    yield
+    for kernel in (weighted_cross_entropy, train_gpt.relu2_mlp, train_gpt.symmetric_matmul):
+        kernel.use = False
+
+
+@pytest.mark.parametrize("window", [128, 896, 1792])
+def test_flex_attention_by_distance_equals_sdpa_with_gradients(window):
+    """Compiled in bfloat16, with keys of the token before, against SDPA in float64."""
+    first = train_gpt_2026.first_visible(documents(4096), window, "distance").cuda()
+    q, k, v, g = (
+        torch.randn(1, 6, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4)
+    )
+    flex = torch.compile(train_gpt_2026.attend, dynamic=False)
+    results = []
+    for attend, dtype, mask in (
+        (flex, torch.bfloat16, train_gpt.flex_mask(first)),
+        (train_gpt_2026.attend, torch.float64, train_gpt.dense_mask(first)),
+    ):
+        qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out = attend(*qkv, mask, 0.1, True)
+        out.backward(g.to(dtype))
+        results.append([out, *(t.grad for t in qkv)])
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) < 0.02
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_compiled_loss_of_three_targets_equals_float64(fp8, monkeypatch):
+    """Two chunks, so that the second adds to the first."""
+    if fp8:
+        needs_fp8()
+    monkeypatch.setattr(Head, "chunk_len", lambda self, device: 512)
+    head, shares = Head(replace(D, fp8=fp8, tied_frac=0.0)).cuda(), (1.0, 0.5, 0.25)
+    head.weight.data.normal_(0, 0.05)
+    x = torch.randn(1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 50257, (1024,), device="cuda")
+    head.steps = tuple(torch.compile(step, dynamic=False) for step in train_gpt.HEAD_STEPS)
+    loss = head.loss(x, targets, shares)
+    loss.backward()
+    x64 = x.detach().double().requires_grad_()
+    w64 = head.weight.detach().double().requires_grad_()
+    chances = torch.log_softmax(reference.soft_capped(x64 @ w64.T, (23.0, 5.0, 7.5)), dim=1)
+    total = 0.0
+    for k, share in enumerate(shares):
+        total = total - share * chances[: 1024 - k].gather(1, targets[k:, None]).sum()
+    total.backward()
+    tolerance = 0.07 if fp8 else 0.02
+    mean = -chances.gather(1, targets[:, None]).mean().item()
+    assert loss.item() == pytest.approx(mean, rel=2e-3)
+    assert relative_error(x.grad, x64.grad) < tolerance
+    assert relative_error(head.weight.grad, w64.grad) < tolerance
+
+
+@pytest.mark.parametrize(
+    "record, tied", [(A, False), (B, True), (C, False), (C, True), (D, False), (D, True)]
+)
+def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, tied, randomize):
+    """Loss and gradients of all layers: bfloat16, compiled and FlexAttention against float32. Also
+    where the head is the embedding, with several targets."""
+    hp = replace(record, model_dim=256, num_heads=2, fp8=False)
+    now = moment(0, hp) if tied else moment(hp.num_iterations, hp)
+    tokens = documents(1025)
+    results = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        model = randomize(GPT(hp))
+        model.to_device(device, compiled=device.type == "cuda")
+        inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
+        loss = model(inputs, targets, replace(now, window=384, short=128))
+        loss.backward()
+        grads = {
+            n: getattr(p, "grad32", p.grad) for n, p in model.named_parameters() if p.ndim >= 2
+        }
+        results.append((loss.item(), grads))
+    (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
+    assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
+    for name, grad in cpu_grads.items():
+        assert relative_error(cuda_grads[name], grad) < 0.1, name
+
+
+@torch.no_grad()
+def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(randomize):
+    """In bfloat16; uncached and packed through FlexAttention, packed also compiled."""
+    hp, device = replace(D, model_dim=256, num_heads=2), torch.device("cuda")
+    now = replace(moment(hp.num_iterations, hp), window=384, short=128)
+    a, b, compiled, on_cpu = (randomize(GPT(hp)).eval() for _ in range(4))
+    feeds = [Decoder(a.to_device(device, False), now), Rereader(b.to_device(device, False), now)]
+    tokens = documents(600).tolist()
+    for part in (tokens[:590], *([token] for token in tokens[590:])):
+        # Less what softmax does not see, in which the numbers would drown.
+        found, expected = (feed(part) - 11.5 for feed in feeds)
+        assert relative_error(found, expected) < 0.03
+    texts = [tokens[i : i + 20 + i % 50] for i in range(0, 500, 5)]
+    scores = [
+        log_likelihoods(model, texts, [10] * len(texts), now)
+        for model in (compiled.to_device(device, True), on_cpu)
+    ]
+    assert relative_error(*scores) < 0.02
+
+
+def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
+    """All stages of a run on four layers of full width, training and validation."""
+    device = torch.device("cuda")
+    layers = "short+v1+pair,long+v2,short+backout+pair,long+v1+x1+in2"
+    sizes = {"num_layers": 4, "seq_len": 2048, "val_seq_len": 8192, "num_iterations": 28}
+    hp = replace(D, layers=layers, **sizes)
+    model = GPT(hp).to_device(device, compiled=True)
+    optimizers = Optimizers(model, hp)
+    moments = [moment(step, hp) for step in range(hp.num_iterations + 1)]
+    train_gpt.warm_up(model, optimizers, moments, device)
+    tokens = documents(8193).to(device)
+
+    def step_of(now) -> None:
+        n = now.seq_len
+        train_gpt.train_step(
+            model, optimizers, tokens[None, :n], tokens[None, 1 : n + 1].long(), now
+        )
+
+    for now in moments[:2]:  # they make the optimizers' state
+        step_of(now)
+    graphs = counters["stats"]["unique_graphs"]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for now in moments[:-1]:
+            step_of(now)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    batch = [tokens[None, :-1], tokens[None, 1:].long()]
+    train_gpt.evaluate(model, batch, moments[-1], device)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("record", [A, D])
+def test_the_loss_s_kernel_agrees_with_its_plain_twin_at_the_record_s_shapes(record, compiled):
+    """Both eager and inside torch.compile."""
+    kernels, device = pytest.importorskip("kernels"), torch.device("cuda")
+    fp8 = train_gpt.trains_in_fp8(record.fp8, device)
+    arguments = kernels.EXAMPLES["weighted_cross_entropy"](record, device, torch.bfloat16, fp8)
+    twins = weighted_cross_entropy.plain, weighted_cross_entropy.fused
+    if compiled:
+        twins = [torch.compile(twin, dynamic=False) for twin in twins]
+    plain, fused = (kernels.outcome(twin, arguments) for twin in twins)
+    for a, b in zip(plain, fused, strict=True):
+        assert relative_error(b, a) < 0.02
+
+
+@pytest.mark.parametrize("record", [A, D])
+def test_all_kernels_are_found_right_for_the_record(record):
+    """A run's own comparison finds that, compiled."""
+    with torch.device("meta"):
+        model = GPT(record)
+    model.compile_ = partial(torch.compile, dynamic=False)
+    lines = []
+    train_gpt.choose_kernels(model, record, torch.device("cuda"), lines.append)
+    assert lines == [f"kernels: {KERNELS}"]
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if name != "demo"])
+def test_fifty_steps_of_each_record_on_the_sample(name, capsys, monkeypatch, tmp_path):
+    """Its loss falls. Validation is on 65536 tokens of the sample."""
+    monkeypatch.chdir(tmp_path)
+    files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
+    sizes = "--val_seq_len 65536 --val_tokens 65536 --num_iterations 50 --val_loss_every 25"
+    train_gpt.main(f"--record {name} {files} {sizes} --epochs 0".split(), Run)
+    text = capsys.readouterr().out
+    with capsys.disabled():
+        print(f"\n{text}")
+    losses = list(val_losses(text).values())
+    tied = RECORDS[name].tied_frac > 0  # then the head does not begin at zero
+    assert losses[0] == pytest.approx(10.83 if tied else 10.8258, abs=0.01 if tied else 1e-3)
+    assert losses[-1] < losses[1] < (9 if tied else 6.5)
