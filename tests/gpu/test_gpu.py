@@ -134,7 +134,8 @@ def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(re
     hp = replace(record, model_dim=256, num_heads=2)
     device = torch.device("cuda")
     a, b, compiled, on_cpu = (randomize(GPT(hp)).eval() for _ in range(4))
-    feeds = [Decoder(a.to_device(device, False), 384), Rereader(b.to_device(device, False), 384)]
+    now = replace(train_gpt.moment(0, hp), window=384, short=192)
+    feeds = [Decoder(a.to_device(device, False), now), Rereader(b.to_device(device, False), now)]
     tokens = documents(600).tolist()
     for part in (tokens[:590], *([token] for token in tokens[590:])):
         # Less what softmax does not see, in which the numbers would drown.
@@ -142,7 +143,7 @@ def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(re
         assert relative_error(found, expected) < 0.03
     texts = [tokens[i : i + 20 + i % 50] for i in range(0, 500, 5)]
     scores = [
-        log_likelihoods(model, texts, [10] * len(texts), 384)
+        log_likelihoods(model, texts, [10] * len(texts), now)
         for model in (compiled.to_device(device, True), on_cpu)
     ]
     assert relative_error(*scores) < 0.02
