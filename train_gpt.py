@@ -52,6 +52,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    # Before torch loads OpenMP, whose threads spin while they wait for each other: where other work
+    # shares the cores, a long spin makes a step several times as long (BENCHMARKS.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's; other libraries have other names
+
 import numpy as np
 import torch
 import torch.distributed as dist

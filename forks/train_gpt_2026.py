@@ -20,11 +20,15 @@ What is overridden, in train_gpt.py's order:
 
 import itertools
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
+
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch loads OpenMP: see train_gpt.py
 
 import numpy as np
 import torch
