@@ -1948,7 +1948,7 @@ def newest_checkpoint(run_id: str, run_class: type["Run"]) -> tuple[Path | None,
         except UserError as error:
             print(f"{error}; trying the one before")
     if found:
-        raise UserError(f"none of {len(found)} checkpoints under logs/ can be read; remove them")
+        raise UserError(f"no intact checkpoint of this script is among {len(found)} under logs/")
     return None, {}
 
 
@@ -2016,7 +2016,8 @@ def parse_args(
         check_record(args.record, run_class)
     wanted = getattr(args, "eval", getattr(args, "resume", None))
     if wanted == "auto":
-        args.checkpoint, args.saved = newest_checkpoint(getattr(args, "run_id", "*"), run_class)
+        run_id = getattr(args, "run_id", "") or "*"
+        args.checkpoint, args.saved = newest_checkpoint(run_id, run_class)
         if not args.saved and "eval" in args:
             raise UserError("no checkpoint under logs/: train with --save_every, or name one")
         if not args.saved:
@@ -2032,7 +2033,8 @@ def parse_args(
     else:
         on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
         if "record" not in args:
-            args.record = "demo" if on_cpu else run_class.default_record
+            has_demo = on_cpu and "demo" in run_class.records
+            args.record = "demo" if has_demo else run_class.default_record
         hp = run_class.records[args.record]
     given = {"run_id": args.saved.get("run_id", "")}
     for f in fields(run_class.settings):
@@ -2286,6 +2288,10 @@ class Run:
         start = clock(device)
         moments = [self.moment(step, hp) for step in range(hp.num_iterations + 1)]
         warm_up(self.model, self.optimizers, moments, device, log)
+        # Batches arrive in one place each: nothing is allocated for them in a step.
+        most = hp.batch_seqs // self.world_size * max(now.seq_len for now in moments)
+        dtypes = (torch.int32, torch.int64)
+        self.places = [torch.empty(most, dtype=dtype, device=device) for dtype in dtypes]
         log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -2331,7 +2337,7 @@ class Run:
                 if last:
                     break
                 now = self.moment(step, hp)
-                batch = [part.to(self.device, non_blocking=True) for part in next(self.batches)]
+                batch = self.next_batch()
                 result = train_step(self.model, self.optimizers, *batch, now, stop=bool(signals))
                 loss, stop = log.finish_row(start)  # of the step before: no waiting
                 self.check_loss(loss, step)
@@ -2342,6 +2348,14 @@ class Run:
                 log.step(self.line(step + 1, ms), f"loss {loss:.3f}, {rate}")
         self.end(path)
 
+    def next_batch(self) -> list[Tensor]:
+        """Return inputs and targets (n, T) of the next step, on the device."""
+        batch = []
+        for place, arrived in zip(self.places, next(self.batches), strict=True):
+            batch.append(place[: arrived.numel()].view_as(arrived))
+            batch[-1].copy_(arrived, non_blocking=True)
+        return batch
+
     def line(self, step: int, ms: float, loss: str = "") -> str:
         """Return a line as the community's scripts parse it."""
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
@@ -2349,11 +2363,14 @@ class Run:
 
     def check_loss(self, loss: float, step: int) -> None:
         """Raise UserError if a loss is not finite. It is equal on all ranks: all stop together."""
-        if math.isfinite(loss):
-            return
+        if not math.isfinite(loss):
+            self.diverged(f"the loss is {loss} at step {step}")
+
+    def diverged(self, what: str) -> None:
+        """Raise UserError for what is not finite."""
         kept = next(iter(checkpoints(self.folder)), "none")
         remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
-        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+        raise UserError(f"{what}: {remedy}")
 
     def validate(self, step: int) -> dict:
         """Log the validation loss, and return what the metrics' row shall have of it."""
@@ -2365,8 +2382,7 @@ class Run:
     def save(self, step: int) -> Path:
         """Save all that it takes to go on after the step, and return the file's path."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            remedy = "try lower learning rates, or --fp8 off"
-            raise UserError(f"a weight is not finite after step {step}: {remedy}")
+            self.diverged(f"a weight is not finite after step {step}")
         script = script_of(type(self))
         names = names_about(self.hp, "learning", "run")
         state = {

@@ -362,7 +362,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     with pytest.raises(SystemExit) as stop:
         main(["--resume", "auto", "--device", "cpu"])
     assert stop.value.code == 2
-    assert "none of 2 checkpoints under logs/ can be read; remove them" in capsys.readouterr().err
+    assert "no intact checkpoint of this script is among 2" in capsys.readouterr().err
 
 
 def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, capsys):

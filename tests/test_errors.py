@@ -172,7 +172,7 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
     monkeypatch.setattr(train_gpt, "train_step", breaking)
     words = ["--save_every", "1", "--val_loss_every", "0", "--run_id", "it"]
     status, err = error_of([*flags, *words], capsys)
-    assert status == 1 and "the loss is nan at step 3" in err
+    assert status == 1 and "a weight is not finite after step 3" in err
     assert "the last checkpoint is logs/it/state_step000002.pt" in err
     saved = sorted(tmp_path.glob("logs/*/*"))
     assert [p.name for p in saved] == ["state_step000001.pt", "state_step000002.pt"]

@@ -104,9 +104,12 @@ def muon_graphs(hp, square_only: bool = False):
             continue
         counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
         grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
-        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, hp.polar_express
+        rule = train_gpt.zeropower_via_newtonschulz5
+        if hp.polar_express:
+            rule = train_gpt_2026.polar_express
+        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, rule
         name = " x ".join(map(str, shape))
-        yield f"muon {name}", captured(train_gpt_2026.muon_updates, *arguments)
+        yield f"muon {name}", captured(train_gpt.muon_updates, *arguments)
 
 
 GRAPHS = {
