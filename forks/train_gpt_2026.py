@@ -1015,6 +1015,12 @@ class GPT(t.GPT):
             setattr(embed, name, getattr(head, name, None) if tied else None)
         self.tied = tied
 
+    def load_state_dict(self, *args, **kwargs):
+        """Take over weights, with embedding and head as two tables: else one would overwrite the
+        other."""
+        self.tie(False)
+        return super().load_state_dict(*args, **kwargs)
+
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings (T, C) of tokens (T,), smeared, and what else layers add: the rows
         of each value table, and of the table of bigrams, by the name "bigram"."""
