@@ -1096,7 +1096,7 @@ class GPT(nn.Module):
     """
 
     attend = staticmethod(attend)  # sampling has another one, with a memory
-    context_tokens = 0  # how many tokens in front of a document what follows depends on
+    context_tokens = 0  # ends of text before a document that hide what stands before them
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -1769,7 +1769,7 @@ class Log:
             bar_format="{n}/{total} {bar}{postfix}, {remaining} left",
         )
         self.norms = [f"grad_norm_{group.name}" for group, _ in run.optimizers.groups]
-        self.tokens = hp.batch_seqs * sum(run.moment(s, hp).seq_len for s in range(run.first_step))
+        self.tokens = hp.batch_seqs * sum(now.seq_len for now in run.moments[: run.first_step])
         self.row, self.row_tokens, self.result = {}, 0, None
         self.last, self.ended = (0.0, 0.0), 0.0
         metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
@@ -2243,7 +2243,7 @@ class Run:
         hp = self.hp
 
         def cut_step(shard: Shard, position: int, step: int):
-            return self.cut(shard, position, self.moment(step, hp), hp)
+            return self.cut(shard, position, self.moments[step], hp)
 
         return distributed_data_generator(
             hp.train_files,
@@ -2264,6 +2264,7 @@ class Run:
         hp, device = self.hp, self.device
         on_gpu = device.type == "cuda"
         self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
+        self.moments = [self.moment(step, hp) for step in range(hp.num_iterations + 1)]
         self.batches = self.new_batches()
         self.optimizers = self.optimizers_class(self.model, hp, self.rank, self.world_size)
         self.log = log = Log(self, resumed)
@@ -2286,10 +2287,9 @@ class Run:
         if total.item() != self.first_step * self.world_size:
             raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
         start = clock(device)
-        moments = [self.moment(step, hp) for step in range(hp.num_iterations + 1)]
-        warm_up(self.model, self.optimizers, moments, device, log)
+        warm_up(self.model, self.optimizers, self.moments, device, log)
         # Batches arrive in one place each: nothing is allocated for them in a step.
-        most = hp.batch_seqs // self.world_size * max(now.seq_len for now in moments)
+        most = hp.batch_seqs // self.world_size * max(now.seq_len for now in self.moments)
         dtypes = (torch.int32, torch.int64)
         self.places = [torch.empty(most, dtype=dtype, device=device) for dtype in dtypes]
         log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
@@ -2336,7 +2336,7 @@ class Run:
                     start = clock(self.device)
                 if last:
                     break
-                now = self.moment(step, hp)
+                now = self.moments[step]
                 batch = self.next_batch()
                 result = train_step(self.model, self.optimizers, *batch, now, stop=bool(signals))
                 loss, stop = log.finish_row(start)  # of the step before: no waiting
@@ -2374,7 +2374,7 @@ class Run:
 
     def validate(self, step: int) -> dict:
         """Log the validation loss, and return what the metrics' row shall have of it."""
-        loss = evaluate(self.model, self.val_batch, self.moment(step, self.hp), self.device)
+        loss = evaluate(self.model, self.val_batch, self.moments[step], self.device)
         self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
         self.check_loss(loss, step)
         return {"step": step, "val_loss": loss}

@@ -112,16 +112,19 @@ TINY = {
 }
 
 
-def another(name: str, hp: Hyperparameters):
-    """Return a legal value of the setting other than hp's."""
+TEXTS = {"layers": LAYERS_2024}
+
+
+def another(name: str, hp: Hyperparameters, texts=TEXTS, check=train_gpt.check):
+    """Return another value of the setting than hp's, legal by `check`; of texts, the one given."""
     (f,) = (f for f in dataclasses.fields(hp) if f.name == name)
     value = getattr(hp, name)
     if f.type is bool:
         return not value
     if f.metadata["choices"]:
         return next(choice for choice in f.metadata["choices"] if choice != value)
-    if name == "layers":
-        return LAYERS_2024
+    if f.type is str:
+        return texts[name]
     if isinstance(value, tuple):
         return tuple(x / 2 for x in value)
     others = [value + 1, value * 2 or 2, value + 2]
@@ -129,7 +132,7 @@ def another(name: str, hp: Hyperparameters):
         others = [value / 2 or 0.5]
     for other in others:
         with contextlib.suppress(UserError):
-            train_gpt.check(replace(hp, **{name: other}))
+            check(replace(hp, **{name: other}))
             return other
     raise ValueError(f"{name} {value}")
 

@@ -10,8 +10,9 @@ from torch._dynamo.utils import counters
 import train_gpt
 
 
-def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
-    """Windows of 128, 256 and 384 tokens, validations of another length, two layers of a kind."""
+def graphs_of(run, monkeypatch, loss_rows: int) -> list[int]:
+    """Return the graphs that run() has compiled after its warm-up, and at its end. The loss takes
+    so many rows at a time: else a chunk is traced piece by piece."""
     warm_up, graphs = train_gpt.warm_up, []
 
     def warm_up_and_count(*arguments):
@@ -20,16 +21,23 @@ def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
-    monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)  # else a chunk is traced piece by piece
+    monkeypatch.setattr(train_gpt, "LOSS_ROWS", loss_rows)
     torch._dynamo.reset()
     counters.clear()
+    run()
+    assert not counters["graph_break"]
+    return [*graphs, counters["stats"]["unique_graphs"]]
+
+
+def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
+    """Windows of 128, 256 and 384 tokens, validations of another length, two layers of a kind."""
     layers = "long+v0,short+v1,none,short"
     more = f"--compile on --layers {layers} --num_iterations 6 --val_loss_every 2 --batch_seqs 2"
     sizes = "--seq_len 256 --val_seq_len 128 --window_span 384"
-    train_gpt.main([*flags, *more.split(), *sizes.split()])
-    graphs.append(counters["stats"]["unique_graphs"])
+    words = [*flags, *more.split(), *sizes.split()]
+    graphs = graphs_of(lambda: train_gpt.main(words), monkeypatch, loss_rows=256)
     layers, loss, muon = 2 * 3, 3, 3  # two of a kind, with and without gradients; by shapes
-    assert graphs == [layers + loss + muon] * 2 and not counters["graph_break"]
+    assert graphs == [layers + loss + muon] * 2
 
 
 def test_warm_up_leaves_no_garbage_in_cycles(tiny, monkeypatch):

@@ -306,10 +306,10 @@ def model(tiny, randomize):
     return randomize(GPT(hp))
 
 
-def leaving(model, batch, monkeypatch) -> list[str]:
+def leaving(model, batch, monkeypatch, optimizers_class=Optimizers, now=None) -> list[str]:
     """Return, of a step of the first of two ranks, the parameters whose gradients leave, and when
     the last backward pass begins and has ended."""
-    optimizers = Optimizers(model, model.hp, 0, 2)
+    optimizers = optimizers_class(model, model.hp, 0, 2)
     begin, step, launch = optimizers.begin_last_backward, optimizers.step, Bucket.launch
     events = []
 
@@ -335,9 +335,7 @@ def leaving(model, batch, monkeypatch) -> list[str]:
         monkeypatch.setattr(train_gpt, name, alone)
     monkeypatch.setattr(Bucket, "launch", noted)
     optimizers.begin_last_backward, optimizers.step = noted_begin, noted_step
-    train_gpt.train_step(model, optimizers, *batch, moment(0, model.hp))
-    names = [name for name, _ in model.named_parameters()]
-    assert Counter(events) == Counter(["begins", "ended", *names])
+    train_gpt.train_step(model, optimizers, *batch, now or moment(0, model.hp))
     return events
 
 
@@ -347,6 +345,8 @@ def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_
     """Eight matrices of a shape at least in a bucket: those of attention leave as two layers and
     the two before."""
     events = leaving(model, batch, monkeypatch)
+    every_name = [name for name, _ in model.named_parameters()]
+    assert Counter(events) == Counter(["begins", "ended", *every_name])
     begins, ended = events.index("begins"), events.index("ended")
 
     def groups(names):

@@ -1,11 +1,12 @@
 """Checkpoints of the frontier keep all of its settings."""
 
-import contextlib
 import dataclasses
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import test_checkpoints
 import torch
 import train_gpt_2026
 from runs import console_of
@@ -44,26 +45,7 @@ TEXTS = {
 }
 
 
-def another(name: str, hp: Hyperparameters):
-    """Return a legal value of the setting other than hp's."""
-    (f,) = (f for f in dataclasses.fields(hp) if f.name == name)
-    value = getattr(hp, name)
-    if f.type is bool:
-        return not value
-    if f.metadata["choices"]:
-        return next(choice for choice in f.metadata["choices"] if choice != value)
-    if f.type is str:
-        return TEXTS[name]
-    if isinstance(value, tuple):
-        return tuple(x / 2 for x in value)
-    others = [value + 1, value * 2 or 2, value + 2]
-    if f.type is float:
-        others = [value / 2 or 0.5]
-    for other in others:
-        with contextlib.suppress(UserError):
-            train_gpt_2026.check(replace(hp, **{name: other}))
-            return other
-    raise ValueError(f"{name} {value}")
+another = partial(test_checkpoints.another, texts=TEXTS, check=train_gpt_2026.check)
 
 
 def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):

@@ -4,10 +4,10 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import reference
+import test_optimizers
 import torch
 from train_gpt_2026 import (
     GPT,
@@ -24,7 +24,7 @@ from train_gpt_2026 import (
 
 import train_gpt
 from frontier import reference_2026 as exact
-from train_gpt import Bucket, UserError, gradient_buffer, members
+from train_gpt import UserError, gradient_buffer, members
 
 SHAPES = [(64, 64), (32, 128), (128, 32), (3, 48, 48), (5, 96, 24)]
 
@@ -307,32 +307,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def leaving(model: GPT, batch, monkeypatch) -> list[str]:
-    """Return, of a step of the first of two ranks, the parameters whose gradients leave, and when
-    the last backward pass has ended."""
-    optimizers = Optimizers(model, model.hp, 0, 2)
-    step, launch = optimizers.step, Bucket.launch
-    events = []
-
-    def alone(output, tensor, async_op):
-        """A collective in which the other rank has zeros."""
-        common = min(len(output), len(tensor))
-        output.zero_()[:common] = tensor[:common]
-        return SimpleNamespace(wait=lambda: None)
-
-    def noted(bucket):
-        events.extend(optimizers.names[p] for p in bucket.params)
-        launch(bucket)
-
-    def noted_step(now):
-        events.append("ended")
-        return step(now)
-
-    for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(train_gpt, name, alone)
-    monkeypatch.setattr(Bucket, "launch", noted)
-    optimizers.step = noted_step
-    train_gpt.train_step(model, optimizers, *batch, moment(0, model.hp))
-    return events
+    """Return what the textbook's function of this name returns, of a step of this fork."""
+    now = moment(0, model.hp)
+    return test_optimizers.leaving(model, batch, monkeypatch, Optimizers, now)
 
 
 def test_an_untied_head_learns_before_the_matrices_and_the_embedding_on_its_own(
@@ -340,10 +317,9 @@ def test_an_untied_head_learns_before_the_matrices_and_the_embedding_on_its_own(
 ):
     events = leaving(plain, batch, monkeypatch)
     names = dict(plain.named_parameters()).keys()
-    assert Counter(events) == Counter(["ended", *names])
-    groups = itertools.groupby(
-        expected_group(name, plain.get_parameter(name)) for name in events if name != "ended"
-    )
+    assert Counter(events) == Counter(["begins", "ended", *names])
+    left = [name for name in events if name not in ("begins", "ended")]
+    groups = itertools.groupby(expected_group(name, plain.get_parameter(name)) for name in left)
     assert [group for group, _ in groups] == ["head", "muon", "embed", "values", "scalar"]
 
 
@@ -353,7 +329,7 @@ def test_a_tied_head_learns_for_the_embedding_when_the_last_backward_pass_has_en
     """Matrices, whose gradients are there before, do not wait for it."""
     events = leaving(tied, batch, monkeypatch)
     names = dict(tied.named_parameters()).keys()
-    assert Counter(events) == Counter(["ended", *names - {"embed.weight"}])
+    assert Counter(events) == Counter(["begins", "ended", *names - {"embed.weight"}])
     assert events.index("lm_head.weight") > events.index("ended")
     assert events.index("blocks.5.mlp.c_fc.weight") < events.index("ended")
     assert tied.embed.weight.data_ptr() == tied.lm_head.weight.data_ptr()

@@ -1,11 +1,8 @@
 """Records and demo on the sample corpus, and a warm-up that compiles all that a run needs."""
 
-from functools import partial
-
 import pytest
-import torch
 from runs import val_losses
-from torch._dynamo.utils import counters
+from test_compile import graphs_of  # the textbook's
 from train_gpt_2026 import RECORDS
 
 import train_gpt
@@ -64,18 +61,7 @@ def test_aligned_the_sample_trains(capsys, monkeypatch):
 
 def test_a_run_compiles_nothing_after_warm_up(monkeypatch, tmp_path):
     """Stages have lengths, windows, targets, a tied head, and Adam learns at each second step."""
-    warm_up, graphs = train_gpt.warm_up, []
-
-    def warm_up_and_count(*arguments):
-        warm_up(*arguments)
-        graphs.append(counters["stats"]["unique_graphs"])
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
-    monkeypatch.setattr(train_gpt, "LOSS_ROWS", 512)  # else a chunk is traced piece by piece
-    torch._dynamo.reset()
-    counters.clear()
     more = "--compile on --batch_seqs 2 --save_every 0 --layers short+v0+pair,long+v1+x0+in0"
-    main([*small_flags(tmp_path)[D], *more.split(), "--num_layers", "2"])
-    graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[1] > 10 and not counters["graph_break"]
+    words = [*small_flags(tmp_path)[D], *more.split(), "--num_layers", "2"]
+    after_warm_up, at_end = graphs_of(lambda: main(words), monkeypatch, loss_rows=512)
+    assert after_warm_up == at_end > 10
