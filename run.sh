@@ -23,10 +23,6 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
 venv="$here/.venv"
 
-# OpenMP's threads spin while they wait for each other. Where other work shares the cores, a long
-# spin makes a step several times as long (BENCHMARKS.md).
-[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
-
 # Compiled code is kept in the project: that outlasts a reboot, which /tmp does not.
 if [ -w "$here" ]; then
     export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache/inductor}"

@@ -27,6 +27,8 @@ kernels.py has the Triton twins. Where it or Triton is missing, plain functions 
 import argparse
 import contextlib
 import ctypes
+import difflib
+import fcntl
 import gc
 import glob
 import inspect
@@ -34,6 +36,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import resource
 import shlex
@@ -49,13 +52,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TextIO
 
-if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # Before torch loads OpenMP, whose threads spin while they wait for each other: where other work
-    # shares the cores, a long spin makes a step several times as long (BENCHMARKS.md).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's; other libraries have other names
+if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
+    # OpenMP's threads spin while they wait for each other. Where other programs use the cores, a
+    # long spin makes a step several times as long; where none does, a short one costs a little
+    # (BENCHMARKS.md). GNU's OpenMP asks when torch loads it. The file has, like "2/80", how many
+    # threads run or could just now; its averages would still count a run that has ended.
+    running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+    if running > 1:  # more than this one
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -88,6 +96,10 @@ class UserError(ValueError):
     """What is wrong, where, and what to do about it: one line for people, without a traceback."""
 
 
+class OtherScriptError(UserError):
+    """A checkpoint is another script's."""
+
+
 # -----------------------------------------------------------------------------
 # Settings: each is a row with its legal range and a flag; a record is a set of them
 
@@ -114,7 +126,7 @@ def setting(
     metadata = {
         "help": meaning,
         "legal": (least, most, multiple_of),
-        "choices": ("on", "off") if type(default) is bool else choices,
+        "choices": choices,
         "group": group,
         "about": about,
     }
@@ -153,7 +165,7 @@ class Hyperparameters:
     epochs: int = setting(1, "passes over the training shards at most, 0 for any number", 0)
 
     layers: str = setting(LAYERS_2025, "a row for each layer", group="model")
-    num_layers: int = setting(12, "how many of them, half from either end", 2, multiple_of=2)
+    num_layers: int = setting(12, "how many of them, half from either end", 2)
     num_heads: int = setting(6, "attention heads")
     head_dim: int = setting(128, "channels in a head", 4, multiple_of=4)
     model_dim: int = setting(768, "channels of the residual stream", 16, multiple_of=16)
@@ -191,7 +203,8 @@ class Hyperparameters:
     val_files: str = of_run(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
     val_loss_every: int = of_run(125, "steps between validations, 0 for the last step only", 0)
     run_id: str = of_run("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
-    save_every: int = of_run(0, "steps between checkpoints, one at the end too; 0 for none", 0)
+    save_every: int = of_run(0, "steps between checkpoints on the way, 0 for none", 0)
+    save_last: bool = of_run(True, "save the weights at the end, to evaluate and to sample")
     keep: int = of_run(2, "how many checkpoints of a run are kept, the newest ones")
     comm_timeout: int = of_run(600, "seconds after which ranks give up on each other")
     device: str = of_machine("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
@@ -254,7 +267,6 @@ RECORDS = {
         train_files=f"{SAMPLE}_train_*.bin",
         val_files=f"{SAMPLE}_val_*.bin",
         val_loss_every=64,
-        save_every=128,
     ),
 }
 
@@ -274,17 +286,18 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     +vfirst (the first layer's values). Source of both: arXiv 2410.17897. UserError for other rows.
     """
     rows = hp.layers.split(",")
-    if hp.num_layers > len(rows):
-        raise UserError(f"--num_layers {hp.num_layers}: --layers has {len(rows)}")
-    half = hp.num_layers // 2
     table = []
-    for row in rows[:half] + rows[len(rows) - half :]:
+    for row in rows:
         found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
         if not found:
             form = "a row is long, short or none; after long or short, +v0 to +v9 or +vfirst"
             raise UserError(f"--layers: {row!r} is no layer; {form}")
         table.append(Layer(window=row.split("+")[0], values=found[3]))
-    return tuple(table)
+    if hp.num_layers > len(rows) or hp.num_layers % 2:
+        rule = f"must be even, and at most the {len(rows)} rows of --layers"
+        raise UserError(f"--num_layers {hp.num_layers}: {rule}")
+    half = hp.num_layers // 2
+    return tuple(table[:half] + table[len(rows) - half :])
 
 
 def names_about(settings_class, *about: str) -> list[str]:
@@ -322,10 +335,10 @@ def check_ranges(hp: Hyperparameters) -> None:
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that no run can have."""
+    layer_table(hp)
     check_ranges(hp)
     if hp.val_tokens % hp.val_seq_len:
         raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
-    layer_table(hp)
 
 
 # -----------------------------------------------------------------------------
@@ -1649,6 +1662,21 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
     return device
 
 
+@cache
+def meeting_place() -> dist.Store:
+    """Return the store in which torchrun's ranks meet, for words before they have a device."""
+    return next(dist.rendezvous("env://"))[0]
+
+
+def chosen_by_rank_0(choose: Callable[[], str]) -> str:
+    """Return on all ranks what rank 0 chooses."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return choose()
+    if os.environ["RANK"] == "0":
+        meeting_place().set("chosen", choose())
+    return meeting_place().get("chosen").decode()
+
+
 def ranks() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -1736,11 +1764,44 @@ def project_files(script: Path) -> list[Path]:
     return found
 
 
+def lock_run(run_id: str) -> TextIO:
+    """Lock a run for this process, and return the lock's file: the lock ends with the process, or
+    when the file is closed. UserError if another process has the run.
+
+    The processes before a restart by torchrun may still be ending: they get a minute.
+    """
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    deadline = time.monotonic() + (60 if restarted else 1)
+    try:
+        Path("logs").mkdir(exist_ok=True)
+        file = open(f"logs/{run_id}.lock", "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"no run can write logs/ in {Path.cwd()}: {error.strerror}") from error
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise UserError(f"the run {run_id} goes on in {file.read()}") from None
+            time.sleep(0.1)
+        except OSError as error:
+            print(f"note: {file.name} cannot be locked ({error.strerror}): start no run twice")
+            break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
+
+
 class Log:
     """What rank 0 writes of a run: its log, its metrics, and the console.
 
     logs/<run_id>.txt begins with what it takes to believe and to repeat the run: the started script
     alone, which runs as it stands; then versions, machine, settings, and the other files.
+
+    logs/<run_id>.lock is locked while the run's process lives, so that no other one joins the run.
 
     logs/<run_id>.jsonl has an object for each step: step; tokens so far; train_loss, of the step's
     batch before its update; val_loss after the step, where it was measured; the fields of Moment;
@@ -1758,7 +1819,7 @@ class Log:
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
         if rank == 0 and self.path.exists() and not resumed:
             raise UserError(f"{self.path} is there already: choose another --run_id, or --resume")
-        self.path.parent.mkdir(exist_ok=True)
+        self.lock = lock_run(self.run_id) if rank == 0 else None
         self.file = self.path.open("a", buffering=1, encoding="utf-8")
         self.bar = tqdm(
             total=hp.num_iterations,
@@ -1816,6 +1877,13 @@ class Log:
         self(line, console=self.bar.disable)
         self.bar.set_postfix_str(progress, refresh=False)
         self.bar.update()
+
+    def close(self) -> None:
+        """Close the files, and give the run free for other processes."""
+        self.file.close()
+        self.metrics.close()
+        if self.lock is not None:
+            self.lock.close()
 
     def begin_row(self, now: Moment, tokens: int, result: Tensor) -> None:
         """A step of so many tokens is under way; `result`, of train_step, is still to come."""
@@ -1903,15 +1971,18 @@ def save_whole(path: Path, state: dict) -> None:
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
 
 
-def load_checkpoint(path: str | Path, run_class: type["Run"]) -> dict:
+def load_checkpoint(path: str | Path, run_class: type["Run"], whole: bool = True) -> dict:
     """Return a checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a
     published one, what Run.save saves. UserError if the file is not a whole checkpoint, or if it is
-    another script's."""
+    another script's. If not `whole`, weights stay in the file, and are not verified."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint {path}: name a file, or auto for the newest one")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
-            if damaged := archive.testzip():
-                raise ValueError(f"its part {damaged} is damaged")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if whole:
+            with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
+                if damaged := archive.testzip():
+                    raise ValueError(f"its part {damaged} is damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         saved = state.get("hyperparameters")
         if saved is None:
@@ -1922,7 +1993,8 @@ def load_checkpoint(path: str | Path, run_class: type["Run"]) -> dict:
         own = state["script"] == script_of(run_class).name
         if known is None or saved.keys() - names or (names - saved.keys() and not own):
             other = f"{state['record']} of {state['script']}"
-            raise UserError(f"{path} is of {other}: start that script, or a tool with --script")
+            remedy = "start that script, or a tool with --script"
+            raise OtherScriptError(f"{path} is of {other}: {remedy}")
         state["hyperparameters"] = replace(known, **saved)
         run_class.check(state["hyperparameters"])
         return state
@@ -1938,18 +2010,55 @@ def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
     return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def newest_checkpoint(run_id: str, run_class: type["Run"]) -> tuple[Path | None, dict]:
-    """Return the newest intact checkpoint under logs/ of a run, or of any ("*"), and what it holds;
-    or None and {}."""
-    found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
+def can_go_on(run_id: str, saved: dict, args: argparse.Namespace, run_class: type["Run"]) -> bool:
+    """Say whether `--resume auto` may go on with a run: it is unfinished, no process has it, and it
+    has the settings that flags ask for. Those are its own if no flag is about learning."""
+    if "hyperparameters" not in saved:
+        return False  # a published one
+    own = asked = saved["hyperparameters"]
+    if vars(args).keys() & {"record", *names_about(own, "learning")}:
+        asked = with_flags(run_class.records[record_asked(args, run_class)], args)
+    if differences(own, asked) and "resume_force" not in args:
+        return False
+    if saved["step"] >= with_flags(own, args).num_iterations:
+        return False
+    try:
+        lock_run(run_id).close()
+    except UserError as error:
+        print(f"--resume auto: {error}")
+        return False
+    return True
+
+
+def newest_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> str:
+    """Return the path of the checkpoint under logs/ that "auto" means: the newest intact one, of
+    --run_id if it is given; to resume without --run_id, the newest one of a run that can_go_on.
+    Return "" if there is none; UserError if all are damaged, or if --run_id's run has a process."""
+    run_id = getattr(args, "run_id", "")
+    any_run = "resume" in args and not run_id
+    if "resume" in args and run_id:
+        lock_run(run_id).close()
+    found = checkpoints(Path("logs"), f"{run_id or '*'}/state_step*.pt")
+    left_out = set()  # names of runs
     for path in found:
+        name = path.parent.name
         try:
-            return path, load_checkpoint(path, run_class)
+            if any_run and name not in left_out:
+                saved = load_checkpoint(path, run_class, whole=False)
+                if not can_go_on(name, saved, args, run_class):
+                    left_out.add(name)
+            if name not in left_out:
+                load_checkpoint(path, run_class)
+                return str(path)
+        except OtherScriptError:
+            continue
         except UserError as error:
             print(f"{error}; trying the one before")
-    if found:
+    if found and not any_run:
         raise UserError(f"no intact checkpoint of this script is among {len(found)} under logs/")
-    return None, {}
+    if "resume" in args:
+        print("--resume auto: there is no run under logs/ to go on with, a new one begins")
+    return ""
 
 
 def fail(message: str):
@@ -1957,22 +2066,32 @@ def fail(message: str):
     raise UserError(message)
 
 
-def flag_parser(run_class: type["Run"]) -> argparse.ArgumentParser:
+def switch(text: str) -> bool:
+    """Return what a switch's value means."""
+    values = {"on": True, "true": True, "off": False, "false": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text} is neither on nor off")
+    return values[text.lower()]
+
+
+def flag_parser(run_class: type["Run"], record: str) -> argparse.ArgumentParser:
     """Return a parser with a flag for each setting, and flags that say what to do. Flags that were
-    not given are missing in its answer; help shows defaults."""
+    not given are missing in its answer; help shows what the record has."""
     script = script_of(run_class)
     about = (sys.modules[run_class.__module__].__doc__ or script.name).strip().splitlines()[0]
     parser = argparse.ArgumentParser(
         prog=script.name,
         usage=f"{script.name} [--record NAME] [--SETTING VALUE ...]",
-        description=f"{about} In brackets: defaults, unless a record has other values.",
+        description=f"{about} In brackets: the values of {record}.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        add_help=False,
     )
     parser.error = fail
     names = ", ".join(run_class.records)
-    parser.add_argument("--record", help=f"settings to start from, on a CPU [demo]: {names}")
+    parser.add_argument("--help", action="store_true", help="print this, with a record's values")
+    parser.add_argument("--record", help=f"settings to start from [{record}]: {names}")
     parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
     parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
     parser.add_argument("--resume_force", action="store_true", help="even under other settings")
@@ -1980,10 +2099,15 @@ def flag_parser(run_class: type["Run"]) -> argparse.ArgumentParser:
     for f in fields(run_class.settings):
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        flag, text = f"--{f.name}", f"{f.metadata['help']} [{show(f.default)}]"
+        value = show(getattr(run_class.records[record], f.name)).replace("%", "%%")
+        flag, text = f"--{f.name}", f"{f.metadata['help']} [{value}]"
         kind = type(f.default)
         if f.metadata["choices"]:
             group.add_argument(flag, help=text, choices=f.metadata["choices"])
+        elif kind is bool:
+            group.add_argument(
+                flag, help=text, type=switch, nargs="?", const=True, metavar="on|off"
+            )
         elif kind is tuple:
             group.add_argument(flag, help=text, type=float, nargs=len(f.default), metavar="float")
         else:
@@ -1991,16 +2115,59 @@ def flag_parser(run_class: type["Run"]) -> argparse.ArgumentParser:
     return parser
 
 
-def check_record(name: str, run_class: type["Run"]) -> None:
-    """Raise UserError for a record that is not there; name a fork that has it."""
-    if name in run_class.records:
-        return
+def parse_flags(argv: list[str] | None, run_class: type["Run"]) -> argparse.Namespace:
+    """Return the flags that were given, or print the help asked for. UserError for a bad flag."""
+    parser = flag_parser(run_class, run_class.default_record)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = re.findall(r"--\w+", parser.format_help())
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1, cutoff=0.7)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    if "help" in args:
+        flag_parser(run_class, record_asked(args, run_class)).print_help()
+        sys.exit(0)
+    return args
+
+
+def record_asked(args: argparse.Namespace, run_class: type["Run"]) -> str:
+    """Return the name of the record that flags ask for; the name's beginning is enough. UserError
+    if there is none, or more than one."""
+    records = list(run_class.records)
+    if "record" not in args:
+        on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
+        return "demo" if on_cpu and "demo" in records else run_class.default_record
+    name = args.record
+    found = [name] if name in records else [known for known in records if known.startswith(name)]
+    if len(found) == 1:
+        return found[0]
     for path in sorted(HERE.glob("forks/*.py")):
-        if f'"{name}"' in path.read_text("utf-8"):
+        if not found and f'"{name}' in path.read_text("utf-8"):
             where = path.relative_to(HERE)
             raise UserError(f"--record {name} is in {where}: ./run.sh {where} --record {name}")
-    known = " ".join(run_class.records)
-    raise UserError(f"--record {name}: there is no such record; choose from {known}")
+    near = found or difflib.get_close_matches(name, records, 1) or records
+    raise UserError(f"--record {name}: there is no such record; did you mean {' or '.join(near)}?")
+
+
+def with_flags(hp: Hyperparameters, args: argparse.Namespace) -> Hyperparameters:
+    """Return settings with the values that flags give some of them."""
+    given = {name: value for name, value in vars(args).items() if name in vars(hp)}
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    if "layers" in given and "num_layers" not in given:
+        given["num_layers"] = given["layers"].count(",") + 1
+    return replace(hp, **given)
+
+
+def differences(then: Hyperparameters, now: Hyperparameters) -> list[str]:
+    """Return the settings about learning that differ, as "name value -> value"."""
+    changed = []
+    for name in names_about(now, "learning"):
+        before, after = getattr(then, name), getattr(now, name)
+        if before != after:
+            changed.append(f"{name} {show(before)} -> {show(after)}")
+    return changed
 
 
 def parse_args(
@@ -2011,41 +2178,27 @@ def parse_args(
 
     UserError for an unknown flag or a bad value.
     """
-    args = flag_parser(run_class).parse_args(argv)
-    if "record" in args:
-        check_record(args.record, run_class)
-    wanted = getattr(args, "eval", getattr(args, "resume", None))
-    if wanted == "auto":
-        run_id = getattr(args, "run_id", "") or "*"
-        args.checkpoint, args.saved = newest_checkpoint(run_id, run_class)
-        if not args.saved and "eval" in args:
-            raise UserError("no checkpoint under logs/: train with --save_every, or name one")
-        if not args.saved:
-            print("--resume auto: no checkpoint under logs/, a new run begins")
-    else:
-        args.checkpoint = wanted
-        args.saved = {} if wanted is None else load_checkpoint(wanted, run_class)
+    args = parse_flags(argv, run_class)
+    asked = record_asked(args, run_class)
+    args.checkpoint = getattr(args, "eval", getattr(args, "resume", None))
+    args.saved = {}
+    if args.checkpoint == "auto":
+        args.checkpoint = chosen_by_rank_0(lambda: newest_checkpoint(args, run_class)) or None
+        if "eval" in args and args.checkpoint is None:
+            raise UserError("no checkpoint under logs/: train a model first, or name one")
+        if args.checkpoint and not Path(args.checkpoint).is_file():
+            reason = f"rank 0 goes on from {args.checkpoint}, which is not here"
+            raise UserError(f"{reason}: logs/ must be one folder for all ranks")
+    if args.checkpoint is not None:
+        args.saved = load_checkpoint(args.checkpoint, run_class)
 
     # Settings: those of a checkpoint, unless --record asks for others; then the flags.
     hp = args.saved.get("hyperparameters")
     if hp is not None and "record" not in args:
         args.record = args.saved["record"]
     else:
-        on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-        if "record" not in args:
-            has_demo = on_cpu and "demo" in run_class.records
-            args.record = "demo" if has_demo else run_class.default_record
-        hp = run_class.records[args.record]
-    given = {"run_id": args.saved.get("run_id", "")}
-    for f in fields(run_class.settings):
-        if f.name in args:
-            value = getattr(args, f.name)
-            if type(f.default) is bool:
-                value = value == "on"
-            given[f.name] = tuple(value) if isinstance(value, list) else value
-    if "layers" in given and "num_layers" not in given:
-        given["num_layers"] = given["layers"].count(",") + 1
-    hp = replace(hp, **given)
+        args.record, hp = asked, run_class.records[asked]
+    hp = with_flags(replace(hp, run_id=args.saved.get("run_id", "")), args)
     run_class.check(hp)
     if "resume" in args and args.saved:
         check_resumed(hp, args)
@@ -2057,15 +2210,16 @@ def check_resumed(hp: Hyperparameters, args: argparse.Namespace) -> None:
     saved = args.saved.get("hyperparameters")
     if saved is None:
         raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
-    changed = []
-    for name in names_about(hp, "learning"):
-        now, then = getattr(hp, name), getattr(saved, name)
-        if now != then:
-            changed.append(f"{name} {show(then)} -> {show(now)}")
+    changed = differences(saved, hp)
     if changed and "resume_force" not in args:
         remedy = "--resume_force goes on with them"
         text = ", ".join(changed)
         raise UserError(f"the checkpoint is of other hyperparameters: {text}; {remedy}")
+    if args.saved["step"] < hp.num_iterations and not args.saved["optimizers"]:
+        reason = (
+            f"--resume {args.checkpoint}: it is a finished run's last, which holds weights only"
+        )
+        raise UserError(f"{reason}: name one from on the way, of --save_every")
 
 
 def build(
@@ -2155,7 +2309,8 @@ def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=
             if against and not reason:
                 log(f"kernel {kernel.name} is off: {text or 'another rank cannot use it'}")
     names = " ".join(names_in_use(model.kernels)) or "none"
-    log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
+    if device.type == "cuda" or names != "none":  # a CPU has none, which is no news
+        log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
 
 
 def warm_up(
@@ -2279,13 +2434,8 @@ class Run:
         log(f"record {self.record}{flags}\non {self.world_size} x {place}, log in {log.path}")
         if self.record == "demo" and hp.device == "auto" and not on_gpu:
             log("no GPU found: this is a small demonstration, on the sample corpus in data/")
-        if hp.fp8 and not trains_in_fp8(hp.fp8, device):
-            bfloat16 = on_gpu or trains_in_bfloat16(hp.bfloat16_head, device)
-            log(f"no FP8 here: the head trains in {'bfloat16' if bfloat16 else 'float32'}")
-        total = torch.tensor([float(self.first_step)], device=device)
-        all_reduce_([total])
-        if total.item() != self.first_step * self.world_size:
-            raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
+        if on_gpu and hp.fp8 and not trains_in_fp8(hp.fp8, device):
+            log("this GPU has no FP8: the head trains in bfloat16")
         start = clock(device)
         warm_up(self.model, self.optimizers, self.moments, device, log)
         # Batches arrive in one place each: nothing is allocated for them in a step.
@@ -2324,7 +2474,8 @@ class Run:
                 # What was done before a checkpoint was saved is not done again after resuming.
                 validate = (last or self.validates(step)) and (new or step == 0)
                 leave = stop and not last and new and self.can_stop(step)
-                save = new and hp.save_every and (last or step % hp.save_every == 0)
+                on_the_way = hp.save_every and step % hp.save_every == 0
+                save = new and (hp.save_last if last else on_the_way)
                 if validate or save or leave:
                     self.check_loss(log.finish_row(start)[0], step)
                     self.seconds += clock(self.device) - start
@@ -2380,11 +2531,13 @@ class Run:
         return {"step": step, "val_loss": loss}
 
     def save(self, step: int) -> Path:
-        """Save all that it takes to go on after the step, and return the file's path."""
+        """Save all that it takes to go on after the step, after the last one the weights without
+        the optimizers' state, and return the file's path."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             self.diverged(f"a weight is not finite after step {step}")
         script = script_of(type(self))
         names = names_about(self.hp, "learning", "run")
+        finished = step == self.hp.num_iterations
         state = {
             "script": script.name,
             "code": script.read_text("utf-8"),
@@ -2397,7 +2550,7 @@ class Run:
             "cuda_random": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             "kernels": names_in_use(self.model.kernels),
             "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
+            "optimizers": {} if finished else self.optimizers.state_dict(),
         }
         path = self.folder / f"state_step{step:06}.pt"
         if self.rank == 0:
@@ -2444,7 +2597,10 @@ def work(parsed: tuple[Hyperparameters, argparse.Namespace], run_class: type[Run
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
         return
     run.begin(args.saved, resumed="resume" in args)
-    run.loop()
+    try:
+        run.loop()
+    finally:
+        run.log.close()
 
 
 def main(argv: list[str] | None = None, run_class: type[Run] = Run) -> None:

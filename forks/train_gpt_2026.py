@@ -20,26 +20,23 @@ What is overridden, in train_gpt.py's order:
 
 import itertools
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
-if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch loads OpenMP: see train_gpt.py
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
+import train_gpt as t  # before torch: it sees to OpenMP's threads
+from train_gpt import BLOCK, END_OF_TEXT, Group, Kernel, UserError, number, setting
 
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
-import train_gpt as t  # noqa: E402
-from train_gpt import BLOCK, END_OF_TEXT, Group, Kernel, UserError, number, setting  # noqa: E402
 
 Triple = tuple[float, float, float]
 
@@ -221,7 +218,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
             row = layer_fields(text)
             mirrored = row.get("skip_from", last - place) == last - place
             if not mirrored or "source" in row or "backout" in row:
-                reason = f"{text!r} is of --layers that name each other: give a shorter --layers"
+                reason = f"layers name each other, such as {text!r}: give a shorter --layers"
                 raise UserError(f"--num_layers {n}: {reason}")
     half = n // 2
     table = []
@@ -232,7 +229,8 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
         skip, source = row.get("skip_from"), row.get("source", -1)
         bad_skip = skip is not None and (i < n - half or skip >= i)
         if not row or source >= i or bad_skip:
-            raise UserError(f"--layers: {text!r} cannot be layer {i}; LAYERS_2026 shows the form")
+            form = "long, short or none, and words such as +v0, +x1, +in1, +pair or +backout"
+            raise UserError(f"--layers: {text!r} cannot be layer {i}; a row is {form}")
         row["paired"] = hp.paired_heads and "paired" in row
         table.append(Layer(**row))
     if sum(row.backout for row in table) > 1:
@@ -320,6 +318,7 @@ def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that no run can have, alone or together."""
+    layer_table(hp)
     t.check_ranges(hp)
     stages = stage_table(hp.stages)
     has_caps = any(stage.cap for stage in stages)
@@ -348,7 +347,6 @@ def check(hp: Hyperparameters) -> None:
     ):
         if wrong:
             raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
-    layer_table(hp)
     adam_table(hp)
 
 
@@ -475,7 +473,6 @@ RECORDS = {
         train_files=f"{t.SAMPLE}_train_*.bin",
         val_files=f"{t.SAMPLE}_val_*.bin",
         val_loss_every=90,
-        save_every=180,
     ),
 }
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: see run.sh
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models: others would wait for each other
 
 import numpy as np

@@ -83,12 +83,11 @@ def test_copied_alone_it_trains_resumes_and_evaluates(flags, expected, empty):
 
     out = python(*flags, "--run_id", "it")
     assert val_losses(out) == expected
-    assert "\nkernels: none, kernels.py or Triton is missing\n" in out
     assert "run.sh" not in out and "tools/" not in out  # it is not there
     assert {path.name for path in empty.iterdir()} == {"train_gpt.py", "logs"}
     path = empty / "logs/it/state_step000004.pt"
     path.unlink()
-    out = python("--resume", "auto", "--device", "cpu")
+    out = python("--resume", "auto", "--run_id", "it", "--device", "cpu")
     assert "\nresumed at step 2\n" in out and val_losses(out) == {4: expected[4]}
     out = python("--eval", str(path), "--device", "cpu")
     assert f"val_loss:{expected[4]:.4f} over 512 tokens" in out
@@ -117,8 +116,7 @@ def test_an_edited_copy_beside_the_original_has_its_own_name_and_the_project_s_k
     script.write_text(
         SOURCE.replace("muon_lr: float = setting(0.05", "muon_lr: float = setting(0.06")
     )
-    out = printed([*flags, "--run_id", "it", "--kernels", "off"], tmp_path, script)
-    assert "kernels: none, --kernels off" in out
+    printed([*flags, "--run_id", "it"], tmp_path, script)
     log = (tmp_path / "logs/it.txt").read_text()
     assert log.startswith(f"{script.read_text()}\n{RULE}\n") and "\nmuon_lr: 0.06\n" in log
     path = tmp_path / "logs/it/state_step000004.pt"
@@ -137,7 +135,8 @@ def test_with_another_package_named_kernels_there_are_no_twins(flags, expected, 
     shutil.copy(SCRIPT, empty)
     out = printed(flags, empty, empty / "train_gpt.py", (package.parent,))
     assert val_losses(out) == expected
-    assert "\nkernels: none, kernels.py or Triton is missing\n" in out
+    with pytest.raises(AssertionError, match="--kernels on: kernels.py or Triton is missing"):
+        printed([*flags, "--kernels", "on"], empty, empty / "train_gpt.py", (package.parent,))
 
 
 def test_kernels_on_without_kernels_py_is_refused(flags, empty):

@@ -18,18 +18,22 @@ from train_gpt import UserError, main
 # What is typed after the flags of a run that works, the status, and words of the message. Files
 # are those of `folder`. Each kind is measured, in processes and under torchrun, in tests/slow.
 FLAGS = [
-    ("--no_such_flag 1", 2, "unrecognized arguments: --no_such_flag 1"),
-    ("--num_iter 3", 2, "unrecognized arguments: --num_iter 3"),
+    ("--no_such_flag 1", 2, "unrecognized arguments: --no_such_flag 1\n"),
+    ("--num_iter 3", 2, "unrecognized arguments: --num_iter 3; did you mean --num_iterations?"),
+    ("--muon_rl=3", 2, "unrecognized arguments: --muon_rl=3; did you mean --muon_lr?"),
     ("--muon_lr", 2, "argument --muon_lr: expected one argument"),
     ("--muon_lr fast", 2, "argument --muon_lr: invalid float value: 'fast'"),
-    ("--fp8 maybe", 2, "argument --fp8: invalid choice: 'maybe'"),
-    ("--record 2023", 2, "--record 2023: there is no such record; choose from 2024-11-19_Flex"),
+    ("--fp8 maybe", 2, "argument --fp8: maybe is neither on nor off"),
+    ("--record 2023", 2, "--record 2023: there is no such record; did you mean 2024-11-19_Flex"),
+    ("--record Demo", 2, "--record Demo: there is no such record; did you mean demo?"),
+    ("--record 2024", 2, "did you mean 2024-11-19_FlexAttention or 2024-11-24_WindowWarmup?"),
     (
         "--record 2026-03-06_SimplifyHC",
         2,
         "--record 2026-03-06_SimplifyHC is in forks/train_gpt_2026.py: "
         "./run.sh forks/train_gpt_2026.py --record 2026-03-06_SimplifyHC",
     ),
+    ("--record 2026-01", 2, "--record 2026-01 is in forks/train_gpt_2026.py"),
     ("--seq_len 100", 2, "--seq_len 100: must be at least 128, a multiple of 128"),
     ("--val_seq_len 64", 2, "--val_seq_len 64: must be at least 128, a multiple of 128"),
     ("--val_tokens 300", 2, "--val_tokens 300: must be a multiple of val_seq_len"),
@@ -39,11 +43,13 @@ FLAGS = [
     (f"--seed {'9' * 30}", 2, f"--seed {'9' * 30}: must be from 0 to {2**63 - 1}"),
     ("--x_s 0", 2, "--x_s 0: must be at least 1e-06"),
     ("--logit_softcap 80", 2, "--logit_softcap 80: must be from 0.001 to 38"),
-    ("--num_layers 1", 2, "--num_layers 1: must be at least 2"),
-    ("--num_layers 14", 2, "--num_layers 14: --layers has 12"),
+    ("--num_layers 0", 2, "--num_layers 0: must be at least 2"),
+    ("--num_layers 3", 2, "--num_layers 3: must be even, and at most the 12 rows of --layers"),
+    ("--num_layers 14", 2, "--num_layers 14: must be even, and at most the 12 rows of --layers"),
+    ("--layers foo", 2, "--layers: 'foo' is no layer; a row is long, short or"),
     ("--layers long,wide,long,long", 2, "--layers: 'wide' is no layer; a row is long, short or"),
     ("--layers long,none+v0,long,long", 2, "--layers: 'none+v0' is no layer; a row is long,"),
-    ("--layers long,long,long", 2, "--num_layers 4: --layers has 3"),
+    ("--layers long,long,long", 2, "--num_layers 4: must be even, and at most the 3 rows"),
     ("--device cuda", 1, "process 0 finds 0 GPUs on its machine: use --device cpu"),
     ("--kernels on", 1, "--kernels on: Triton wants a CUDA GPU"),
     ("--seq_len 17408 --batch_seqs 1", 1, "17408 tokens a sequence need a GPU; try --record demo"),
@@ -80,8 +86,9 @@ CHECKPOINTS = [
     ("--eval empty.pt", 2, "empty.pt is not a whole checkpoint of this program"),
     ("--eval text.pt", 2, "text.pt is not a whole checkpoint of this program"),
     ("--eval train_1.bin", 2, "train_1.bin is not a whole checkpoint of this program"),
-    ("--eval none.pt", 2, "No such file or directory: 'none.pt'"),
-    ("--eval auto", 2, "no checkpoint under logs/: train with --save_every, or name one"),
+    ("--eval none.pt", 2, "there is no checkpoint none.pt: name a file, or auto for the newest"),
+    ("--resume none.pt", 2, "there is no checkpoint none.pt: name a file, or auto for the newest"),
+    ("--eval auto", 2, "no checkpoint under logs/: train a model first, or name one"),
     ("--resume weights.pt", 2, "--resume weights.pt: it holds weights only, for --eval"),
     ("--eval 2024.pt", 1, "is a published one of 2024, whose q, k and v are apart: not read here"),
 ]
@@ -135,7 +142,7 @@ def test_bad_input_ends_with_one_line(words, status, message, folder, capsys, mo
     found, err = error_of([*flags, *words.split(), "--save_every", "4"], capsys)
     assert found == status and message in err and err.startswith("train_gpt.py: error: ")
     new = files(folder) - before
-    assert {Path(name).suffix for name in new} in (set(), {".txt"}, {".txt", ".jsonl"})
+    assert {Path(name).suffix for name in new} in (set(), {".txt", ".jsonl", ".lock"})
     for name in new:
         (folder / name).unlink()
 
@@ -144,7 +151,7 @@ def test_bad_input_ends_with_one_line(words, status, message, folder, capsys, mo
 def test_an_empty_name_is_no_checkpoint(flag, flags, capsys):
     """It comes from a variable of the shell that is not set."""
     status, err = error_of([*flags, flag, ""], capsys)
-    assert status == 2 and "No such file" in err
+    assert status == 2 and "there is no checkpoint : name a file" in err
 
 
 def test_more_processes_than_gpus_is_a_sentence(flags, capsys, monkeypatch):

@@ -109,9 +109,16 @@ def test_nproc_has_the_last_word(launched, monkeypatch, capsys):
         assert "--nproc_per_node=2" in launched(words, gpus)[1][-1]
     monkeypatch.setenv("NPROC", "1")
     assert launched("--record demo", 8) == (0, ["here"])
-    monkeypatch.setenv("NPROC", "two")
-    assert launched("--record demo", 8) == (1, [])
-    assert "NPROC=two: must be a number of processes" in capsys.readouterr().err
+    shares = "8 sequences can be shared by 1, 2, 4, 8 processes"
+    for wanted, gpus, said in (
+        ("two", 8, shares),
+        ("3", 8, shares),
+        ("0", 0, shares),
+        ("4", 2, "this machine has 2 GPUs"),
+    ):
+        monkeypatch.setenv("NPROC", wanted)
+        assert launched("--record 2025-01-26_BatchSize", gpus) == (1, [])
+        assert f"NPROC={wanted}: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["", FORK])
@@ -138,7 +145,7 @@ def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch, capsys)
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(launched, capsys):
     words = "--muon_lr 0.06 --seed=5 --run_id mine --device cpu"
     status, calls = launched(f"--runs 2 {words}")
-    run = [sys.executable, f"{HERE}/tools/launch.py", SCRIPT, "--save_every", "0", *words.split()]
+    run = [sys.executable, f"{HERE}/tools/launch.py", SCRIPT, "--save_last", "off", *words.split()]
     logs = [f"logs/mine_seed{seed}.txt" for seed in (5, 6)]
     assert status == 0 and calls == [
         [*run, "--seed", "5", "--run_id", "mine_seed5"],

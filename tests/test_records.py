@@ -111,7 +111,6 @@ DEMO = {  # BENCHMARKS.md has its losses; the rest is 2025-01-26
     "norm_eps": 2**-23,
     "bfloat16_head": True,
     "val_loss_every": 64,
-    "save_every": 128,
     "train_files": str(HERE / "data/kjv_train_*.bin"),
     "val_files": str(HERE / "data/kjv_val_*.bin"),
 }

@@ -1,5 +1,7 @@
 """Signals, kills, other ranks: no run is lost, and a resumed run is the uninterrupted one."""
 
+import contextlib
+import errno
 import functools
 import os
 import random
@@ -16,7 +18,7 @@ from conftest import language
 from runs import SCRIPT, Program, before_step, console_of, rows, val_losses
 
 import train_gpt
-from train_gpt import Run, load_checkpoint, main
+from train_gpt import Run, UserError, load_checkpoint, main
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
 LAST = 40 if KILLS < 5 else 200
@@ -120,7 +122,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(flags, tmp_path):
     (half,) = tmp_path.glob("logs/it/*")
     assert half.suffix == ".tmp" and half.stat().st_size > 1000
     out = console_of([*flags, "--resume", "auto", "--num_iterations", "1"], tmp_path)
-    assert "no checkpoint under logs/, a new run begins" in out
+    assert "there is no run under logs/ to go on with, a new one begins" in out
     assert [path.name for path in tmp_path.glob("logs/it/*")] == ["state_step000001.pt"]
 
 
@@ -230,21 +232,158 @@ def test_a_rank_that_hangs_ends_the_run_by_the_timeout(flags):
     run.end()
 
 
-def test_ranks_that_find_different_checkpoints_stop(flags, tmp_path):
+def test_ranks_without_rank_0_s_checkpoint_stop(flags, tmp_path):
     """So it is on two machines whose logs/ is not one folder."""
     run = Program([*flags, "--resume", "auto"], 2, in_own_folder)
-    assert run.fail() == [1, -signal.SIGTERM]
-    assert "ranks found different checkpoints: logs/ must be one folder" in run.text("err")
-    assert not run.text("err", 1)
+    assert run.end(slice(1, 2)) == [2]
+    run.fail()
+    said = r"rank 0 goes on from logs/it/state_step\d+.pt, which is not here: logs/ must be one folder"
+    assert re.search(said, run.text("err", 1))
 
 
 def in_own_folder(words: list[str]) -> None:
-    """Run main, where only rank 1 finds a checkpoint."""
+    """Run main, where only rank 0 finds a checkpoint."""
     folder = Path(os.environ["RANK"])
     folder.mkdir()
     os.chdir(folder)
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "0":
         alone = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
-        main([*words[:-2], "--num_iterations", "1"])
+        with contextlib.suppress(SystemExit):
+            before_step(5, functools.partial(signal.raise_signal, signal.SIGTERM))
+            main(words)
         os.environ.update(alone)
-    main([*words, "--resume_force"])
+    main(words)
+
+
+# ---- which run goes on
+
+
+def waiting(words: list[str], step: int, go: str) -> None:
+    """Run main, which waits before a step until there is a file `go`."""
+
+    def wait() -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print("waiting", flush=True)
+        while not os.path.exists(go):
+            time.sleep(0.01)
+
+    before_step(step, wait)
+    main(words)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in rows(path)]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_live_run_is_not_joined(ranks, flags, tmp_path):
+    """Another process begins a run of its own; one that names the live run is refused. When the
+    live run has ended, nothing is left to do."""
+    flags = [*flags, "--num_iterations", "9"]
+    work = functools.partial(waiting, step=7, go=str(tmp_path / "go"))
+    live = Program(flags, ranks, work)
+    live.wait_for("waiting")
+    assert Path("logs/it/state_step000005.pt").exists()
+    holder = f"the run it goes on in process {live.ranks[0].pid} on "
+
+    named = Program([*flags, "--resume", "auto"], ranks)
+    assert named.end(slice(1)) == [2] and holder in named.text("err")
+    named.send(signal.SIGTERM)  # as torchrun does
+    named.end()
+
+    other = Program([*flags, "--run_id", "", "--resume", "auto"], ranks)
+    assert set(other.end()) == {0}, other.text("err")
+    assert holder in other.text("out") and "a new one begins" in other.text("out")
+
+    assert live.ranks[0].is_alive()
+    Path("go").touch()
+    assert set(live.end()) == {0}, live.text("err")
+    first, second = sorted(tmp_path.glob("logs/*.jsonl"), key=lambda path: path.name == "it.jsonl")
+    assert steps_of(first) == steps_of(second) == list(range(1, 10))
+    assert "\nresumed at step" not in Path("logs/it.txt").read_text()
+
+    out = console_of([*flags, "--resume", "auto"], tmp_path)
+    assert "the run had finished: step 9 of 9 is saved" in out
+
+
+@pytest.fixture
+def stopped_runs(flags, tmp_path) -> list[str]:
+    """Leave two runs unfinished, "old" and the newer "new", which has another seed; return the
+    flags of both, without their seed."""
+    flags = [*flags[: flags.index("--seed")], *flags[flags.index("--seed") + 2 :]]
+    flags += ["--num_iterations", "9"]
+    for name, seed in (("old", 1), ("new", 2)):
+        words = [*flags, "--run_id", name, "--seed", seed]
+        run = Program(words, work=functools.partial(stopped, number=15, step=4, delay=0))
+        assert run.end() == [128 + 15]
+    return flags[: flags.index("--run_id")] + flags[flags.index("--run_id") + 2 :]
+
+
+def test_resume_auto_goes_on_with_the_run_that_is_asked_for(stopped_runs, flags, tmp_path):
+    """Without a word of what is learned, that is the newest one; else the one with these settings;
+    if there is none, a new one begins; a finished one is no such run."""
+    machine = ["--device", "cpu", "--resume", "auto"]
+    _, args = train_gpt.parse_args(machine, Run)
+    assert Path(args.checkpoint).parent.name == "new"
+    found = {}
+    for seed in (1, 2, 3):
+        _, args = train_gpt.parse_args([*stopped_runs, *machine, "--seed", str(seed)], Run)
+        found[seed] = args.checkpoint and Path(args.checkpoint).parent.name
+    assert found == {1: "old", 2: "new", 3: None}
+
+    assert "resumed at step" in console_of(machine, tmp_path)
+    assert steps_of(Path("logs/new.jsonl")) == list(range(1, 10))
+    _, args = train_gpt.parse_args(machine, Run)
+    assert Path(args.checkpoint).parent.name == "old"
+    with pytest.raises(UserError, match=re.escape("seed 1 -> 3; --resume_force goes on")):
+        train_gpt.parse_args([*machine, "--run_id", "old", "--seed", "3"], Run)
+    hp, args = train_gpt.parse_args([*machine, "--resume_force", "--seed", "3"], Run)
+    assert Path(args.checkpoint).parent.name == "old" and hp.seed == 3
+
+
+def test_a_finished_run_s_weights_are_saved_unless_off_and_cannot_train_on(flags, tmp_path):
+    flags = [*flags, "--num_iterations", "2", "--save_every", "0"]
+    console_of([*flags, "--run_id", "none", "--save_last", "off"], tmp_path)
+    assert not Path("logs/none").exists()
+    console_of(flags, tmp_path)
+    path = "logs/it/state_step000002.pt"
+    saved = load_checkpoint(path, Run)
+    assert saved["optimizers"] == {} and saved["step"] == 2
+    words = ["--resume", path, "--num_iterations", "3", "--resume_force", "--device", "cpu"]
+    with pytest.raises(UserError, match="a finished run's last, which holds weights only"):
+        train_gpt.parse_args(words, Run)
+
+
+def holding(words: list[str], seconds: float) -> None:
+    """Hold the run that is named."""
+    with train_gpt.lock_run(*words):
+        print("held", flush=True)
+        time.sleep(seconds)
+
+
+def test_a_restart_waits_for_the_processes_before(tmp_path, monkeypatch):
+    holder = Program(["it"], work=functools.partial(holding, seconds=2.5))
+    holder.wait_for("held")
+    with pytest.raises(UserError, match=f"the run it goes on in process {holder.ranks[0].pid}"):
+        train_gpt.lock_run("it")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train_gpt.lock_run("it").close()
+    assert holder.end() == [0]
+
+
+def test_where_files_cannot_be_locked_a_note_is_all(tmp_path, monkeypatch, capsys):
+    """So it is on some disks of clusters."""
+
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(train_gpt.fcntl, "flock", flock)
+    train_gpt.lock_run("it").close()
+    said = "note: logs/it.lock cannot be locked (No locks available): start no run twice"
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    Path("logs").write_text("a file, where a folder is wanted")
+    with pytest.raises(UserError, match=f"no run can write logs/ in {tmp_path}: "):
+        train_gpt.lock_run("it")

@@ -195,8 +195,8 @@ def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("", "no checkpoint under logs/: train with --save_every, or name one"),
-        ("logs/none.pt", "No such file or directory: 'logs/none.pt'"),
+        ("", "no checkpoint under logs/: train a model first, or name one"),
+        ("logs/none.pt", "there is no checkpoint logs/none.pt: name a file, or auto"),
         ("broken.pt", "broken.pt is not a whole checkpoint of this program"),
         ("it.pt --tokens 0", "--n and --tokens: at least 1"),
         ("it.pt --temperature nan", "--temperature and --top_k: at least 0"),

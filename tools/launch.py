@@ -16,10 +16,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import script  # noqa: E402
+
+# isort: split
+import torch  # noqa: E402, after train_gpt, which sees to OpenMP's threads
 
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError, as_program  # noqa: E402
 
@@ -40,13 +42,17 @@ def take_runs(flags: list[str]) -> tuple[int, list[str]]:
 
 def processes(batch_seqs: int, gpus: int) -> int:
     """Return how many processes share a run: as NPROC says, or one for each GPU that can get an
-    equal share."""
+    equal share. UserError for an NPROC that cannot be."""
+    shares = [n for n in range(1, batch_seqs + 1) if batch_seqs % n == 0]
     wanted = os.environ.get("NPROC", "")
-    if wanted and not wanted.isdecimal():
-        raise UserError(f"NPROC={wanted}: must be a number of processes")
     if wanted:
-        return max(1, int(wanted))
-    count = max(n for n in range(1, max(gpus, 1) + 1) if batch_seqs % n == 0)
+        if not (wanted.isdecimal() and int(wanted) in shares):
+            reason = f"{batch_seqs} sequences can be shared by {', '.join(map(str, shares))}"
+            raise UserError(f"NPROC={wanted}: {reason} processes")
+        if gpus and int(wanted) > gpus:
+            raise UserError(f"NPROC={wanted}: this machine has {gpus} GPUs")
+        return int(wanted)
+    count = max(n for n in shares if n <= max(gpus, 1))
     if gpus > count:
         note = f"{gpus} GPUs cannot share {batch_seqs} sequences evenly: using {count}"
         print(f"run.sh: {note}", file=sys.stderr)
@@ -87,9 +93,9 @@ def train(parsed: tuple, flags: list[str], path: Path, run_class: type[Run]) -> 
     """Train in this process, or in several under torchrun, which takes its place."""
     hp, args = parsed
     gpus = 0 if hp.device == "cpu" else torch.cuda.device_count()
+    count = processes(hp.batch_seqs, gpus)
     if gpus and "eval" not in args and hp.train_files.startswith(FINEWEB):
         fetch_fineweb(shards_needed(hp, run_class))
-    count = processes(hp.batch_seqs, gpus)
     if count == 1:
         script.core(run_class).work(parsed, run_class)
         return
@@ -101,15 +107,15 @@ def train(parsed: tuple, flags: list[str], path: Path, run_class: type[Run]) -> 
 
 
 def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> None:
-    """Make that many runs, a seed each, without checkpoints unless flags ask for them; then print
-    what the logs say together."""
+    """Make that many runs, a seed each, without saving unless flags ask for it; then print what the
+    logs say together."""
     name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
     seeds = range(hp.seed, hp.seed + count)
     signal.signal(signal.SIGINT, lambda *_: None)  # it is the run's, which saves and ends
     print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
     for seed in seeds:
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
-        command = [sys.executable, __file__, str(path), "--save_every", "0", *flags, *own]
+        command = [sys.executable, __file__, str(path), "--save_last", "off", *flags, *own]
         if status := subprocess.run(command).returncode:
             sys.exit(status)
     logs = [f"logs/{name}_seed{seed}.txt" for seed in seeds]

@@ -72,9 +72,9 @@ def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Return the checkpoint of two steps of a small run."""
+    """Return the checkpoint of the first two steps of a small run."""
     folder = tmp_path_factory.mktemp("run")
-    flags = [*small_flags(folder)[A], "--num_iterations", "2", "--val_loss_every", "0"]
+    flags = [*small_flags(folder)[A], "--num_iterations", "3", "--val_loss_every", "0"]
     console_of(flags, folder, main)
     return str(folder / checkpoint(2))
 

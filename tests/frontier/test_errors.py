@@ -46,13 +46,17 @@ def test_a_bad_value_ends_with_one_line_that_names_its_flag(
 
 def test_a_record_of_the_textbook_is_no_record_here(capsys):
     status, err = error_of(["--record", "2024-11-24_WindowWarmup"], capsys, main)
-    assert status == 2 and "there is no such record; choose from 2025-08-23_Sparse" in err
+    assert status == 2 and "there is no such record; did you mean 2025-08-23_SparseAttnGate" in err
 
 
-@pytest.mark.parametrize("words", ["--no_such_flag 1", "--polar_expres on"])
-def test_an_unknown_flag_ends_with_one_line(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [("--no_such_flag 1", ""), ("--polar_expres on", "; did you mean --polar_express?")],
+)
+def test_an_unknown_flag_ends_with_one_line(words, meant, capsys):
     status, err = error_of(words.split(), capsys, main)
-    assert (status, err) == (2, f"train_gpt_2026.py: error: unrecognized arguments: {words}\n")
+    said = f"train_gpt_2026.py: error: unrecognized arguments: {words}{meant}\n"
+    assert (status, err) == (2, said)
 
 
 def test_a_diverged_run_names_the_step(flags, capsys, monkeypatch, tmp_path):
