@@ -11,9 +11,10 @@
 #                                      which are better; A and B may begin with a SCRIPT.py
 #   ./run.sh --ablate [SCRIPT.py] [flags]
 #                                      runs without a technique of the record each: its worth
-#   ./run.sh tools/NAME.py [flags]     set up, add what the tools need, and run one
+#   ./run.sh tools/NAME.py [flags]     set up, add what this tool needs, and run it
 #   ./run.sh setup                     only set up
-#   ./run.sh test [flags of pytest]    set up, add what the tests need, and run them
+#   ./run.sh test [PATH] [flags]       set up, add what the tests need, and run them, or those of
+#                                      PATH, such as tests/test_model.py; flags are pytest's
 #   ./run.sh test slow | gpu           the long tests | only those that need a GPU
 #
 # NPROC=n uses n GPUs; PYTHON=path makes the environment from another Python (3.11 or later).
@@ -45,6 +46,15 @@ assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 EOF
 }
 
+must_write() { # before something is installed
+    local place="$here"
+    [ ! -e "$venv" ] || place="$venv"
+    if [ ! -w "$place" ]; then
+        die "cannot write to $place, where packages are to be installed:" \
+            "copy the project to a folder that you can write to, and start it there"
+    fi
+}
+
 make_venv() { # make_venv [flags of venv]
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         die "$python is not a Python 3.11 or later: install one, or name it with PYTHON=path"
@@ -62,6 +72,7 @@ setup() {
     if marked "$here/requirements.txt" run; then
         python="$venv/bin/python"
     elif ! has_torch "$python"; then
+        must_write
         echo "run.sh: setting up $venv (once)" >&2
         make_venv --clear
         python="$venv/bin/python"
@@ -80,6 +91,8 @@ setup_more() { # setup_more FOLDER: also what FOLDER/requirements.txt names
     setup
     local requirements="$1/requirements.txt"
     marked "$here/$requirements" "$1" && python="$venv/bin/python" && return
+    must_write
+    echo "run.sh: installing $requirements (once)" >&2
     if [ "$python" != "$venv/bin/python" ]; then # beside a Python that is used as it is
         [ -x "$venv/bin/python" ] || make_venv --system-site-packages
         python="$venv/bin/python"
@@ -109,13 +122,39 @@ test)
     setup_more tools
     setup_more tests
     if [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then
-        exec "$python" -m pytest "$here/tests/$1" "${@:2}"
+        set -- "tests/$1" "${@:2}"
     fi
-    exec "$python" -m pytest "$here/tests" --ignore "$here/tests/slow" "$@"
+    # pytest is started in the project, where pyproject.toml names the tests. So a path that is
+    # there from the current folder alone is made absolute.
+    words=()
+    for word in "$@"; do
+        case "$word" in
+        -* | /*) ;;
+        */* | *.py*)
+            path="${word%%::*}"
+            if [ ! -e "$here/$path" ] && [ -e "$path" ]; then word="$PWD/$word"; fi
+            ;;
+        esac
+        words+=("$word")
+    done
+    cd "$here"
+    exec "$python" -m pytest ${words[@]+"${words[@]}"} # bash 3 takes no empty list for one
     ;;
-tools/*.py)
-    setup_more tools
-    exec "$python" "$here/$1" "${@:2}"
+tools | tools/* | ./tools/*)
+    tool="${1#./}"
+    tool="${tool%.py}.py"
+    if [ ! -f "$here/$tool" ]; then
+        cd "$here"
+        known=$(grep -l __main__ tools/*.py)
+        die "there is no $tool; there are" $known
+    fi
+    case "$tool $*" in
+    tools/records*.txt*) setup_more tools ;; # it reads a log with leaderboard.py
+    tools/records* | tools/bench* | tools/bundle*) setup ;;
+    tools/sample* | tools/hellaswag*) setup_more data ;;
+    *) setup_more tools ;;
+    esac
+    exec "$python" "$here/$tool" "${@:2}"
     ;;
 *)
     start=tools/launch.py with=

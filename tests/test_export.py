@@ -52,13 +52,19 @@ def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
 def test_the_folder_writes_text_and_has_gpt2s_tokenizer(trained, tmp_path, capsys):
     folder = tmp_path / "hf"
     export.main([str(trained.path), "--export", "hf", str(folder), "--device", "cpu"])
-    assert capsys.readouterr().out == f"{trained.path}: exported to {folder}\n"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    first, *code = capsys.readouterr().out.splitlines()
+    assert first == f"{trained.path}: exported to {folder}"
+    names = {"transformers": transformers}
+    exec("\n".join(code), names)  # what it says loads model and tokenizer does
+    model, tokenizer = names["model"], names["tokenizer"]
     text = "<|endoftext|>In the beginning\n\n  naïve 🙂"
-    assert tokenizer(text).input_ids == gpt2_encoding().encode(text, allowed_special="all")
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    for found in (
+        tokenizer,
+        transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
+    ):
+        assert found(text).input_ids == gpt2_encoding().encode(text, allowed_special="all")
+        assert found.decode(found(text).input_ids) == text
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     hp = saved["hyperparameters"]
     plain = train_gpt.build(train_gpt.GPT, hp, torch.device("cpu"), saved["model"]).eval()
@@ -73,6 +79,32 @@ def test_the_folder_writes_text_and_has_gpt2s_tokenizer(trained, tmp_path, capsy
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     a = model(torch.cat([padding, prompt], 1), attention_mask=mask).logits[0, 3:]
     assert torch.allclose(a, model(prompt).logits[0], atol=1e-5)
+
+
+TEXTS = (
+    "In the beginning God created the heaven and the earth.",
+    "<|endoftext|>And<|endoftext|><|endoftext|> God said",
+    "they'll we've I'm it's 'tis DON'T  1234 56,789.0",
+    "   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
+    "naïve Ærøskøbing Ελληνικά Здравствуй 中文字符 日本語 हिन्दी عربى e\u0301",
+    "🙂👩‍👩‍👧 \x00\x7f\ufeff ½ ² Ⅻ ٣",
+    "",
+)
+
+
+def test_the_tokenizer_is_gpt2s_and_neither_runs_code_nor_asks_to(trained, tmp_path, monkeypatch):
+    folder, asked = tmp_path / "hf", []
+    export.main([str(trained.path), "--export", "hf", str(folder), "--device", "cpu"])
+    (folder / "modeling_speedrun.py").write_text("raise SystemExit('this code was run')")
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "n")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, tokenizer_type="gpt2")
+    assert not asked
+    encoding = gpt2_encoding()
+    for text in TEXTS:
+        ids = encoding.encode(text, allowed_special="all")
+        assert tokenizer(text).input_ids == ids and tokenizer.decode(ids) == text
+    assert len(tokenizer) == 50257
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == END_OF_TEXT
 
 
 def test_a_folder_that_is_there_is_left_alone(trained, tmp_path, capsys):

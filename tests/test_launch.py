@@ -1,11 +1,14 @@
 """run.sh and tools/launch.py: what they install, fetch and start."""
 
+import ast
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import launch
@@ -189,28 +192,34 @@ def test_a_script_that_is_not_there_starts_nothing(words, launched, capsys):
 @pytest.fixture
 def shell(tmp_path):
     """Return shell(words): it runs a copy of run.sh whose Python can train, and returns what that
-    starts, a line each."""
-    for name in ("run.sh", "requirements.txt", "tools/requirements.txt", "tests/requirements.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(HERE / name, tmp_path / name)
-    (tmp_path / "tests" / "slow").mkdir()
+    starts, a line each; with a status other than 0, the lines of run.sh's error."""
+    for folder in ("", "tools", "tests", "data"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        shutil.copy(HERE / folder / "requirements.txt", tmp_path / folder)
+    for path in (HERE / "run.sh", HERE / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
+    for path in HERE.glob("tools/*.py"):
+        shutil.copy(path, tmp_path / "tools")
+    for name in ("test_a.py", "gpu/test_b.py", "slow/test_c.py"):
+        (tmp_path / "tests" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "tests" / name).write_text("def test_it(): pass\n")
     stub = tmp_path / ".venv" / "bin" / "python"
     stub.parent.mkdir(parents=True)
-    stub.write_text('#!/bin/sh\necho "$*"\n')
-    stub.chmod(0o755)
     shutil.copy(HERE / "requirements.txt", tmp_path / ".venv" / ".installed-run")
 
-    def call(words: str, says: str = "$*", **environment) -> list[str]:
+    def call(words: str, says: str = "$*", folder: str = "", status: int = 0, **environment):
         stub.write_text(f'#!/bin/sh\necho "{says}"\n')
+        stub.chmod(0o755)
         done = subprocess.run(
-            ["./run.sh", *words.split()],
-            check=True,
-            cwd=tmp_path,
+            [tmp_path / "run.sh", *words.split()],
+            cwd=tmp_path / folder,
             env={"PATH": "/usr/bin:/bin", **environment},
             capture_output=True,
             text=True,
         )
-        return done.stdout.replace(f"{tmp_path}/", "").splitlines()
+        assert done.returncode == status, done.stderr
+        said = done.stderr if status else done.stdout
+        return said.replace(f"{tmp_path}/", "").splitlines()
 
     return call
 
@@ -244,18 +253,27 @@ def test_compiled_code_lies_elsewhere_where_the_project_cannot_be_written(shell,
     assert shell("", "<$TORCHINDUCTOR_CACHE_DIR$TRITON_CACHE_DIR>") == ["<>"]
 
 
+TESTS = ["tools", "tests"]
+
+
 @pytest.mark.parametrize(
     ("words", "folders", "started"),
     [
         ("tools/watch.py logs/x.txt", ["tools"], "tools/watch.py logs/x.txt"),
+        ("tools/sample.py --n 3", ["data"], "tools/sample.py --n 3"),
+        ("tools/hellaswag x.pt", ["data"], "tools/hellaswag.py x.pt"),
+        ("./tools/records --diff A B", [], "tools/records.py --diff A B"),
+        ("tools/records.py logs/x.txt", ["tools"], "tools/records.py logs/x.txt"),
+        ("tools/bench.py", [], "tools/bench.py"),
         ("--runs 2 --seed 3", ["tools"], "tools/launch.py --runs 2 --seed 3"),
         ("--seed 3 --runs=2", ["tools"], "tools/launch.py --seed 3 --runs=2"),
         (f"{FORK} --runs 2", ["tools"], f"tools/launch.py {FORK} --runs 2"),
         ("--compare A B", ["tools"], "tools/compare.py --compare A B"),
         ("x.py --compare A B --runs 3", ["tools"], "tools/compare.py x.py --compare A B --runs 3"),
         (f"--ablate {FORK}", ["tools"], f"tools/ablate.py --ablate {FORK}"),
-        ("test -q", ["tools", "tests"], "-m pytest tests --ignore tests/slow -q"),
-        ("test slow -q", ["tools", "tests"], "-m pytest tests/slow -q"),
+        ("test -q", TESTS, "-m pytest -q"),
+        ("test slow -q", TESTS, "-m pytest tests/slow -q"),
+        ("test tests/test_a.py::test_it", TESTS, "-m pytest tests/test_a.py::test_it"),
     ],
 )
 def test_run_sh_installs_what_a_command_needs_once(words, folders, started, shell, tmp_path):
@@ -266,3 +284,79 @@ def test_run_sh_installs_what_a_command_needs_once(words, folders, started, shel
         wanted = (tmp_path / folder / "requirements.txt").read_text()
         assert (tmp_path / ".venv" / f".installed-{folder}").read_text() == wanted
     assert shell(words) == [started]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the packages that are imported with a file, through files of the project, too."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    places = [HERE / folder / f"{name}.py" for name in names for folder in ("", "tools", "data")]
+    own = [place for place in places if place.exists()]
+    found = names - {place.stem for place in own} - sys.stdlib_module_names
+    return found.union(*map(imports_of, own))
+
+
+TOOLS = [path for path in sorted(HERE.glob("tools/*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+def test_what_a_tool_imports_is_installed_for_it(tool, shell, tmp_path):
+    shell(f"tools/{tool.name}")
+    marks = (tmp_path / ".venv").glob(".installed-*")
+    installed = set(re.findall(r"(?m)^[\w-]+", "".join(mark.read_text() for mark in marks)))
+    assert imports_of(tool) <= installed
+
+
+@pytest.mark.parametrize("name", ["tools/sampel", "tools/sampel.py", "tools"])
+def test_a_tool_that_is_not_there_is_said_with_those_that_are(name, shell):
+    known = " ".join(f"tools/{tool.name}" for tool in TOOLS)
+    name = name.removesuffix(".py")
+    assert shell(name, status=1) == [f"run.sh: there is no {name}.py; there are {known}"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "words", "collected"),
+    [
+        ("", "", "a b"),
+        ("", "-k test_b", "b"),
+        ("", "tests/test_a.py", "a"),
+        ("", "slow", "c"),
+        ("", "gpu", "b"),
+        ("", "tests/gpu", "b"),
+        ("", "--ignore tests/gpu", "a"),
+        ("elsewhere", "", "a b"),
+        ("elsewhere", "tests/test_a.py", "a"),
+        ("elsewhere", "../tests/slow/test_c.py::test_it", "c"),
+        ("tests", "test_a.py", "a"),
+        ("tests/gpu", "./test_b.py", "b"),
+    ],
+)
+def test_run_sh_tests_what_is_named_or_all_but_the_slow_ones(
+    folder, words, collected, shell, tmp_path
+):
+    """By pytest's own word for what it collects."""
+    (tmp_path / "elsewhere").mkdir()
+    shell("test")  # installs
+    pytest_itself = f"$({sys.executable} $*)"
+    lines = shell(f"test {words} --collect-only -q", pytest_itself, folder)
+    found = re.findall(r"test_(\w)\.py::test_it", "\n".join(lines))
+    assert sorted(found) == collected.split()
+
+
+@pytest.mark.parametrize("words", ["setup", "", "tools/sample.py", "test"])
+def test_where_nothing_can_be_installed_that_is_said_in_one_line(words, shell, tmp_path):
+    """In a project without packages, and in one without those of the tools and tests."""
+    run_sh = tmp_path / "run.sh"
+    text = run_sh.read_text()
+    assert text.count('[ ! -w "$place" ]') == 1  # this user may write everywhere
+    run_sh.write_text(text.replace('[ ! -w "$place" ]', "true"))
+    if words in ("", "setup"):
+        (tmp_path / ".venv" / ".installed-run").unlink()
+    assert shell(words, status=1, PYTHON="/bin/false") == [
+        "run.sh: cannot write to .venv, where packages are to be installed: "
+        "copy the project to a folder that you can write to, and start it there"
+    ]

@@ -350,6 +350,28 @@ def test_plot_draws_all_runs_and_published_curves_on_fineweb_only(board, tmp_pat
         assert published.get_xydata()[-1].tolist() == [last, 3.2808]
 
 
+def test_the_legend_of_a_plot_lies_below_it_with_whole_names(board, tmp_path, monkeypatch):
+    from matplotlib import figure
+
+    figures, save = [], figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k)
+    )
+    long = " --layers " + ",".join(["short+v0+pair"] * 30) + " --muon_lr 0.06"
+    logs = {"a.txt": ours(), "b.txt": ours(3.3, flags=long)}
+    board(logs, "--plot", tmp_path / "out.png")
+    drawn = figures[0]
+    legend = drawn.legends[0]
+    names = [text.get_text() for text in legend.get_texts()]
+    assert "".join(names[2].split()) == "B:2025-01-26_BatchSize" + "".join(long.split()) + ",1run"
+    assert names[:2] == ["A: 2025-01-26_BatchSize, 1 run", "2025-01-26_BatchSize, published"]
+    box = legend.get_window_extent()
+    assert drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1 and drawn.bbox.y0 <= box.y0
+    for axis in drawn.axes:
+        panel = axis.get_tightbbox()
+        assert panel.y0 >= box.y1 and panel.height > 300  # pixels
+
+
 def test_diff_prints_settings_and_source_lines_that_differ(board, tmp_path):
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     board({"a.txt": ours(), "b.txt": ours(source="import torch\nx = 1", flags=" --muon_lr 0.06")})

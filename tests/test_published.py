@@ -32,12 +32,30 @@ def printed(capsys):
     return call
 
 
-# ---- Records side by side
+# ---- Records below each other, and side by side
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", FORK])
+def test_without_a_flag_a_record_is_a_line_as_the_table_in_readme_has_it(script, printed):
+    """But for 2025-01-26, whose time there is a second timing."""
+    status, lines, err = printed(script)
+    assert (status, err) == (0, "") and max(map(len, lines)) <= 100
+    table = (HERE / "README.md").read_text().split(f"`--record` of `{script}`")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    for line, (name, recipe, *result) in zip(lines[1:], rows, strict=True):
+        found, steps, minutes, loss = re.split("  +", line)
+        assert found == name.split("`")[1] and steps in re.findall(r"(\d+) steps", recipe)
+        if found == "demo":
+            assert (minutes, loss) == ("-", "-")
+            continue
+        wanted_minutes, wanted_loss = re.fullmatch(r"([\d.]+) min; (.*)", result[0]).groups()
+        assert float(minutes) == float(wanted_minutes.replace("2.997", "2.933"))
+        assert loss.removesuffix(", 1 run") == wanted_loss
 
 
 def test_all_records_of_a_script_are_printed_with_every_setting(printed):
     """A layer has a row; what a record lacks is a dash."""
-    status, lines, err = printed()
+    status, lines, err = printed("--all")
     assert (status, err) == (0, "")
     assert lines[0].split() == list(train_gpt.RECORDS)
     rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:]}
@@ -49,7 +67,7 @@ def test_all_records_of_a_script_are_printed_with_every_setting(printed):
 
 
 def test_a_fork_s_tables_have_a_row_for_each_of_their_rows(printed):
-    status, lines, _ = printed(FORK)
+    status, lines, _ = printed(FORK, "--all")
     rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:]}
     place = lines[0].split().index("2026-03-06_SimplifyHC")
     assert status == 0 and rows["stage 3"][place] == "length=3+window=1664+lr=1.73"

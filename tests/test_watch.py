@@ -91,10 +91,77 @@ def test_a_log_without_rows_and_half_a_row_are_no_trouble(log, capsys):
         watch.main([str(path)])
 
 
-def test_the_picture_is_a_png(log, tmp_path, capsys):
-    watch.main([str(log(600)), "--png", str(tmp_path / "it.png")])
+def test_the_view_shows_the_first_losses_and_a_mark_for_each_validation(log, capsys):
+    """Its legend is a line of text above it, and the published losses yet to come are there."""
+    watch.main([str(log(600))])
+    above, plot = capsys.readouterr().out.split("┌")
+    legend = "⠒ training loss   ○ published loss   ● validation loss"
+    assert above.splitlines()[-2] == legend
+    assert (plot.count("●"), plot.count("○")) == (5, 11)  # at 0 to 500; at 625 to 1750, and 1770
+    assert "loss" not in plot
+    ticks = {m[1]: m[2] for m in re.finditer(r"(?m)^ *([\d.]+)┤(.*)$", plot)}
+    assert ticks["11"].startswith("●")  # the validation of step 0
+    drawn = {name: {m.start() for m in re.finditer("[⠀-⣿]", row)} for name, row in ticks.items()}
+    places = [min(columns) for columns in drawn.values() if columns]
+    assert len(places) >= 3 and places == sorted(places) and places[0] <= 2  # it falls from 11
+
+
+def test_a_loss_of_zero_has_no_place_on_the_axis(log, capsys):
+    path = log(600)
+    rows = path.with_suffix(".jsonl")
+    rows.write_text(rows.read_text().replace('"train_loss": 8.6,', '"train_loss": 0.0,'))
+    watch.main([str(path)])
+    assert "train loss 0.0000" in (out := capsys.readouterr().out) and "8┤" in out
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """Return the figures that are saved while the test runs, as they are then."""
+    from matplotlib import figure
+
+    found, save = [], figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *a, **k: found.append(self) or save(self, *a, **k)
+    )
+    return found
+
+
+@pytest.mark.parametrize("step", [3, 600, 1770])
+def test_the_picture_shows_every_loss_outside_its_legend(step, log, pictures, tmp_path, capsys):
+    """Losses at some steps alone are marks, without a line that looks like losses between them."""
+    watch.main([str(log(step)), "--png", str(tmp_path / "it.png")])
     assert capsys.readouterr().out == f"wrote {tmp_path / 'it.png'}\n"
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+    axis = pictures[0].axes[0]
+    lines = {line.get_label(): line for line in axis.get_lines()}
+    assert {name: line.get_linestyle() for name, line in lines.items()} == {
+        "training": "-",
+        "published": "None",
+        "validation": "None",
+    }
+    assert [len(line.get_xdata()) for line in lines.values()] == [
+        step,
+        16,
+        len(range(0, step, 125)) + (step == 1770),
+    ]
+    panel, legend = axis.get_window_extent(), axis.get_legend().get_window_extent()
+    for line in lines.values():
+        pixels = axis.transData.transform(line.get_xydata())
+        assert all(panel.contains(*pixel) for pixel in pixels)
+        assert not any(legend.contains(*pixel) for pixel in pixels)
+    heights = [axis.transData.transform((0, tick))[1] for tick in axis.get_yticks()]
+    assert len(heights) >= 5 and all(panel.y0 <= height <= panel.y1 for height in heights)
+
+
+def test_a_long_name_is_wrapped_in_the_picture(log, pictures, tmp_path):
+    path = log(3)
+    flags = " --layers " + ",".join(["short+v0+pair"] * 20)
+    path.write_text(path.read_text().replace(f"record {RECORD}", f"record {RECORD}{flags}"))
+    watch.main([str(path), "--png", str(tmp_path / "it.png")])
+    title = pictures[0]._suptitle
+    assert "".join(title.get_text().split()).endswith(flags.replace(" ", ""))
+    box, whole = title.get_window_extent(), pictures[0].bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1
 
 
 def test_without_a_name_it_is_the_newest_log_and_errors_are_a_line(log, tmp_path, monkeypatch):

@@ -2,11 +2,16 @@
 
     ./run.sh tools/export.py [CHECKPOINT] --export hf DIR     the newest checkpoint under logs/
 
-DIR then holds weights (safetensors), settings, GPT-2's tokenizer and a modelling file, and
+DIR then holds weights (safetensors), settings, GPT-2's tokenizer and a modelling file. The model
 
     transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 gives the logits that the checkpoint gives in float32. The window is that of the checkpoint's step.
+GPT-2's tokenizer needs no code of DIR. AutoTokenizer reads config.json first, does not know this
+model, and would ask whether it may run its code. It does not ask if it is told the type:
+
+    transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
+
 The models of train_gpt.py can be exported, and those of forks that change no model.
 """
 
@@ -151,6 +156,9 @@ def export(parsed: tuple[Path, Checkpoint]) -> None:
     folder, checkpoint = parsed
     export_hf(checkpoint, folder)
     print(f"{checkpoint.path}: exported to {folder}")
+    name, auto = repr(str(folder)), "transformers.Auto"
+    print(f"model = {auto}ModelForCausalLM.from_pretrained({name}, trust_remote_code=True)")
+    print(f'tokenizer = {auto}Tokenizer.from_pretrained({name}, tokenizer_type="gpt2")')
 
 
 def main(argv: list[str] | None = None) -> None:

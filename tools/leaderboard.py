@@ -18,6 +18,7 @@ import math
 import re
 import signal
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -306,15 +307,15 @@ def plot(groups: list[list[Run]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, sharey=True, layout="constrained")
     shown, drawn = [], set()
     for i, (letter, runs) in enumerate(zip(letters_of(groups), groups, strict=True)):
         color = f"C{i % 10}"
-        name = f"{letter}: {runs[0].name}"
-        name = name if len(name) <= 50 else f"{name[:50]}..."
+        number = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+        name = f"{letter}: {runs[0].name}, {number}"
         for j, r in enumerate(runs):
             steps, (losses, seconds) = list(r.curve), zip(*r.curve.values(), strict=True)
-            label = f"{name} ({len(runs)})" if j == 0 else None
+            label = name if j == 0 else None
             for axis, x in zip(axes, (seconds, steps), strict=True):
                 axis.plot(x, losses, color=color, linewidth=1, marker=".", ms=4, label=label)
             shown += [loss for s, (loss, _) in r.curve.items() if s >= 0.1 * r.steps]
@@ -331,9 +332,14 @@ def plot(groups: list[list[Run]], path: Path) -> None:
     axes[0].set_ylim(min(shown) - margin, max(shown) + margin)
     axes[0].set(xlabel="train_time (s)", ylabel="validation loss")
     axes[1].set(xlabel="step")
-    axes[1].legend(fontsize="small")
     for axis in axes:
         axis.grid(alpha=0.3)
+    # The legend is below, and makes the picture higher: names may be many, and of many flags.
+    lines, names = axes[1].get_legend_handles_labels()
+    names = [textwrap.fill(name, 130, break_on_hyphens=False) for name in names]
+    rows = sum(name.count("\n") + 1 for name in names)
+    figure.set_size_inches(11, 4.4 + 0.2 * rows)
+    figure.legend(lines, names, loc="outside lower center", fontsize="small")
     figure.savefig(path, dpi=110)
     print(f"\nwrote {path}")
 

@@ -1,6 +1,7 @@
 """The records of a script, and what is published of them.
 
-    ./run.sh tools/records.py [SCRIPT.py]              all of them side by side, with their numbers
+    ./run.sh tools/records.py [SCRIPT.py]              a line of each: steps, published time, loss
+    ./run.sh tools/records.py [SCRIPT.py] --all        all of them side by side, with their numbers
     ./run.sh tools/records.py [SCRIPT.py] --diff A B   two of them, where they differ
     ./run.sh tools/records.py logs/RUN.txt             a run's losses beside published ones
 
@@ -43,7 +44,20 @@ def on_fineweb(*patterns: str) -> bool:
 
 
 # -----------------------------------------------------------------------------
-# Records side by side
+# Records below each other, and side by side
+
+
+def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
+    """Print a line for each record: its steps, and its published time and last loss."""
+    width = max(map(len, records))
+    print(f"{'record':<{width}}  steps  minutes  final loss (published, on 8 H100s)")
+    for name, hp in records.items():
+        minutes = loss = "-"
+        if known := published().get(name):
+            minutes, loss = known["minutes"], f"{known['mean']:.4f}, 1 run"
+            if known["runs"] > 1:
+                loss = f"{known['mean']:.4f} ± {known['deviation']:.4f}, {known['runs']} runs"
+        print(f"{name:<{width}}  {hp.num_iterations:>5}  {minutes:>7}  {loss}")
 
 
 def print_records(run_class: type[train_gpt.Run], names: list[str], differing: bool) -> None:
@@ -126,6 +140,7 @@ def parse_args(argv: list[str] | None) -> tuple:
     )
     parser.error = fail
     parser.add_argument("log", nargs="?", type=Path, help="a run's, logs/RUN.txt")
+    parser.add_argument("--all", action="store_true", help="every number of every record")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="names of two records")
     return path, parser.parse_args(words)
 
@@ -141,7 +156,10 @@ def work(path: Path, args: argparse.Namespace) -> None:
         if name not in names:
             known = " ".join(names)
             raise UserError(f"--diff {name}: {path.name} has no such record; choose from {known}")
-    print_records(run_class, args.diff or names, differing=args.diff is not None)
+    if args.diff or args.all:
+        print_records(run_class, args.diff or names, differing=args.diff is not None)
+    else:
+        print_list(run_class.records)
 
 
 def main(argv: list[str] | None = None) -> None:

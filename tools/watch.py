@@ -10,6 +10,7 @@ record's published curve is drawn too. If the output is no terminal, one view is
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -48,21 +49,34 @@ def published(run: Run) -> dict[int, float]:
 
 
 def curves(run: Run, rows: list[dict]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return steps and losses by name: training, validation, published; those that there are."""
+    """Return steps and losses by name: training, published, validation; those that there are. The
+    axis is logarithmic, so a loss of 0 has no place."""
     found = {
         "training": [(row["step"], row["train_loss"]) for row in rows if "train_loss" in row],
-        "validation": [(step, loss) for step, (loss, _) in run.curve.items()],
         "published": published(run).items(),
+        "validation": [(step, loss) for step, (loss, _) in run.curve.items()],
     }
-    return {name: tuple(zip(*points, strict=True)) for name, points in found.items() if points}
+    lines = {}
+    for name, points in found.items():
+        points = [(step, loss) for step, loss in points if loss > 0]
+        if points:
+            lines[name] = tuple(zip(*points, strict=True))
+    return lines
 
 
-def limits(lines: dict[str, tuple[list[int], list[float]]], step: int) -> tuple[float, float]:
-    """Return the range of losses to draw: without the first tenth of the steps so far."""
-    points = [point for line in lines.values() for point in zip(*line, strict=True)]
-    losses = [loss for at, loss in points if at >= step / 10]
-    margin = 0.05 * (max(losses) - min(losses)) + 1e-3
-    return min(losses) - margin, max(losses) + margin
+def loss_axis(lines: dict[str, tuple[list[int], list[float]]]) -> tuple[float, float, list[float]]:
+    """Return the range of all losses, a little wider, and round numbers in it. The axis is
+    logarithmic, because the last losses lie close together, far below the first ones."""
+    losses = [loss for _, losses in lines.values() for loss in losses]
+    low, high = min(losses) / 1.02, max(losses) * 1.02
+    unit = 10 ** math.floor(math.log10(high - low))
+    step = next(unit * part for part in (0.2, 0.5, 1, 2) if high - low <= 8 * unit * part)
+    ticks = []
+    for halves in range(math.ceil(2 * low / step), math.floor(2 * high / step) + 1):
+        tick = step * halves / 2
+        if halves % 2 == 0 or tick < high / 2:  # low ones lie further apart
+            ticks.append(tick)
+    return low, high, ticks
 
 
 def last_step(run: Run, rows: list[dict]) -> int:
@@ -101,14 +115,22 @@ def view(run: Run, rows: list[dict], idle: float, width: int, height: int) -> st
     """Return the run as text of so many columns and lines."""
     text = [line for part in summary(run, rows, idle) for line in textwrap.wrap(part, width)]
     lines = curves(run, rows)
+    looks = {"training": ("⠒", "gray"), "published": ("○", "blue"), "validation": ("●", "red")}
+    text.append("   ".join(f"{looks[name][0]} {name} loss" for name in lines))
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, max(height - len(text) - 1, 8))
     for name, (steps, losses) in lines.items():
-        colors = {"training": "gray", "validation": "red", "published": "blue"}
-        plotext.plot(steps, losses, label=name, color=colors[name], marker="braille")
+        mark, color = looks[name]
+        heights = [math.log(loss) for loss in losses]
+        if name == "training":
+            plotext.plot(steps, heights, color=color, marker="braille")
+        else:
+            plotext.scatter(steps, heights, color=color, marker=mark)
+    low, high, ticks = loss_axis(lines)
+    plotext.ylim(math.log(low), math.log(high))
+    plotext.yticks([math.log(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
     plotext.xlim(0, run.steps)
-    plotext.ylim(*limits(lines, last_step(run, rows)))
     plotext.xticks([run.steps * i // 4 for i in range(5)])
     return "\n".join([*text, plotext.build()])
 
@@ -120,23 +142,29 @@ def draw(run: Run, rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True, layout="constrained")
     lines = curves(run, rows)
     looks = {
-        "training": {"color": "0.7", "linewidth": 1},
-        "validation": {"color": "C0", "marker": "o"},
-        "published": {"color": "C3", "linestyle": "--"},
+        "training": {"color": "0.6", "linewidth": 1},
+        "published": {"color": "C3", "marker": "o", "markersize": 8, "fillstyle": "none"},
+        "validation": {"color": "C0", "marker": "o", "markersize": 5},
     }
     for name, line in lines.items():
-        axes[0].plot(*line, label=name, **looks[name])
-    axes[0].set(xlabel="step", ylabel="loss", ylim=limits(lines, last_step(run, rows)))
+        style = "-" if name == "training" else "none"  # the others are far apart
+        axes[0].plot(*line, linestyle=style, label=name, **looks[name])
+    low, high, ticks = loss_axis(lines)
+    axes[0].set(ylabel="loss (log scale)", yscale="log", ylim=(low, high))
+    axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[0].set_yticks([], minor=True)
     axes[0].legend()
     timed = [row for row in rows if "ms" in row]
     axes[1].plot([row["step"] for row in timed], [row["ms"] for row in timed], linewidth=1)
-    axes[1].set(xlabel="step", ylabel="ms/step", ylim=(0, None))
+    axes[1].set_ylim(0, 1.05 * axes[1].get_ylim()[1])
+    axes[1].set_ylabel("ms/step")
     for axis in axes:
+        axis.set(xlabel="step", xlim=(-0.02 * run.steps, 1.02 * run.steps))
         axis.grid(alpha=0.3)
-    figure.suptitle(summary(run, rows, 0)[0], fontsize="medium")
+    figure.suptitle(textwrap.fill(summary(run, rows, 0)[0], 120), fontsize="medium")
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")
 
