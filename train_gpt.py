@@ -2130,23 +2130,27 @@ def parse_flags(argv: list[str] | None, run_class: type["Run"]) -> argparse.Name
     return args
 
 
-def record_asked(args: argparse.Namespace, run_class: type["Run"]) -> str:
-    """Return the name of the record that flags ask for; the name's beginning is enough. UserError
-    if there is none, or more than one."""
+def find_record(name: str, run_class: type["Run"]) -> str:
+    """Return the name of the record that has this name, or alone begins with it. UserError if there
+    is none, or more than one."""
     records = list(run_class.records)
-    if "record" not in args:
-        on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-        return "demo" if on_cpu and "demo" in records else run_class.default_record
-    name = args.record
     found = [name] if name in records else [known for known in records if known.startswith(name)]
     if len(found) == 1:
         return found[0]
     for path in sorted(HERE.glob("forks/*.py")):
         if not found and f'"{name}' in path.read_text("utf-8"):
             where = path.relative_to(HERE)
-            raise UserError(f"--record {name} is in {where}: ./run.sh {where} --record {name}")
+            raise UserError(f"record {name} is in {where}: ./run.sh {where} --record {name}")
     near = found or difflib.get_close_matches(name, records, 1) or records
-    raise UserError(f"--record {name}: there is no such record; did you mean {' or '.join(near)}?")
+    raise UserError(f"there is no record {name}: did you mean {' or '.join(near)}?")
+
+
+def record_asked(args: argparse.Namespace, run_class: type["Run"]) -> str:
+    """Return the name of the record that flags ask for."""
+    if "record" in args:
+        return find_record(args.record, run_class)
+    on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
+    return "demo" if on_cpu and "demo" in run_class.records else run_class.default_record
 
 
 def with_flags(hp: Hyperparameters, args: argparse.Namespace) -> Hyperparameters:

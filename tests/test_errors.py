@@ -24,16 +24,16 @@ FLAGS = [
     ("--muon_lr", 2, "argument --muon_lr: expected one argument"),
     ("--muon_lr fast", 2, "argument --muon_lr: invalid float value: 'fast'"),
     ("--fp8 maybe", 2, "argument --fp8: maybe is neither on nor off"),
-    ("--record 2023", 2, "--record 2023: there is no such record; did you mean 2024-11-19_Flex"),
-    ("--record Demo", 2, "--record Demo: there is no such record; did you mean demo?"),
+    ("--record 2023", 2, "there is no record 2023: did you mean 2024-11-19_FlexAttention or"),
+    ("--record Demo", 2, "there is no record Demo: did you mean demo?"),
     ("--record 2024", 2, "did you mean 2024-11-19_FlexAttention or 2024-11-24_WindowWarmup?"),
     (
         "--record 2026-03-06_SimplifyHC",
         2,
-        "--record 2026-03-06_SimplifyHC is in forks/train_gpt_2026.py: "
+        "record 2026-03-06_SimplifyHC is in forks/train_gpt_2026.py: "
         "./run.sh forks/train_gpt_2026.py --record 2026-03-06_SimplifyHC",
     ),
-    ("--record 2026-01", 2, "--record 2026-01 is in forks/train_gpt_2026.py"),
+    ("--record 2026-01", 2, "record 2026-01 is in forks/train_gpt_2026.py"),
     ("--seq_len 100", 2, "--seq_len 100: must be at least 128, a multiple of 128"),
     ("--val_seq_len 64", 2, "--val_seq_len 64: must be at least 128, a multiple of 128"),
     ("--val_tokens 300", 2, "--val_tokens 300: must be a multiple of val_seq_len"),

@@ -237,7 +237,9 @@ def test_ranks_without_rank_0_s_checkpoint_stop(flags, tmp_path):
     run = Program([*flags, "--resume", "auto"], 2, in_own_folder)
     assert run.end(slice(1, 2)) == [2]
     run.fail()
-    said = r"rank 0 goes on from logs/it/state_step\d+.pt, which is not here: logs/ must be one folder"
+    said = (
+        r"rank 0 goes on from logs/it/state_step\d+.pt, which is not here: logs/ must be one folder"
+    )
     assert re.search(said, run.text("err", 1))
 
 

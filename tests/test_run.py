@@ -165,3 +165,23 @@ def test_import_has_no_side_effect(tmp_path):
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+@pytest.mark.parametrize(
+    ("loadavg", "environment", "spins"),
+    [
+        ("0.00 0.00 0.00 1/80 999", {}, None),  # this thread alone runs
+        ("1.99 1.50 0.70 1/80 999", {}, None),  # another run has just ended
+        ("0.00 0.00 0.00 3/80 999", {}, "1000"),
+        ("0.00 0.00 0.00 3/80 999", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("0.00 0.00 0.00 3/80 999", {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_where_other_programs_run_threads_do_not_spin_long(loadavg, environment, spins):
+    """This is so before torch is imported, as train_gpt.py is."""
+    before, _ = Path(SCRIPT).read_text().split("import numpy as np\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(environment))
+        patch.setattr(Path, "read_text", lambda path: loadavg)
+        exec(before, {"__name__": "train_gpt"})
+        assert os.environ.get("GOMP_SPINCOUNT") == spins

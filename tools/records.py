@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import re
+import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -151,13 +152,11 @@ def work(path: Path, args: argparse.Namespace) -> None:
         print_against_published(args.log)
         return
     run_class = script.load(path)
-    names = list(run_class.records)
-    for name in args.diff or []:
-        if name not in names:
-            known = " ".join(names)
-            raise UserError(f"--diff {name}: {path.name} has no such record; choose from {known}")
-    if args.diff or args.all:
-        print_records(run_class, args.diff or names, differing=args.diff is not None)
+    if args.diff:
+        names = [train_gpt.find_record(name, run_class) for name in args.diff]
+        print_records(run_class, names, differing=True)
+    elif args.all:
+        print_records(run_class, list(run_class.records), differing=False)
     else:
         print_list(run_class.records)
 
@@ -168,4 +167,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
     main()

@@ -46,7 +46,10 @@ def test_a_bad_value_ends_with_one_line_that_names_its_flag(
 
 def test_a_record_of_the_textbook_is_no_record_here(capsys):
     status, err = error_of(["--record", "2024-11-24_WindowWarmup"], capsys, main)
-    assert status == 2 and "there is no such record; did you mean 2025-08-23_SparseAttnGate" in err
+    assert (
+        status == 2
+        and "there is no record 2024-11-24_WindowWarmup: did you mean 2025-08-23_Sparse" in err
+    )
 
 
 @pytest.mark.parametrize(
