@@ -5,8 +5,8 @@
 #                                      SCRIPT.py is a fork, such as forks/train_gpt_2026.py; if none
 #                                      is named, train_gpt.py. Flags are the script's: see --help
 #   ./run.sh [SCRIPT.py] --runs N [flags]
-#                                      N runs with seeds from --seed on, then their statistics; no
-#                                      checkpoints unless --save_every is among the flags
+#                                      N runs with seeds from --seed on, then their statistics;
+#                                      their weights are saved only with --save_last on
 #   ./run.sh --compare "A" "B" [flags] runs with flags A and with flags B in turn, until it is known
 #                                      which are better; A and B may begin with a SCRIPT.py
 #   ./run.sh --ablate [SCRIPT.py] [flags]

@@ -51,7 +51,7 @@ from train_gpt import HERE, Hyperparameters, UserError, as_program, fail  # noqa
 LAUNCH = HERE / "tools" / "launch.py"
 LONGER = 1.25  # times the steps: the run that tells what a step is worth
 ROUNDED = 1e-4 / 6**0.5  # deviation of the rounding in a difference of two losses of logs
-WITHOUT = ("--save_every", "0", "--val_loss_every", "0")  # unless flags say otherwise
+WITHOUT = ("--save_last", "off", "--val_loss_every", "0")  # unless flags say otherwise
 
 
 # -----------------------------------------------------------------------------

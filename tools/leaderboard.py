@@ -32,7 +32,8 @@ STEP = re.compile(
     r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? "
     r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms"  # seconds: optimization track
 )
-OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "device"}  # equals may differ in it
+# Runs may differ in these and be equals.
+OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "save_last", "device"}
 SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
 
 

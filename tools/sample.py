@@ -95,7 +95,7 @@ def parse_with_checkpoint(
     hp, loaded = core(run_class).parse_args(["--eval", wanted, *flags], run_class)
     if hp.vocab_size <= END_OF_TEXT:
         raise UserError(f"{loaded.checkpoint}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
-    return args, Checkpoint(loaded.checkpoint, loaded.saved, hp, run_class)
+    return args, Checkpoint(Path(loaded.checkpoint), loaded.saved, hp, run_class)
 
 
 # -----------------------------------------------------------------------------
