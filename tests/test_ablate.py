@@ -234,6 +234,19 @@ def test_a_single_technique_has_the_paired_t_test(seeds):
     assert p == pytest.approx(test.pvalue) and (verdict == "not settled") == (p >= 0.01)
 
 
+@pytest.mark.parametrize("difference", [0.0, 1e-4])
+def test_equal_losses_err_by_their_rounding(difference):
+    """Each of a difference's two losses has four digits, and an error that is uniform: its variance
+    is 1e-8 / 12."""
+    losses = np.full((1, 4), difference)
+    found = Effects.of(losses, 0 * losses, 0.5)
+    error = math.sqrt(2 * 1e-8 / 12 / 4)
+    assert found.errors["loss"] == pytest.approx(error)
+    assert found.errors["together"] == pytest.approx(error / 0.5)
+    p = 2 * stats.t.sf(difference / error, 3)
+    assert found.verdict(0, "loss") == ("not settled", pytest.approx(p))
+
+
 def test_techniques_that_are_alone_with_their_runs_of_the_record_are_pooled():
     """Of 17 techniques, one of each eight is left, and the 17th: the variance of differences is the
     mean of three, and twice that of a run."""

@@ -106,11 +106,17 @@ class Effects:
     @classmethod
     def of(cls, losses: np.ndarray, times: np.ndarray, worth: float | None) -> "Effects":
         """Return effects from differences (techniques, seeds) to the record: of losses, and of log
-        times. The record's own runs err, too: hence the factor 2 in a difference's variance."""
-        together = times + losses / (worth or math.nan)
+        times. The record's own runs err, too: hence the factor 2 in a difference's variance. Where
+        losses are equal, they still err by their rounding."""
+        worth = worth or math.nan
+        together, rounded = times + losses / worth, compare.ROUNDED / math.sqrt(losses.shape[1])
         errors = {}
-        for name, values in (("loss", losses), ("time", times), ("together", together)):
-            errors[name] = pooled(values)[0] * math.sqrt(2 / values.shape[1])
+        for name, values, least in (
+            ("loss", losses, rounded),
+            ("time", times, 0.0),
+            ("together", together, rounded / worth),
+        ):
+            errors[name] = max(pooled(values)[0] * math.sqrt(2 / values.shape[1]), least)
         return cls(losses.mean(1), times.mean(1), together.mean(1), errors, pooled(losses)[1])
 
     def half(self, name: str) -> float:
