@@ -13,9 +13,11 @@ import ablate
 import numpy as np
 import pytest
 import script
-from ablate import TECHNIQUES, Effects
+import techniques
+from ablate import Effects
 from compare import Side
 from scipy import stats
+from techniques import TECHNIQUES
 
 import train_gpt
 from train_gpt import HERE, UserError
@@ -50,7 +52,7 @@ def interrupts():
 
 def flags_without(technique, hp) -> list[str]:
     """Return the flags that turn a technique off."""
-    return ablate.flags_without(technique, hp, Frontier)
+    return techniques.flags_without(technique, hp, Frontier)
 
 
 def settings_of(words: list[str]):
@@ -90,7 +92,10 @@ def fields_that_differ(hp, off, name: str) -> set[str]:
 # ---- Techniques
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
+ALONE = [technique for technique in TECHNIQUES if technique.off]  # may be turned off alone
+
+
+@pytest.mark.parametrize("technique", ALONE, ids=lambda technique: technique.name)
 def test_flags_turn_a_technique_off_and_nothing_else(technique):
     """What they change is then as in 2025-01-26, whose values are the defaults."""
     plain = Frontier.settings()
@@ -132,7 +137,7 @@ def test_a_record_has_no_technique_of_a_later_one(record):
 def test_a_script_lacks_the_techniques_for_which_it_has_no_setting(record):
     """train_gpt.py's records have one: value embeddings, of tables."""
     hp = train_gpt.RECORDS[record]
-    having = [t.name for t in TECHNIQUES if ablate.flags_without(t, hp, train_gpt.Run)]
+    having = [t.name for t in TECHNIQUES if techniques.flags_without(t, hp, train_gpt.Run)]
     assert having == ([] if record.startswith("2024") else ["value embeddings"])
 
 
@@ -151,8 +156,8 @@ def test_a_script_lacks_the_techniques_for_which_it_has_no_setting(record):
     ],
 )
 def test_words_are_taken_out_of_rows_whole(words, text, left):
-    words = [word.replace("=N", f"={ablate.NUMBER}") for word in words]
-    assert ablate.without("layers", *words)(SimpleNamespace(layers=text), Frontier) == left
+    words = [word.replace("=N", f"={techniques.NUMBER}") for word in words]
+    assert techniques.without("layers", *words)(SimpleNamespace(layers=text), Frontier) == left
 
 
 TWO_STAGES = "--extension_frac 0 --stages length=1+window=128+lr=1,length=4+window=256+lr=2"
@@ -179,18 +184,18 @@ def test_one_stage_has_as_many_tokens_and_the_last_window(words):
 # ---- Statistics: of runs that have a deviation of 1 around technique and seed
 
 
-def tables(count: int, techniques: int, seeds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return differences to the record's run in a block, (count, techniques, seeds); the record has
-    a run for each block and seed. Return, too, what is true of each technique."""
+def tables(count: int, rows: int, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return differences to the record's run in a block, (count, rows, seeds), a row for each
+    technique; the record has a run for each block and seed. Return, too, what is true of each."""
     rng = np.random.default_rng(0)
-    true = rng.normal(0, 3, techniques)
-    runs = rng.normal(0, 1, (count, techniques, seeds)) + true[:, None]
-    records = rng.normal(0, 1, (count, -(-techniques // ablate.BLOCK), seeds))
-    return runs - records.repeat(ablate.BLOCK, 1)[:, :techniques], true
+    true = rng.normal(0, 3, rows)
+    runs = rng.normal(0, 1, (count, rows, seeds)) + true[:, None]
+    records = rng.normal(0, 1, (count, -(-rows // ablate.BLOCK), seeds))
+    return runs - records.repeat(ablate.BLOCK, 1)[:, :rows], true
 
 
 @pytest.mark.parametrize(
-    ("techniques", "seeds", "left_out"),
+    ("rows", "seeds", "left_out"),
     [
         (2, 2, []),
         (5, 3, []),
@@ -202,26 +207,75 @@ def tables(count: int, techniques: int, seeds: int) -> tuple[np.ndarray, np.ndar
         (33, 3, [*range(8), 12, 32]),  # a whole block
     ],
 )
-def test_the_deviation_is_that_of_a_least_squares_fit(techniques, seeds, left_out):
+def test_the_deviation_is_that_of_a_least_squares_fit(rows, seeds, left_out):
     """With a variable for each technique, and one for each run of the record; of techniques that
     are whole."""
-    values = tables(1, techniques, seeds)[0][0]
+    values = tables(1, rows, seeds)[0][0]
     values[left_out, : seeds - 1] = math.nan
-    blocks = np.eye(-(-techniques // ablate.BLOCK)).repeat(ablate.BLOCK, 0)[:techniques]
-    of_techniques = np.kron(np.eye(techniques), np.ones((seeds, 1)))
+    blocks = np.eye(-(-rows // ablate.BLOCK)).repeat(ablate.BLOCK, 0)[:rows]
+    of_techniques = np.kron(np.eye(rows), np.ones((seeds, 1)))
     design = np.hstack([of_techniques, np.kron(blocks, np.eye(seeds))])
     whole = np.delete(values, left_out, 0).ravel()
-    design = np.delete(design.reshape(techniques, seeds, -1), left_out, 0).reshape(whole.size, -1)
+    design = np.delete(design.reshape(rows, seeds, -1), left_out, 0).reshape(whole.size, -1)
     fit, _, rank, _ = np.linalg.lstsq(design, whole, rcond=None)
     free = whole.size - rank
     expected = math.sqrt(((whole - design @ fit) ** 2).sum() / free)
     assert ablate.pooled(values) == (pytest.approx(expected), free)
 
 
-@pytest.mark.parametrize(("techniques", "left_out"), [(3, []), (12, []), (12, [1, 8])])
-def test_intervals_and_verdicts_are_right_as_often_as_they_say(techniques, left_out):
+@pytest.mark.parametrize("seeds", [4, 7])
+def test_a_single_technique_has_the_paired_t_test(seeds):
+    values = tables(1, 1, seeds)[0][0]
+    found = Effects.of(0.01 * values, values, None)
+    test = stats.ttest_1samp(0.01 * values[0], 0)
+    low, high = test.confidence_interval(0.95)
+    assert found.free == seeds - 1 and found.half("loss") == pytest.approx((high - low) / 2)
+    verdict, p = found.verdict(0, "loss")
+    assert p == pytest.approx(test.pvalue) and (verdict == "not settled") == (p >= 0.01)
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-4])
+def test_equal_losses_err_by_their_rounding(difference):
+    """Each of a difference's two losses has four digits, and an error that is uniform: its variance
+    is 1e-8 / 12."""
+    losses = np.full((1, 4), difference)
+    found = Effects.of(losses, 0 * losses, 0.5)
+    error = math.sqrt(2 * 1e-8 / 12 / 4)
+    assert found.errors["loss"] == pytest.approx(error)
+    assert found.errors["together"] == pytest.approx(error / 0.5)
+    p = 2 * stats.t.sf(difference / error, 3)
+    assert found.verdict(0, "loss") == ("not settled", pytest.approx(p))
+
+
+def test_techniques_that_are_alone_with_their_runs_of_the_record_are_pooled():
+    """Of 17 techniques, one of each eight is left, and the 17th: the variance of differences is the
+    mean of three, and twice that of a run."""
+    values = tables(1, 17, 5)[0][0]
+    values[[*range(1, 8), *range(8, 15)], 0] = math.nan
+    expected = math.sqrt(values[[0, 15, 16]].var(1, ddof=1).mean() / 2)
+    assert ablate.pooled(values) == (pytest.approx(expected), 12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seeds", "free"), [(1, 3, 2), (1, 4, 3), (2, 3, 2), (2, 4, 3), (4, 2, 3), (9, 1, 0)]
+)
+def test_three_degrees_of_freedom_are_the_least_for_a_verdict(rows, seeds, free):
+    """However large the effects are."""
+    values = tables(1, rows, seeds)[0][0] + 1e6
+    found = Effects.of(values, values, 1.0)
+    assert found.free == free and (free < 3) == (seeds < ablate.fewest_seeds(rows))
+    for judge in ("loss", "time", "together"):
+        verdict, p = found.verdict(0, judge)
+        assert (verdict == "-") == math.isnan(p) == math.isnan(found.half(judge)) == (free < 3)
+        assert free < 3 or verdict == "helps"
+
+
+@pytest.mark.parametrize(
+    ("rows", "seeds", "left_out"), [(3, 3, []), (12, 3, []), (12, 3, [1, 8]), (1, 4, [])]
+)
+def test_intervals_and_verdicts_are_right_as_often_as_they_say(rows, seeds, left_out):
     """Intervals 95 times in 100. A technique that does nothing gets a verdict once in 100."""
-    losses, true = tables(2000, techniques, 3)
+    losses, true = tables(2000, rows, seeds)
     losses[:, left_out] = math.nan
     inside = settled = 0
     for values in losses:
@@ -256,17 +310,20 @@ def test_the_interval_of_a_rank_correlation_holds_it():
 
 # ---- The table
 
-SPECIAL = {"record": (1490, 0.0), "record_longer": (1862, -0.05)}  # steps, harm to the loss
+SPECIAL = {"record": (1490, 0.0), "record_longer": (1862, None)}  # steps, harm to the loss
 HEADER = ["technique", "loss without it", "time without it", "to equal loss"]
 HEADER += ["p", "verdict", "gain_s"]
 
 
 @pytest.fixture
 def ablation(tmp_path, monkeypatch, capsys):
-    """Return ablation(words): its runs are made up, and fail where (side, seed) is in `fails`. It
-    returns status, lines printed, the error and the runs in order, by name, side and seed."""
+    """Return ablation(words): its runs are made up, and fail where (side, seed) is in `fails`. The
+    longer run's loss is lower by `gain`. It returns status, lines printed, the error and the runs
+    in order, by name, side and seed."""
 
-    def call(words: str, changed_seed=-1, fails=()) -> tuple[int, list[str], str, dict]:
+    def call(
+        words: str | list[str], changed_seed=-1, fails=(), gain=0.05
+    ) -> tuple[int, list[str], str, dict]:
         made = {}
 
         def run(side: Side, name: str, seed: int) -> SimpleNamespace:
@@ -274,6 +331,8 @@ def ablation(tmp_path, monkeypatch, capsys):
                 raise UserError(f"the run {name}_{side.name}_seed{seed} failed")
             noise = random.Random(f"{name} {side.name} {seed}")
             steps, harm = SPECIAL.get(side.name, (1490, 0.01 * (len(side.name) - 15)))
+            if side.name == "record_longer":
+                harm = -gain
             found = SimpleNamespace(loss=3.3 + harm + noise.gauss(0, 0.002), steps=steps)
             found.seconds = 80 + noise.gauss(0, 0.1)
             found.group, found.path = seed == changed_seed, Path(f"{side.name}_{seed}.txt")
@@ -284,7 +343,7 @@ def ablation(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(Side, "run", run)
         try:
-            ablate.main(words.split())
+            ablate.main(words.split() if isinstance(words, str) else words)
         except SystemExit as end:
             status = end.code
         out, err = capsys.readouterr()
@@ -352,7 +411,9 @@ def check_table(lines: list[str], made: dict, seeds: range, count: int) -> None:
 def test_rounds_and_their_tables_sorted_by_effect(ablation):
     status, lines, err, made = ablation(f"--ablate {FORK} --record {NEWEST} --run_id it --seed 4")
     assert (status, err) == (0, "")
-    assert lines[0] == "logs are logs/it_*.txt; after a stop, --run_id it goes on"
+    assert lines[0] == f"{len(made) // 3} runs a seed, 3 seeds: {len(made)} runs"
+    assert lines[1] == "logs are logs/it_*.txt; after a stop, --run_id it goes on"
+    assert lines[2] == f"all {len(made) - 1} others: about 0 seconds, by the first run"
     seeds = [seed for _, _, seed in made]
     assert seeds == sorted(seeds) and set(seeds) == {4, 5, 6}
     shown = [side for _, side, seed in made if seed == 4]
@@ -360,7 +421,8 @@ def test_rounds_and_their_tables_sorted_by_effect(ablation):
     places = [i for i, side in enumerate(shown) if side == "record"]
     assert places == [*range(0, len(shown), 9)]  # before each eight
     assert [side for side in shown if side != "record"] == [*HAVING] and len(HAVING) > 25
-    assert sum(line.startswith("after ") for line in lines) == 2
+    assert sum(line.startswith("after ") for line in lines) == 3
+    assert "±" not in "".join(lines[: lines.index("after 2 of 3 seeds:")])  # in the first table
     for count in (2, 3):
         check_table(lines, made, range(4, 7), count)
 
@@ -388,15 +450,90 @@ def test_a_failing_run_of_the_record_ends_it(side, ablation):
     assert {seed for _, other, seed in made if other not in SPECIAL} == {0}
 
 
+def names_in_table(lines: list[str], after: str) -> set[str]:
+    """Return the techniques of the table behind a line."""
+    start = lines.index(after) + 3
+    return {re.split("  +", line)[0] for line in lines[start : lines.index("", start)]}
+
+
 @pytest.mark.parametrize("word", ["value", "VaLue"])
 def test_only_takes_techniques_by_a_word_of_their_names(word, ablation):
     words = f"--ablate {FORK} --record {NEWEST} --only {word} --run_id it --runs 2"
     _, lines, _, made = ablation(words)
-    names, start = {t.name for t in TECHNIQUES if "value" in t.name}, lines.index("") + 4
-    assert {re.split("  +", line)[0] for line in lines[start : start + 4]} == names
-    assert lines[start + 4] == "" and len(names) == 4
+    names = {t.name for t in ALONE if "value" in t.name}
+    assert names_in_table(lines, "after 2 of 2 seeds:") == names and len(names) == 4
     assert len({side for _, side, _ in made} - {*SPECIAL}) == 4
     assert not any("rank correlation" in line for line in lines)  # no gain of them is known
+
+
+def test_only_takes_several_words(ablation):
+    words = ["--ablate", FORK, "--record", NEWEST, "--run_id", "it", "--runs", "2", "--only"]
+    _, lines, _, _ = ablation([*words, "smear, polar,YARN,,extension, wide"])
+    names = {"smear", "Polar Express", "YaRN", "extension, wide last window"}
+    assert names_in_table(lines, "after 2 of 2 seeds:") == names
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [("smeer", "smear"), ("normoun", "NorMuon"), ("bigramm", "table of bigrams")],
+)
+def test_a_word_that_is_in_no_name_is_refused_with_the_nearest_technique(word, nearest, ablation):
+    for more in ([], ["--list"]):
+        status, lines, err, made = ablation(["--ablate", FORK, "--only", f"yarn,{word}", *more])
+        assert (status, lines, made) == (2, [], {}) and err.count("\n") == 1
+        assert f"--only {word}: " in err and f'the nearest one is "{nearest}", --list names' in err
+
+
+@pytest.mark.parametrize(("runs", "least"), [(1, True), (3, True), (4, False)])
+def test_a_single_technique_will_do(runs, least, ablation):
+    """With its paired t-test from four seeds on; with fewer there is no verdict, as is said before
+    the runs."""
+    words = f"--ablate {FORK} --record {NEWEST} --only smear --run_id it --runs {runs}"
+    status, lines, err, made = ablation(words)
+    assert (status, err, len(made)) == (0, "", 3 * runs)
+    assert ("for intervals and verdicts --runs 4 is the least" in lines[2]) == least
+    last = lines[lines.index(f"after {runs} of {runs} seeds:") + 3]
+    values, _ = by_hand(made, range(runs))
+    if least:
+        assert "±" not in last and re.search(r" -  +-  +1\.1$", last)
+        assert "these are too few runs for intervals and verdicts" in lines
+    else:
+        losses = values["smear"][:, 0]
+        low, high = stats.ttest_1samp(losses, 0).confidence_interval(0.95)
+        assert f"  {losses.mean():+.4f} ± {(high - low) / 2:.4f}  " in last
+        p = stats.ttest_1samp(values["smear"][:, 2], 0).pvalue
+        assert f"  {p:.3f}  not settled " in last or f"  {p:.2e}  hurts " in last
+
+
+@pytest.mark.parametrize("gain", [-0.05, -0.5])
+def test_where_time_has_no_worth_the_loss_may_be_judged_with_the_same_name(gain, ablation):
+    words = f"--ablate {FORK} --record {NEWEST} --only smear,yarn --run_id it --runs 3"
+    status, lines, err, made = ablation(words, gain=gain)
+    assert status == 1 and [side for _, side, _ in made] == ["record", "record_longer"]
+    expected = "logs/it_record_longer_*.txt has more steps, and no lower loss; go on with these "
+    assert f"{expected}runs by --run_id it --judge loss\n" in err and err.count("\n") == 1
+    status, lines, err, made = ablation(f"{words} --judge loss", gain=gain)
+    assert (status, err, len(made)) == (0, "", 4 * 3)
+    assert names_in_table(lines, "after 3 of 3 seeds:") == {"smear", "YaRN"}
+    header = re.split("  +", lines[lines.index("after 3 of 3 seeds:") + 2])
+    assert header == [name for name in HEADER if name != "to equal loss"]
+    assert "more steps have no lower loss: what time is worth cannot be measured here" in lines
+
+
+def test_the_worth_of_time_is_the_mean_of_the_seeds(ablation, monkeypatch):
+    """A single longer run that ends higher does not end an ablation whose mean gain is positive."""
+    gains = iter((0.05, -0.02, 0.03))
+    words = f"--ablate {FORK} --record {NEWEST} --only smear,yarn --run_id it --runs 3"
+
+    def worth(own, longer) -> float:
+        return next(gains)
+
+    monkeypatch.setattr(ablate.compare, "worth_of_time", worth)
+    status, lines, err, _ = ablation(words)
+    assert (status, err) == (0, "")
+    found = [line.split(" worth ")[1] for line in lines if line.startswith("one step of 1490")]
+    means = [0.05, 0.015, 0.02]
+    assert found == [f"{mean / 1490:.2g} of the loss" for mean in means]
 
 
 def test_a_name_goes_on_with_the_same_flags_only(ablation):
@@ -411,9 +548,9 @@ def test_a_name_goes_on_with_the_same_flags_only(ablation):
 @pytest.mark.parametrize(
     "words",
     [
-        f"--ablate {FORK} --runs 1",
+        f"--ablate {FORK} --runs 0",
         f"--ablate {FORK} --only nothing",
-        f"--ablate {FORK} --record {NEWEST} --only backout",
+        f"--ablate {FORK} --record {NEWEST} --only sum",
         "--ablate --record 2024-11-19_FlexAttention",
         "--ablate --no_such 1",
         "--ablate --runs many",
@@ -426,24 +563,65 @@ def test_bad_flags_start_nothing(words, ablation):
     assert (status, made) == (2, {}) and err.count("\n") == 1
 
 
-def test_too_few_techniques_are_named_with_the_script_that_has_more(ablation):
-    status, _, err, made = ablation("--ablate --record 2025-01-26_BatchSize")
+def test_a_record_without_techniques_is_named_with_the_script_that_has_many(ablation):
+    status, _, err, made = ablation("--ablate --record 2024-11-19_FlexAttention")
     assert (status, made) == (2, {})
-    assert "it found value embeddings; forks/train_gpt_2026.py has many" in err
+    text = "2024-11-19_FlexAttention of train_gpt.py has no technique that --ablate knows; "
+    assert f"{text}forks/train_gpt_2026.py has many: ./run.sh --ablate forks/train_g" in err
 
 
-def test_a_list_of_the_techniques_makes_no_runs(ablation):
-    status, lines, err, made = ablation(f"--ablate {FORK} --record {NEWEST} --list")
+@pytest.mark.parametrize("record", [NEWEST, "2026-01-19_BigramHashEmbedding", None])
+def test_a_list_of_all_techniques_of_a_script_makes_no_runs(record, ablation):
+    """Of its default record, if none is named. Those of other records are not in it; those that
+    other numbers belong to have no flags."""
+    named = f" --record {record}" if record else ""
+    status, lines, err, made = ablation(f"--ablate {FORK} --list{named}")
     assert (status, err, made) == (0, "", {})
-    header, *rows = (re.split("  +", line) for line in lines)
-    assert header == ["technique", "brought", "gain_s", "without it"]
-    for technique, (name, brought, gain, off) in zip(HAVING.values(), rows, strict=True):
-        assert (name, brought) == (technique.name, technique.brought)
-        assert gain == ("-" if technique.gain is None else f"{technique.gain:.1f}")
-        assert off.split() == flags_without(technique, RECORDS[NEWEST])
+    record = record or Frontier.default_record
+    header, *rows = (re.split("  +", line) for line in lines[: lines.index("")])
+    names = ["technique", "switch", "brought", "gain_s", "where", "test", "without it"]
+    assert header == names and f"without it: flags for {record}; -: " in lines[-1]
+    for technique, row in zip(TECHNIQUES, rows, strict=True):
+        name, switch, brought, gain, where, test, off = row
+        assert (name, switch, brought) == (technique.name, technique.switch, technique.brought)
+        assert (where, test) == (technique.where, technique.test)
+        if technique.gain is not None:
+            assert gain.startswith(f"{technique.gain:.1f}")
+        assert gain.endswith(technique.more) and gain
+        flags = flags_without(technique, RECORDS[record])
+        if not technique.off:
+            assert off == "-"
+        else:
+            assert off.split() == (flags or ["not", "in", record])
+    assert sum(not technique.off for technique in TECHNIQUES) == 5
 
 
-@pytest.mark.parametrize(("changed_seed", "tables_before"), [(1, 0), (2, 1)])
+def test_a_list_may_be_of_words_and_of_a_script_with_few_techniques(ablation):
+    _, lines, _, _ = ablation(f"--ablate {FORK} --list --only gate")
+    names = {re.split("  +", line)[0] for line in lines[1 : lines.index("")]}
+    assert names == {"attention gate", "value gates", "value gates read values"}
+    _, lines, _, _ = ablation("--ablate --list")
+    assert lines[1].startswith("value embeddings  ") and lines[2] == ""
+
+
+def test_a_technique_is_where_its_row_says():
+    """Its settings are the fork's, and those that are turned off are among them; its functions and
+    classes are in the fork, and files of tests are there."""
+    known = vars(Frontier.settings()).keys()
+    source = (HERE / FORK).read_text("utf-8")
+    for technique in TECHNIQUES:
+        named = set(re.findall(r"--(\w+)", technique.switch))
+        assert named and technique.off.keys() <= named <= known, technique.name
+        for words in technique.where.split(", "):
+            first, _, method = words.partition(".")
+            assert re.search(rf"^(def |class ){first}\b|^{first} = ", source, re.M), technique.name
+            assert hasattr(getattr(frontier, first), method or "__doc__"), technique.name
+        for file in re.findall(r"test_\w+\.py", technique.test):
+            assert (HERE / "tests/frontier" / file).exists()
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", technique.brought)
+
+
+@pytest.mark.parametrize(("changed_seed", "tables_before"), [(1, 1), (2, 2)])
 def test_runs_whose_source_changed_are_refused(changed_seed, tables_before, ablation):
     """At the end of the round."""
     words = f"--ablate {FORK} --record {NEWEST} --only value --run_id it --runs 4"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import compare
+import leaderboard
 import numpy as np
 import pytest
 from compare import Comparison, Side
@@ -17,7 +18,7 @@ from scipy import optimize, stats
 
 from train_gpt import HERE
 
-MADE_UP = """# Trains nothing; with e times the steps its loss is lower by 0.1.
+MADE_UP = """# Trains nothing; with e times the steps its loss is lower by SLOPE.
 import math, os, random, signal, sys
 from pathlib import Path
 
@@ -39,7 +40,7 @@ if rate == "0.12":
 if rate == "0.13":
     print("a warning of", run_id, file=sys.stderr)
 ms = 1e5 * steps / 128 * (1 + 0.01 * changed + 0.004 * NOISE * noise.gauss(0, 1))
-loss = 3.3 + 0.002 * changed - 0.1 * math.log(steps / 128) + 0.002 * NOISE * noise.gauss(0, 1)
+loss = 3.3 + 0.002 * changed - SLOPE * math.log(steps / 128) + 0.002 * NOISE * noise.gauss(0, 1)
 settings = "\\n".join(f"{k}: {v}" for k, v in (flags | {"muon_lr": rate}).items())
 lines = f"record demo\\nstep:0/{steps} val_loss:10.8258 train_time:0ms step_avg:0.00ms\\n"
 if rate != "0.08":
@@ -101,7 +102,8 @@ def test_no_difference_is_settled_as_rarely_as_alpha_says(alpha, most):
     at = settled_at(numbers, alpha, most)
     assert alpha / 3 < (at > 0).mean() <= bound(alpha, 2000)
     needed = compare.thresholds(alpha, most)
-    assert needed == pytest.approx(needed[-1] * np.arange(2, most + 1) / most)
+    assert needed[:2].tolist() == [0, 0]  # no look after two or three pairs
+    assert needed[2:] == pytest.approx(needed[-1] * np.arange(4, most + 1) / most)
     low = (ps(numbers) < needed).tolist()
     assert at.tolist() == [row.index(True) + 2 if True in row else 0 for row in low]
 
@@ -133,6 +135,33 @@ def test_a_difference_takes_fewer_pairs_than_a_test_of_one_look(alpha):
     assert 0.8 < power < 0.99 and pairs < 0.95 * optimize.brentq(lacking, 2, 60)
 
 
+def test_before_the_fourth_pair_there_is_no_look():
+    """However large the difference is, or if all pairs have one number."""
+    for numbers in ([5.0, 5.0, 5.0, 5.0], [5.0, 5.1, 5.0, 5.1]):
+        assert settled_at(np.array([numbers + [5.0] * 4]), 0.01, 8).tolist() == [4]
+    runs = [(SimpleNamespace(loss=0, seconds=1.0), SimpleNamespace(loss=0, seconds=9.0))] * 4
+    found = [Comparison("time", 0.01, 8, pairs=runs[:n]) for n in (1, 2, 3, 4)]
+    assert [one.settled for one in found] == [False, False, False, True]
+    for n, one in enumerate(found[:3], 1):
+        text = f"{n} of at most 8 pairs: how B compares with A is said from pair 4 on"
+        assert one.sentence() == text and math.isnan(one.p)
+
+
+def test_earlier_looks_would_settle_huge_differences_only():
+    """As the comment at FEWEST says: those that are settled every second time, in deviations."""
+    numbers = np.random.default_rng(2026).standard_normal((100_000, 20))
+    stated = {2: 1300, 3: 25, 4: 7}
+    for first, deviations in stated.items():
+        growth = np.arange(first, 21) / 20
+        p = compare.p_values(numbers)[:, first - 2 :]
+        limit = np.quantile((p / growth).min(1), 0.01) * first / 20
+        t = stats.t.isf(limit / 2, first - 1)
+        power = stats.nct.sf(t, first - 1, deviations * first**0.5)
+        assert 0.4 < power < 0.6
+        if first == leaderboard.FEWEST:
+            assert limit == pytest.approx(compare.thresholds(0.01, 20)[2])
+
+
 def test_losses_that_are_rounded_settle_no_more():
     """A log has four digits of a loss: two differences are equal more often than normal ones."""
     rng, wrong = np.random.default_rng(3), 0
@@ -149,9 +178,14 @@ def test_worth_of_time_is_the_slope_of_loss_over_the_logarithm_of_steps():
 
     short, long = (run(steps, 5 - 0.3 * math.log(steps)) for steps in (1000, 1250))
     assert compare.worth_of_time(short, long) == pytest.approx(0.3)
-    for worse in (short.loss, short.loss + 0.1):
-        with pytest.raises(compare.UserError, match="logs/1250.txt has more steps than logs/1000"):
-            compare.worth_of_time(short, run(1250, worse))
+    assert compare.worth_of_time(short, run(1250, short.loss)) == 0
+    assert compare.worth_of_time(short, run(1250, short.loss + 0.1)) < 0
+
+
+@pytest.mark.parametrize(("steps", "more"), [(1, 2), (2, 3), (5, 6), (8, 10), (1490, 1862)])
+def test_the_longer_run_has_a_quarter_more_steps_or_one(steps, more):
+    found = compare.longer(Side("A", ("--muon_lr", "0.06")), steps)
+    assert found == Side("A_longer", ("--muon_lr", "0.06", "--num_iterations", str(more)))
 
 
 # ---- Whole comparisons
@@ -159,18 +193,18 @@ def test_worth_of_time_is_the_slope_of_loss_over_the_logarithm_of_steps():
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
-    """Return a project of made-up runs, whose script is at `path`. `write(noise)` makes it anew.
-    `compare(b, *flags, a="")` compares its flags a and b; it returns status, lines printed, and
-    what is on stderr, that of runs, too. `calls()` returns the runs that were made since it was
-    last asked."""
+    """Return a project of made-up runs, whose script is at `path`. `write(noise, slope)` makes it
+    anew. `compare(b, *flags, a="")` compares its flags a and b; it returns status, lines printed,
+    and what is on stderr, that of runs, too. Of these lines, `pace` keeps those on the number of
+    runs and on their time. `calls()` returns the runs that were made since it was last asked."""
     monkeypatch.chdir(tmp_path)
     launch = tmp_path / "fork" / "tools" / "launch.py"
     launch.parent.mkdir(parents=True)
     path = tmp_path / "fork" / "made_up.py"
     path.write_text("# Its runs are made up.\n")
 
-    def write(noise: float = 1.0) -> None:
-        launch.write_text(MADE_UP.replace("NOISE", str(noise)))
+    def write(noise: float = 1.0, slope: float = 0.1) -> None:
+        launch.write_text(MADE_UP.replace("NOISE", str(noise)).replace("SLOPE", str(slope)))
 
     def call(b: str, *flags, a: str = "") -> tuple[int, list[str], str]:
         sides = f"{path} {a}", f"fork/made_up.py {b}"
@@ -180,7 +214,9 @@ def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
         except SystemExit as end:
             status = end.code
         out, err = capfd.readouterr()
-        return status, out.splitlines(), err
+        lines = out.splitlines()
+        found.pace[:] = [line for line in lines if line.startswith(("at most", "all "))]
+        return status, [line for line in lines if line not in found.pace], err
 
     def calls() -> list[str]:
         path = Path("calls.txt")
@@ -189,7 +225,8 @@ def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
         return [line.split("--run_id ")[1].removeprefix("it_") for line in made]
 
     write()
-    return SimpleNamespace(write=write, compare=call, calls=calls, path=path)
+    found = SimpleNamespace(write=write, compare=call, calls=calls, path=path, pace=[])
+    return found
 
 
 def in_turn(seeds: range) -> list[str]:
@@ -222,7 +259,7 @@ def test_a_comparison_ends_where_the_test_settles_it_and_says_so(fork):
     status, lines, err = fork.compare("--muon_lr 0.06", "--seed", 3)
     assert (status, err) == (0, "")
     assert lines[0] == "logs are logs/it_*.txt; after a stop, --run_id it goes on"
-    pairs = sum(" time, and at equal time " in line for line in lines)
+    pairs = sum(line.startswith("A seed ") for line in lines)
     seeds, made = range(3, 3 + pairs), fork.calls()
     assert made.pop(2) == "A_longer_seed3" and made == in_turn(seeds)
 
@@ -232,7 +269,7 @@ def test_a_comparison_ends_where_the_test_settles_it_and_says_so(fork):
     together = times + losses / worth
     needed = compare.thresholds(0.01, 20)[: pairs - 1]
     settled = ps(together[None])[0] < needed
-    assert 4 <= pairs < 20 and settled.tolist() == [False] * (pairs - 2) + [True]
+    assert 5 <= pairs < 20 and settled.tolist() == [False] * (pairs - 2) + [True]
 
     (slower, slower_by), (higher, higher_by) = interval(times), interval(losses)
     more, more_by = interval(together)
@@ -248,7 +285,11 @@ def test_a_comparison_ends_where_the_test_settles_it_and_says_so(fork):
     assert f"one step more or less of 128 is worth {worth / 128:.2g} of A's loss" in lines
     loss, seconds = last_step("B_seed4")
     assert f"B seed 4: loss {loss:.4f} in {seconds:.1f} s" in lines
-    assert sum("one pair settles nothing (1 of at most 20 pairs)" in line for line in lines) == 1
+    assert sum(" time, and at equal time " in line for line in lines) == pairs - 3
+    few = [
+        f"{n} of at most 20 pairs: how B compares with A is said from pair 4 on" for n in (1, 2, 3)
+    ]
+    assert [line for line in lines if " of at most " in line][:3] == few
 
 
 @pytest.mark.parametrize("judge", ["together", "loss", "time"])
@@ -271,8 +312,8 @@ def test_what_is_equal_is_run_to_the_end_and_not_settled(judge, noise, fork):
 
 
 def test_a_name_goes_on_with_the_runs_that_are_whole(fork):
-    """After a stop before the third pair, and where a log has lost its end."""
-    _, lines, _ = fork.compare("", "--runs", 3)
+    """After a stop before the fifth pair, and where a log has lost its end."""
+    _, lines, _ = fork.compare("", "--runs", 5)
     fork.calls()
     log = Path("logs/it_B_seed1.txt")
     whole, metrics, checkpoints = log.read_text(), log.with_suffix(".jsonl"), log.with_suffix("")
@@ -283,34 +324,39 @@ def test_a_name_goes_on_with_the_runs_that_are_whole(fork):
     others = Path("logs/it_A_seed1")
     others.mkdir()
     for side in "AB":
-        Path(f"logs/it_{side}_seed2.txt").unlink()
-    assert fork.compare("", "--runs", 3) == (0, lines, "")
-    assert fork.calls() == ["B_seed1", "A_seed2", "B_seed2"]
+        Path(f"logs/it_{side}_seed4.txt").unlink()
+    assert fork.compare("", "--runs", 5) == (0, lines, "")
+    assert fork.calls() == ["B_seed1", "A_seed4", "B_seed4"]
     assert log.read_text() == whole and not metrics.exists()
     assert not checkpoints.exists() and others.exists()
-    assert fork.compare("", "--runs", 3) == (0, lines, "") and fork.calls() == []
+    assert fork.compare("", "--runs", 5) == (0, lines, "") and fork.calls() == []
 
 
-PLAN = {"judge": "together", "alpha": 0.01, "runs": 2, "seed": 0}
+PLAN = {"judge": "together", "alpha": 0.01, "runs": 4, "seed": 0}
 
 
 @pytest.mark.parametrize(
     ("key", "changed"),
     [
-        ("runs", "--runs 3"),
-        ("alpha", "--runs 2 --alpha 0.02"),
-        ("judge", "--runs 2 --judge time"),
-        ("seed", "--runs 2 --seed 2"),
-        ("A", "--runs 2 --muon_lr 0.05"),
+        ("runs", "--runs 5"),
+        ("alpha", "--runs 4 --alpha 0.02"),
+        ("judge", "--runs 4 --judge time"),
+        ("seed", "--runs 4 --seed 2"),
+        ("A", "--runs 4 --muon_lr 0.05"),
     ],
 )
 def test_a_plan_may_not_change_once_there_are_runs(key, changed, fork):
-    fork.compare("", "--runs", 2)
+    fork.compare("", "--runs", 4)
     fork.calls()
     plan = Path("logs/it.json").read_text()
     known = json.loads(plan)
     side = [str(fork.path), "--num_iterations", "128"]
-    assert known == PLAN | {"A": side, "B": side}
+    gain = last_step("A_seed0")[0] - last_step("A_longer_seed0")[0]
+    notes = {
+        "worth": pytest.approx(gain / math.log(160 / 128)),
+        "run_seconds": known["run_seconds"],
+    }
+    assert known == PLAN | {"A": side, "B": side} | notes
     status, lines, err = fork.compare("", *changed.split())
     assert (status, lines, fork.calls()) == (1, [], [])
     expected = f"logs/it.json: {key} was {known[key]}: choose another --run_id"
@@ -318,29 +364,118 @@ def test_a_plan_may_not_change_once_there_are_runs(key, changed, fork):
 
 
 def test_the_same_plan_in_other_words_goes_on(fork):
-    _, lines, _ = fork.compare("", "--runs", 2)
+    _, lines, _ = fork.compare("", "--runs", 4)
     fork.calls()
-    words = "--runs=2", "--alpha", "1e-2", "--judge", "together"
+    words = "--runs=4", "--alpha", "1e-2", "--judge", "together"
     assert fork.compare("", *words) == (0, lines, "") and fork.calls() == []
 
 
 def test_a_fork_may_have_flags_of_its_own(fork):
-    status, _, err = fork.compare("--trick 2", "--runs", 2, a="--trick 1")
+    status, _, err = fork.compare("--trick 2", "--runs", 4, a="--trick 1")
     assert (status, err) == (0, "")
-    assert fork.calls() == ["A_seed0", "B_seed0", "A_longer_seed0", "B_seed1", "A_seed1"]
+    assert fork.calls()[:5] == ["A_seed0", "B_seed0", "A_longer_seed0", "B_seed1", "A_seed1"]
 
 
 def test_runs_of_other_source_or_flags_are_not_taken_for_these(fork):
-    fork.compare("", "--runs", 3)
+    fork.compare("", "--runs", 5)
     fork.calls()
-    status, _, err = fork.compare("--muon_lr 0.06", "--runs", 3)
+    status, _, err = fork.compare("--muon_lr 0.06", "--runs", 5)
     assert (status, fork.calls()) == (1, []) and "logs/it.json: B was [" in err
     for side in "AB":
         Path(f"logs/it_{side}_seed2.txt").unlink()
     fork.path.write_text(f"{fork.path.read_text()}# changed\n")
-    status, _, err = fork.compare("", "--runs", 3)
+    status, _, err = fork.compare("", "--runs", 5)
     assert status == 1 and err.count("\n") == 1
     assert "logs/it_A_seed0.txt and logs/it_A_seed2.txt differ in source" in err
+
+
+NO_WORTH = (
+    "run.sh: error: what time is worth cannot be measured here: logs/it_A_longer_*.txt has more "
+    "steps, and no lower loss; go on with these runs by --run_id it --judge loss\n"
+)
+
+
+@pytest.mark.parametrize("judge", ["loss", "time"])
+@pytest.mark.parametrize("slope", [0, -0.1])
+def test_where_time_has_no_worth_the_judge_may_change_once(slope, judge, fork):
+    """The runs that were made are used again. Until the judge changes, the error stays."""
+    fork.write(0, slope)
+    flags = "--runs", 4
+    for made in (["A_seed0", "B_seed0", "A_longer_seed0"], []):
+        status, lines, err = fork.compare("", *flags)
+        assert (status, err, fork.calls()) == (1, NO_WORTH, made)
+        assert not any("of at most" in line for line in lines)
+    other = 2 if judge == "loss" else 3
+    status, _, err = fork.compare("", *flags, "--judge", judge, "--seed", other)
+    assert status == 1 and "seed was 0: choose another --run_id" in err  # all else may not
+    status, lines, err = fork.compare("", *flags, "--judge", judge)
+    assert (status, err, fork.calls()) == (0, "", in_turn(range(4))[2:])
+    assert "that is not settled after 4 of at most 4 pairs" in lines[-2]
+    plan = json.loads(Path("logs/it.json").read_text())
+    assert plan["judge"] == judge and "worth" not in plan
+    for again in {"together", "loss", "time"} - {judge}:
+        status, _, err = fork.compare("", *flags, "--judge", again)
+        assert status == 1 and f"judge was {judge}: choose another --run_id" in err
+
+
+def test_a_worth_that_was_measured_later_fixes_the_judge(fork):
+    """Where the longer run was made again, and is lower."""
+    fork.write(0, 0)
+    assert fork.compare("", "--runs", 4)[2] == NO_WORTH
+    fork.write(0, 0.1)
+    Path("logs/it_A_longer_seed0.txt").unlink()
+    assert fork.compare("", "--runs", 4)[0] == 0
+    for slope in (0.1, 0):  # and even where it is made a third time, and is not lower
+        fork.write(0, slope)
+        Path("logs/it_A_longer_seed0.txt").unlink()
+        fork.compare("", "--runs", 4)
+        status, _, err = fork.compare("", "--runs", 4, "--judge", "loss")
+        assert status == 1 and "judge was together: choose another --run_id" in err
+
+
+def test_the_number_of_runs_and_their_time_are_said(fork, monkeypatch):
+    """Each run takes 42 s of a clock that is made up; so does one that is made later."""
+    clock = [0.0]
+    run = Side.run
+
+    def slow(*words):
+        clock[0] += 42
+        return run(*words)
+
+    monkeypatch.setattr(Side, "run", slow)
+    monkeypatch.setattr(compare.time, "monotonic", lambda: clock[0])
+    fork.write(0)
+    fork.compare("", "--runs", 6)
+    first = "at most 6 pairs and a longer run: 13 runs"
+    assert fork.pace[0] == first
+    assert fork.pace[1] == "all 12 others: about 8 minutes, by the first run"
+    assert not any("others" in line for line in fork.pace[2:])
+    for side in ("A_seed5", "B_seed5"):
+        Path(f"logs/it_{side}.txt").unlink()
+    fork.compare("", "--runs", 6)
+    assert fork.pace[0] == f"{first}, 2 of them to make, in about 84 seconds"
+    fork.compare("", "--runs", 6)
+    assert fork.pace == [f"{first}, 0 of them to make"]
+
+
+def test_without_a_longer_run_there_are_two_runs_a_pair(fork):
+    fork.compare("", "--runs", 4, "--judge", "loss")
+    assert fork.pace[0] == "at most 4 pairs: 8 runs"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 seconds"),
+        (99, "99 seconds"),
+        (101, "2 minutes"),
+        (2999, "50 minutes"),
+        (6001, "1.7 hours"),
+        (36000, "10.0 hours"),
+    ],
+)
+def test_times_are_said_in_words(seconds, words):
+    assert compare.duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -359,8 +494,8 @@ def test_a_run_that_fails_ends_it_with_a_line_that_names_the_run(flags, of_run, 
 
 
 def test_stderr_of_runs_passes_through(fork):
-    status, _, err = fork.compare("--muon_lr 0.13", "--runs", 2)
-    assert (status, err) == (0, "".join(f"a warning of it_B_seed{seed}\n" for seed in (0, 1)))
+    status, _, err = fork.compare("--muon_lr 0.13", "--runs", 4)
+    assert (status, err) == (0, "".join(f"a warning of it_B_seed{n}\n" for n in range(4)))
 
 
 @pytest.mark.parametrize("rate", ["0.10", "0.11"])
@@ -375,14 +510,14 @@ def test_an_interrupted_run_ends_it_and_is_made_again_later(rate, fork):
 
 def test_an_interrupt_is_left_to_the_run(fork):
     """Which sends it to the comparison here, and ends as if it had not come."""
-    status, lines, err = fork.compare("--muon_lr 0.12", "--runs", 2)
-    assert (status, err) == (0, "") and "after 2 of at most 2 pairs" in lines[-2]
+    status, lines, err = fork.compare("--muon_lr 0.12", "--runs", 4)
+    assert (status, err) == (0, "") and "after 4 of at most 4 pairs" in lines[-2]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "'' '' --runs 1",
+        "'' '' --runs 3",
         "'' '' --runs 201",
         "'' '' --runs many",
         "'' '' --alpha 2",

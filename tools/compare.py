@@ -16,12 +16,14 @@ ends lower, and loss falls with the logarithm of the steps. It is then taken as 
 in one and loses in the other, its error is not in p. --judge loss or --judge time judge one alone.
 
 Runs whose logs are there are not made again: --run_id NAME goes on with a comparison, by the same
-plan. A copy of train_gpt.py in another folder looks for data there, unless --train_files and
---val_files name others.
+plan. --judge may change in one case: where the longer run ends no lower, nothing was judged yet.
+A copy of train_gpt.py in another folder looks for data there, unless --train_files and --val_files
+name others.
 
-The answer is settled by a sequential test. After n of N pairs, a t-test of the n numbers must have
-a p below c n / N. c is such that, where there is no difference, all looks together settle one with
-the probability --alpha [0.01]. One look at p < 0.01 after each of 20 pairs would do so with 0.07.
+The answer is settled by a sequential test. After n of N pairs, from the fourth one on, a t-test of
+the n numbers must have a p below c n / N. c is such that, where there is no difference, all looks
+together settle one with the probability --alpha [0.01]. One look at p < 0.01 after each of 20 pairs
+would do so with 0.07. Fewer than four pairs have no interval and no verdict.
 """
 
 import argparse
@@ -44,7 +46,7 @@ from scipy import stats
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import leaderboard  # noqa: E402
 import script  # noqa: E402
-from leaderboard import Run, show_p  # noqa: E402
+from leaderboard import FEWEST, Run, show_p  # noqa: E402
 
 from train_gpt import HERE, Hyperparameters, UserError, as_program, fail  # noqa: E402
 
@@ -81,20 +83,20 @@ def p_values(numbers: np.ndarray, least: float = 0.0) -> np.ndarray:
 @cache
 def thresholds(alpha: float, most: int, paths: int = 100_000) -> np.ndarray:
     """Return the p below which the look after pair 2, 3, ... `most` settles a difference,
-    (most - 1,).
+    (most - 1,); 0 before pair FEWEST, where there is no look.
 
     It grows with the pair's number, and all looks together settle a difference that is not there
     with probability alpha. It is simulated: t does not depend on the numbers' deviation.
     """
     numbers = np.random.default_rng(2026).standard_normal((paths, most))
-    growth = np.arange(2, most + 1) / most
-    return np.quantile((p_values(numbers) / growth).min(axis=1), alpha) * growth
+    before = FEWEST - 2  # pairs with a p, and without a look
+    growth = np.arange(FEWEST, most + 1) / most
+    c = np.quantile((p_values(numbers)[:, before:] / growth).min(axis=1), alpha)
+    return np.concatenate([np.zeros(before), c * growth])
 
 
 def half_width(numbers: list[float]) -> float:
-    """Return half of the 95 % interval of the mean; nan for fewer than two numbers."""
-    if len(numbers) < 2:
-        return math.nan
+    """Return half of the 95 % interval of the mean."""
     sem = np.std(numbers, ddof=1) / len(numbers) ** 0.5
     return float(stats.t.isf(0.025, len(numbers) - 1) * sem)
 
@@ -140,10 +142,14 @@ class Side:
         if self.launcher == LAUNCH:
             new_run(self.path, [*self.flags, "--seed", str(seed)])
 
+    def log(self, name: str, seed: int) -> Path:
+        """Return the path of a run's log; leaderboard.OF_COMPARE knows its form."""
+        return Path("logs", f"{name}_{self.name}_seed{seed}.txt")
+
     def run(self, name: str, seed: int) -> Run:
         """Return the run with that seed: of its log, if that is whole, or made now. UserError."""
-        run_id = f"{name}_{self.name}_seed{seed}"
-        log = Path("logs", f"{run_id}.txt")
+        log = self.log(name, seed)
+        run_id = log.stem
         if not whole(log):
             for path in (log, log.with_suffix(".jsonl")):  # of a run that was interrupted
                 path.unlink(missing_ok=True)
@@ -165,19 +171,75 @@ class Side:
 
 
 def begin(name: str, sides: list[Side], **plan) -> None:
-    """Say what begins, and note flags and plan beside the logs. UserError if logs of that name had
-    others: a test that is planned anew after a look errs more often than it says."""
+    """Note flags and plan beside the logs, and leave interrupts to the runs. UserError if logs of
+    that name had others: a test that is planned anew after a look errs more often than it says."""
     signal.signal(signal.SIGINT, lambda *_: None)  # it is the run's, which saves and ends
-    path = Path("logs", f"{name}.json")
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = noted(name)
+    no_look = "worth" in known and known["worth"] is None  # at p, which needs the worth
+    if no_look and plan.get("judge") in ("loss", "time"):
+        del known["worth"], known["judge"]  # so the judge may change, once
     for side in sides:
         plan[side.name] = [str(side.path), *side.flags]
     for key, value in plan.items():
         if known.setdefault(key, value) != value:
+            path = plan_of(name)
             raise UserError(f"{path}: {key} was {known[key]}: choose another --run_id")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(known))
-    print(f"logs are logs/{name}_*.txt; after a stop, --run_id {name} goes on", flush=True)
+    plan_of(name).parent.mkdir(exist_ok=True)
+    plan_of(name).write_text(json.dumps(known))
+
+
+def plan_of(name: str) -> Path:
+    """Return the file beside the logs that has the plan, and what is noted later."""
+    return Path("logs", f"{name}.json")
+
+
+def noted(name: str) -> dict:
+    """Return plan and notes; {} before a plan's first run."""
+    return json.loads(plan_of(name).read_text()) if plan_of(name).exists() else {}
+
+
+def note(name: str, **more) -> None:
+    """Note something beside the plan."""
+    plan_of(name).write_text(json.dumps(noted(name) | more))
+
+
+class Pace:
+    """Says how many runs are to be made, and, by the first one, how long that takes."""
+
+    def __init__(self, name: str, logs: list[Path], what: str):
+        """`logs` are those of all runs, at most; `what` says in words what they are."""
+        self.name, self.left = name, {log for log in logs if not whole(log)}
+        self.seconds = noted(name).get("run_seconds")  # of the first run, with its start
+        text = f"{what}: {len(logs)} runs"
+        if len(self.left) < len(logs):
+            text += f", {len(self.left)} of them to make"
+        if self.left and self.seconds:
+            text += f", in about {duration(self.seconds * len(self.left))}"
+        print(text)
+        print(f"logs are logs/{name}_*.txt; after a stop, --run_id {name} goes on", flush=True)
+
+    def run(self, side: Side, name: str, seed: int) -> Run:
+        """Return side.run(name, seed)."""
+        is_new = side.log(name, seed) in self.left
+        begin = time.monotonic()
+        found = side.run(name, seed)
+        seconds = time.monotonic() - begin
+        self.left.discard(side.log(name, seed))
+        if is_new and self.seconds is None:
+            self.seconds = seconds
+            note(self.name, run_seconds=round(seconds, 1))
+            left = duration(seconds * len(self.left))
+            print(f"all {len(self.left)} others: about {left}, by the first run", flush=True)
+        return found
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, of two digits or so."""
+    if seconds < 100:
+        return f"{seconds:.0f} seconds"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 def whole(log: Path) -> bool:
@@ -199,19 +261,22 @@ def check_equal(runs: list[Run]) -> None:
 
 
 def worth_of_time(run: Run, longer: Run) -> float:
-    """Return how much lower a run's loss would be with e times the steps (nats), from both."""
-    gain = run.loss - longer.loss
-    if gain <= 0:
-        raise UserError(
-            f"{longer.path} has more steps than {run.path}, and no lower loss: what time is worth "
-            "cannot be measured here; use --judge loss or --judge time"
-        )
-    return gain / math.log(longer.steps / run.steps)
+    """Return how much lower a run's loss would be with e times the steps (nats), from both. What is
+    not above 0 is no measurement."""
+    return (run.loss - longer.loss) / math.log(longer.steps / run.steps)
+
+
+def unmeasured(name: str, side: str) -> UserError:
+    """Return the error of a comparison, or an ablation, where more steps gave no lower loss."""
+    return UserError(
+        f"what time is worth cannot be measured here: logs/{name}_{side}_longer_*.txt has more "
+        f"steps, and no lower loss; go on with these runs by --run_id {name} --judge loss"
+    )
 
 
 def longer(side: Side, steps: int) -> Side:
-    """Return the side's recipe, which has so many steps, with a quarter more."""
-    flags = (*side.flags, "--num_iterations", str(round(LONGER * steps)))
+    """Return the side's recipe, which has so many steps, with a quarter more, or one at least."""
+    flags = (*side.flags, "--num_iterations", str(max(steps + 1, round(LONGER * steps))))
     return Side(f"{side.name}_longer", flags, side.path)
 
 
@@ -240,8 +305,8 @@ class Comparison:
 
     @property
     def p(self) -> float:
-        """The p of the last look; nan after the first pair."""
-        if len(self.pairs) < 2:
+        """The p of the last look; nan before the first one."""
+        if len(self.pairs) < FEWEST:
             return math.nan
         least = 0.0  # of times, which are not rounded much
         if self.judge == "loss":
@@ -253,7 +318,7 @@ class Comparison:
     @property
     def needed(self) -> float:
         """The p that settles a difference after so many pairs."""
-        return float(thresholds(self.alpha, self.most)[max(0, len(self.pairs) - 2)])
+        return float(thresholds(self.alpha, self.most)[len(self.pairs) - 2])
 
     @property
     def settled(self) -> bool:
@@ -262,6 +327,9 @@ class Comparison:
 
     def sentence(self) -> str:
         """Return in plain words how B compares with A, how sure that is, and if it is settled."""
+        of_all = f"{len(self.pairs)} of at most {self.most} pairs"
+        if len(self.pairs) < FEWEST:
+            return f"{of_all}: how B compares with A is said from pair {FEWEST} on"
         found = {}
         for of in ("time", "loss", "together"):
             if of != "together" or self.worth:
@@ -274,9 +342,6 @@ class Comparison:
             at_equal_time = self.worth * mean, self.worth * by
             amount = leaderboard.amount(*at_equal_time, ".4f", ("lower", "higher"))
             text += f"and at equal time its loss is {amount}; "
-        of_all = f"{len(self.pairs)} of at most {self.most} pairs"
-        if len(self.pairs) < 2:
-            return text + f"one pair settles nothing ({of_all})"
         state = "that is settled" if self.settled else "that is not settled"
         return text + f"{state} after {of_all} (p = {show_p(self.p)}, below {self.needed:.2g} is)"
 
@@ -287,19 +352,31 @@ def percent(mean: float, by: float, words: tuple[str, str]) -> str:
 
 
 def compare(a: Side, b: Side, name: str, seed: int, judge: str, alpha: float, most: int) -> None:
-    """Make pairs until the answer is settled, and print what they say after each."""
+    """Make pairs until the answer is settled, and print what they say after each. UserError if a
+    run fails, or if what time is worth is judged and cannot be measured."""
     begin(name, [a, b], judge=judge, alpha=alpha, runs=most, seed=seed)
+    logs = [side.log(name, seed + i) for i in range(most) for side in (a, b)]
+    what = f"at most {most} pairs"
+    if judge == "together":
+        logs.append(Side("A_longer").log(name, seed))
+        what += " and a longer run"
+    pace = Pace(name, logs, what)
     found = Comparison(judge, alpha, most)
     for i in range(most):
         sides = (a, b) if i % 2 == 0 else (b, a)
-        runs = {side.name: side.run(name, seed + i) for side in sides}
+        runs = {side.name: pace.run(side, name, seed + i) for side in sides}
         found.pairs.append((runs["A"], runs["B"]))
         for side in zip(*found.pairs, strict=True):
             check_equal(list(side))
         if judge == "together" and found.worth is None:
-            found.worth = worth_of_time(runs["A"], longer(a, runs["A"].steps).run(name, seed))
-            step = found.worth / runs["A"].steps
-            print(f"one step more or less of {runs['A'].steps} is worth {step:.2g} of A's loss")
+            steps = runs["A"].steps
+            worth = worth_of_time(runs["A"], pace.run(longer(a, steps), name, seed))
+            # None if it was never measured: then there was no look, and the judge may change.
+            note(name, worth=worth if worth > 0 else noted(name).get("worth"))
+            if worth <= 0:
+                raise unmeasured(name, "A")
+            found.worth = worth
+            print(f"one step more or less of {steps} is worth {worth / steps:.2g} of A's loss")
         print(f"{found.sentence()}\n", flush=True)
         if found.settled:
             break
@@ -315,15 +392,15 @@ def parser_of(about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def new_run(path: Path, flags: list[str]) -> Hyperparameters:
-    """Return the settings that flags of a script say; UserError for bad ones, and for those that
-    make no new run."""
+def new_run(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
+    """Return the settings that flags of a script say, and the record's name; UserError for bad
+    ones, and for those that make no new run."""
     run_class = script.load(path)
     hp, given = script.core(run_class).parse_args(flags, run_class)
     for name in ("eval", "resume"):
         if name in given:
             raise UserError(f"--{name} is for {path.name}: here runs are new")
-    return hp
+    return hp, given.record
 
 
 def parse_args(argv: list[str] | None) -> tuple:
@@ -342,8 +419,10 @@ def parse_args(argv: list[str] | None) -> tuple:
     args, others = parser.parse_known_args(argv)
     if len(texts) < 2:
         parser.error('--compare wants the flags of A and those of B, each in quotes, or ""')
-    if not (2 <= args.runs <= 200 and 0.001 <= args.alpha <= 0.5):
-        parser.error("--runs wants from 2 to 200 pairs, and --alpha from 0.001 to 0.5")
+    if not FEWEST <= args.runs <= 200:
+        parser.error(f"--runs wants from {FEWEST} to 200 pairs: fewer settle nothing")
+    if not 0.001 <= args.alpha <= 0.5:
+        parser.error("--alpha wants from 0.001 to 0.5")
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
     a.check(args.seed)

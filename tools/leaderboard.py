@@ -3,12 +3,16 @@
     ./run.sh tools/leaderboard.py logs/*.txt                    a row a run, a row a group of equals
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
     ./run.sh tools/leaderboard.py --diff logs/A.txt logs/B.txt  settings and source that differ
-    ./run.sh tools/leaderboard.py --submit DIR logs/*.txt       folder of a public pull request
 
 Runs of equal sources, flags (but for the seed and other names of one run), kernels, torch and GPUs
 are a group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at
-most the target. Each later group is compared with the first one; intervals are Welch's, of 95 %.
---submit takes the first group as the baseline and the second one as the submission: submission.py.
+most the target. A group has a letter, or, if its logs are those of one side of a --compare, the
+name of that side; runs of --compare that are only longer come last.
+
+Each later group is compared with the first one, by Welch's test of the losses; intervals are of
+95 %. Losses of runs of unequal length are not compared. A verdict is that of a single test: it
+holds if the numbers of runs were fixed beforehand. Who adds runs until p is low finds a difference
+where there is none, sooner or later. ./run.sh --compare may look after every pair.
 """
 
 import argparse
@@ -35,6 +39,16 @@ STEP = re.compile(
 # Runs may differ in these and be equals.
 OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "save_last", "device"}
 SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
+
+# So many runs of each group, or pairs of runs, are the least for an interval and a verdict. Half of
+# a 95 % interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four,
+# and 1.2 after five. In a sequential test of at most 20 pairs, a look after two would settle a
+# difference of 1300 deviations every second time, one after three of 25, one after four of 7.
+FEWEST = 4
+
+# Names of the logs of --compare: NAME_A_seed0, NAME_B_seed0, and NAME_A_longer_seed0, which only
+# tells what a step is worth.
+OF_COMPARE = re.compile(r"(.+_(?:A|B|A_longer))_seed\d+")
 
 
 @dataclass
@@ -199,32 +213,14 @@ def p_at_most(target: float, losses: list[float]) -> float:
 
 
 def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """Return b's mean minus a's, half the width of its 95 % interval, and the two-sided p."""
+    """Return b's mean minus a's, half the width of its 95 % interval, and the two-sided p; nan for
+    these two if there are fewer than FEWEST numbers of one, or all numbers of each are equal."""
     difference = float(np.mean(b) - np.mean(a))
-    if min(len(a), len(b)) < 2 or np.ptp(a) + np.ptp(b) == 0:
+    if min(len(a), len(b)) < FEWEST or np.ptp(a) + np.ptp(b) == 0:
         return difference, math.nan, math.nan
     test = stats.ttest_ind(b, a, equal_var=False)
     low, high = test.confidence_interval(0.95)
     return difference, float(high - low) / 2, float(test.pvalue)
-
-
-def runs_to_settle(a: list[float], b: list[float], most: int = 1000) -> int | None:
-    """Return how many more runs of each would settle a difference, were means and deviations to
-    stay; None for more than `most`."""
-
-    def settled(more: int) -> bool:
-        test = stats.ttest_ind_from_stats(
-            mean1=np.mean(b),
-            std1=np.std(b, ddof=1),
-            nobs1=len(b) + more,
-            mean2=np.mean(a),
-            std2=np.std(a, ddof=1),
-            nobs2=len(a) + more,
-            equal_var=False,
-        )
-        return test.pvalue < SETTLED
-
-    return next((more for more in range(most + 1) if settled(more)), None)
 
 
 def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
@@ -240,32 +236,55 @@ def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str
 
 
 def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
-    """Say in plain words how b compares with a, how sure that is, and what would settle it."""
+    """Say in plain words how b compares with a, and how sure that is."""
     a_times, a_losses = columns(a)
     b_times, b_losses = columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
     slower, slower_by, _ = (percent * x for x in welch(a_times, b_times))
     higher, higher_by, p = welch(a_losses, b_losses)
 
-    time = amount(slower, slower_by, ".1f", ("faster", "slower"), " %")
+    text = f"{names[1]} is {amount(slower, slower_by, '.1f', ('faster', 'slower'), ' %')}"
+    text += f" than {names[0]}"
     if a[0].skips_ten != b[0].skips_ten:
-        time += " (but one clock leaves out ten steps)"
-    loss = amount(higher, higher_by, ".4f", ("lower", "higher"))
-    text = f"{names[1]} is {time} than {names[0]}; its loss is {loss}; "
-    if min(len(a), len(b)) < 2:
-        return text + "single runs settle nothing: make several with ./run.sh --runs N"
+        text += " (but one clock leaves out ten steps)"
+    if a[0].steps != b[0].steps:
+        lengths = f"{names[1]} has {b[0].steps} steps, {names[0]} {a[0].steps}"
+        return f"{lengths}: their losses are not compared; {text}"
+    text += f"; its loss is {amount(higher, higher_by, '.4f', ('lower', 'higher'))}; "
+    if min(len(a), len(b)) < FEWEST:
+        counts = f"{len(a)} and {len(b)} runs have no interval and no verdict"
+        return text + f"{counts}: {FEWEST} of each are the least"
+    if math.isnan(p):
+        return text + "the losses of each are equal: they have no p"
     if p < SETTLED:
-        return text + f"that is settled (p = {show_p(p)})"
-    more = None if math.isnan(p) else runs_to_settle(a_losses, b_losses)
-    if more is None:
-        return text + "no difference that 1000 more runs each would settle"
-    runs = f"{more} more runs" if more > 1 else "1 more run"
-    return text + f"{runs} each would settle it, if that stays so (p = {show_p(p)} now)"
+        return text + f"that is settled (p = {show_p(p)}), if the numbers of runs were planned"
+    return text + f"that is not settled (p = {show_p(p)}); a test that may go on is --compare"
+
+
+def groups_of(runs: list[Run]) -> list[list[Run]]:
+    """Return runs in groups of equals; those of --compare that are only longer come last."""
+    groups: dict[tuple, list[Run]] = {}
+    for r in runs:
+        groups.setdefault(r.group, []).append(r)
+    return sorted(groups.values(), key=lambda runs: (side_of(runs) or "").endswith("_longer"))
+
+
+def side_of(runs: list[Run]) -> str | None:
+    """Return NAME_A, NAME_B or NAME_A_longer if all runs are of that side of a --compare."""
+    matches = [OF_COMPARE.fullmatch(r.path.stem) for r in runs]
+    sides = {match and match[1] for match in matches}
+    return sides.pop() if len(sides) == 1 else None
 
 
 def letters_of(groups: list[list[Run]]) -> list[str]:
-    """Return a short name for each group."""
-    return [chr(ord("A") + i) if i < 26 else f"G{i}" for i in range(len(groups))]
+    """Return a short name for each group: a letter, or that of its side of a --compare, unless two
+    groups have it."""
+    sides = [side_of(runs) for runs in groups]
+    names = []
+    for i, side in enumerate(sides):
+        letter = chr(ord("A") + i) if i < 26 else f"G{i}"
+        names.append(side if side and sides.count(side) == 1 else letter)
+    return names
 
 
 def seed_twice(name: str, runs: list[Run]) -> str:
@@ -382,60 +401,50 @@ def print_diff(a: Run, b: Run) -> None:
     print("\n".join(["", *(lines or ["the sources are equal"])]))
 
 
+def read_logs(paths: list[Path], program: str) -> tuple[list[Run], int]:
+    """Return the runs of logs, and how many logs were left out: a line on stderr says why. A log
+    that is named twice is one run."""
+    runs, skipped = [], 0
+    for path in {path.resolve(): path for path in paths}.values():
+        try:
+            runs.append(read_log(path))
+        except (ValueError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            print(f"{program}: skipped {path}: {reason}", file=sys.stderr)
+            skipped += 1
+    return runs, skipped
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print what the logs say; status 1 if one of them could not be used, 2 for bad flags."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "leaderboard.py", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="logs of runs")
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
     parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
-    parser.add_argument("--submit", type=Path, metavar="DIR", help="make a submission's folder")
     args = parser.parse_intermixed_args(argv)
-    if not args.logs and (args.plot or args.submit or not args.diff):
+    if not args.logs and (args.plot or not args.diff):
         parser.error("name at least one log")
-    if args.submit and args.target != 3.28:
-        parser.error("--submit: the public rules want a loss of 3.28, leave out --target")
 
-    skipped = 0
-
-    def read(path: Path) -> Run | None:
-        nonlocal skipped
-        try:
-            return read_log(path)
-        except (ValueError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            print(f"leaderboard.py: skipped {path}: {reason}", file=sys.stderr)
-            skipped += 1
-
-    def in_groups(runs: list[Run]) -> list[list[Run]]:
-        groups: dict[tuple, list[Run]] = {}
-        for r in runs:
-            groups.setdefault(r.group, []).append(r)
-        return list(groups.values())
-
+    lacking = 0
     if args.diff:
-        a, b = map(read, args.diff)
-        if a and b:
-            print_diff(a, b)
-    logs = {path.resolve(): path for path in args.logs}  # a log named twice is one run
-    if groups := in_groups([r for r in map(read, logs.values()) if r]):
+        (a, a_lacking), (b, b_lacking) = (read_logs([path], parser.prog) for path in args.diff)
+        lacking = a_lacking + b_lacking
+        if not lacking:
+            print_diff(*a, *b)
+    runs, skipped = read_logs(args.logs, parser.prog)
+    if runs:
+        groups = groups_of(runs)
         print_leaderboard(groups, args.target)
         if args.plot:
             try:
                 plot(groups, args.plot)
             except (ValueError, OSError) as error:  # an unknown suffix, no such folder
                 sys.exit(f"leaderboard.py: could not draw {args.plot}: {error}")
-    if args.submit:
-        import submission  # which imports this file
-
-        try:
-            if skipped:
-                raise ValueError("make the runs named above again, or leave out their logs")
-            submission.submit(args.submit, groups)
-        except (ValueError, OSError) as error:
-            sys.exit(f"leaderboard.py: {args.submit} was not made: {error}")
-    sys.exit(1 if skipped else 0)
+    sys.exit(1 if lacking + skipped else 0)
 
 
 if __name__ == "__main__":

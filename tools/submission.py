@@ -1,8 +1,9 @@
 """The folder of a pull request to the public project, github.com/KellerJordan/modded-nanogpt.
 
-    ./run.sh tools/leaderboard.py --submit DIR BASELINE_LOGS... LOGS...
+    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS...
 
-DIR gets, for runs of a baseline and of a submission:
+Logs are grouped as by tools/leaderboard.py: the first group is the baseline, the second one the
+submission; a single group is a submission without a baseline. DIR gets:
 
     README.md            figures, what differs, all runs, how to repeat them
     changes.diff         settings and source of the submission against those of the baseline
@@ -13,17 +14,21 @@ The public rules are cited by their numbers: 2 wants a mean loss of at most 3.28
 wants less time than the baseline takes on the same hardware.
 """
 
+import argparse
 import ast
 import math
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from time import strptime
 
 import numpy as np
-from leaderboard import (
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+from leaderboard import (  # noqa: E402
     OF_ONE_RUN,
     SETTLED,
     Run,
@@ -31,16 +36,18 @@ from leaderboard import (
     columns,
     deviation,
     differing_settings,
+    groups_of,
     p_at_most,
+    print_leaderboard,
+    read_logs,
     seed_twice,
     sentence,
     show,
     show_p,
     source_diffs,
 )
-from scipy import stats
 
-from train_gpt import UserError
+from train_gpt import UserError  # noqa: E402
 
 TARGET = 3.28  # of rule 2
 
@@ -54,32 +61,16 @@ BASELINE, OURS = "baseline", "this_pr"
 # What the runs show
 
 
-def runs_to_reach(losses: list[float], most: int = 1000) -> int | None:
-    """Return how many more runs would show a mean loss <= 3.28, were mean and deviation to stay;
-    None for more than `most`."""
-    mean, sd = np.mean(losses), deviation(losses)
-
-    def reached(n: int) -> bool:
-        return stats.t.cdf((mean - TARGET) * math.sqrt(n) / sd, n - 1) < SETTLED
-
-    return next((more for more in range(1, most + 1) if reached(len(losses) + more)), None)
-
-
 def verdict(losses: list[float]) -> str:
-    """Say whether rule 2 is met, and what is lacking if it is not."""
+    """Say whether rule 2 is met, and what to do if it is not."""
     p = p_at_most(TARGET, losses)
     if math.isnan(p):
         return "Rule 2 is not met: one run, or runs of equal losses, have no p. Make several runs."
     if p < SETTLED:
         return f"Rule 2 is met: the mean loss is at most {TARGET} with p = {show_p(p)} < {SETTLED}."
-    more = runs_to_reach(losses)
+    advice = "Runs that are added until p is low prove nothing: plan a number, and make all anew."
     if np.mean(losses) > TARGET:
-        advice = f"The mean loss is above {TARGET}: more runs do not help, if it stays so."
-    elif more is None:
-        advice = "1000 more runs would not help, if mean and deviation stay so."
-    else:
-        runs = f"{more} more runs" if more > 1 else "1 more run"
-        advice = f"{runs} would do, if mean and deviation stay so."
+        advice = f"The mean loss is above {TARGET}."
     waived = "The rule is waived for changes that only make the same training faster."
     return f"Rule 2 is not met: p = {show_p(p)} is not below {SETTLED}. {advice} {waived}"
 
@@ -253,7 +244,8 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
     text = [f"# {title}", "", "```", *figures, "```", "", verdict(columns(ours)[1])]
     text += [f"Times are in seconds; p is that of a one-sided t-test of a mean loss <= {TARGET}."]
     if base:
-        text += [f"By Welch's 95 % intervals, {sentence(base, ours, (BASELINE, OURS))}."]
+        compared = sentence(base, ours, (BASELINE, OURS))
+        text += [f"By Welch's test, with 95 % intervals: {compared}."]
     if notes:
         text += ["", "## Notes", "", *(f"- {note}" for note in notes)]
     changed = what_changed(base[0], ours[0]) if base else ["Without a baseline, no diff was made."]
@@ -348,3 +340,26 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
     for line in (verdict(columns(parts[OURS])[1]), *notes):
         print(f"- {line}")
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Make the folder, and print what the logs say; status 1 if that cannot be, 2 for bad flags."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("submission.py", description=__doc__, formatter_class=form)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")
+    args = parser.parse_args(argv)
+    runs, skipped = read_logs(args.logs, parser.prog)
+    groups = groups_of(runs)
+    if groups:
+        print_leaderboard(groups, TARGET)
+    try:
+        if skipped:
+            raise UserError("make the runs named above again, or leave out their logs")
+        submit(args.folder, groups)
+    except (UserError, OSError) as error:
+        sys.exit(f"{parser.prog}: {args.folder} was not made: {error}")
+
+
+if __name__ == "__main__":
+    main()
