@@ -61,8 +61,11 @@ if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
     # long spin makes a step several times as long; where none does, a short one costs a little
     # (BENCHMARKS.md). GNU's OpenMP asks when torch loads it. The file has, like "2/80", how many
     # threads run or could just now; its averages would still count a run that has ended.
-    running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-    if running > 1:  # more than this one
+    looks = []
+    for _ in range(3):
+        looks.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
+        time.sleep(0.01)
+    if min(looks) > 1:  # always more than this one
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
@@ -2090,7 +2093,7 @@ def flag_parser(run_class: type["Run"], record: str) -> argparse.ArgumentParser:
     )
     parser.error = fail
     names = ", ".join(run_class.records)
-    parser.add_argument("--help", action="store_true", help="print this, with a record's values")
+    parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
     parser.add_argument("--record", help=f"settings to start from [{record}]: {names}")
     parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
     parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
@@ -2220,10 +2223,8 @@ def check_resumed(hp: Hyperparameters, args: argparse.Namespace) -> None:
         text = ", ".join(changed)
         raise UserError(f"the checkpoint is of other hyperparameters: {text}; {remedy}")
     if args.saved["step"] < hp.num_iterations and not args.saved["optimizers"]:
-        reason = (
-            f"--resume {args.checkpoint}: it is a finished run's last, which holds weights only"
-        )
-        raise UserError(f"{reason}: name one from on the way, of --save_every")
+        reason = "it is the last one of a finished run, which holds weights only"
+        raise UserError(f"--resume {args.checkpoint}: {reason}; name an earlier one")
 
 
 def build(

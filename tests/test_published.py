@@ -96,7 +96,7 @@ def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--diff demo 2026-03-06_SimplifyHC", "record 2026-03-06_SimplifyHC is in forks/train_gpt_2026.py"),
+        ("--diff demo 2026-03", "record 2026-03 is in forks/train_gpt_2026.py"),
         ("--diff demo", "expected 2 arguments"),
         ("no_such.py", "there is no script no_such.py"),
         ("logs/no_such.txt", "No such file"),

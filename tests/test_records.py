@@ -126,15 +126,47 @@ def test_the_window_of_the_demo_grows():
     assert {train_gpt.get_window_size(step, hp) for step in range(129)} == {128, 256}
 
 
-def test_help_names_every_setting_and_record(capsys):
+@pytest.mark.parametrize(
+    ("words", "record"),
+    [
+        ("--help --device cpu", "demo"),
+        ("-h --record 2024-11-24", "2024-11-24_WindowWarmup"),
+        ("--record demo --help", "demo"),
+    ],
+)
+def test_help_names_every_setting_with_the_record_s_value(words, record, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["--help"])
+        main(words.split())
     assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert text.startswith("usage: train_gpt.py [--record NAME]")
+    out = capsys.readouterr().out
+    assert out.startswith("usage: train_gpt.py [--record NAME]")
+    text = "".join(out.split())  # lines are broken at spaces and hyphens
     for f in dataclasses.fields(Hyperparameters):
-        assert f"--{f.name} " in text and f.metadata["help"].split(",")[0] in text
-    assert ", ".join(RECORDS) in text
+        value = train_gpt.show(getattr(RECORDS[record], f.name))
+        expected = f"{f.metadata['help']} [{value}]"
+        assert f"--{f.name}" in text and "".join(expected.split()) in text
+    assert f"[{record}]:{','.join(RECORDS)}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--fp8", True),
+        ("--fp8 on", True),
+        ("--fp8 true", True),
+        ("--fp8 --seed 3", True),
+        ("--fp8 off", False),
+        ("--fp8=False", False),
+    ],
+)
+def test_a_switch_is_on_off_true_or_false(words, value):
+    for record in ("2025-01-26_BatchSize", "2024-11-24_WindowWarmup"):
+        assert parse_args(["--record", record, *words.split()])[0].fp8 is value
+
+
+def test_a_record_s_name_may_be_cut_while_it_is_one_s_alone():
+    for name in ("2025", "2025-01-26", "2025-01-26_BatchSize"):
+        assert parse_args(["--record", name])[1].record == "2025-01-26_BatchSize"
 
 
 # ---- flags

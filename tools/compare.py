@@ -53,7 +53,10 @@ from train_gpt import HERE, Hyperparameters, UserError, as_program, fail  # noqa
 LAUNCH = HERE / "tools" / "launch.py"
 LONGER = 1.25  # times the steps: the run that tells what a step is worth
 ROUNDED = 1e-4 / 6**0.5  # deviation of the rounding in a difference of two losses of logs
-WITHOUT = ("--save_last", "off", "--val_loss_every", "0")  # unless flags say otherwise
+# What runs leave out unless flags say otherwise. Another project's script may be older than
+# --save_last.
+WITHOUT = ("--save_last", "off", "--val_loss_every", "0")
+OTHERS_WITHOUT = ("--save_every", "0", "--val_loss_every", "0")
 
 
 # -----------------------------------------------------------------------------
@@ -154,7 +157,8 @@ class Side:
             for path in (log, log.with_suffix(".jsonl")):  # of a run that was interrupted
                 path.unlink(missing_ok=True)
             shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
-            flags = [*WITHOUT, *self.flags, "--seed", str(seed), "--run_id", run_id]
+            without = WITHOUT if self.launcher == LAUNCH else OTHERS_WITHOUT
+            flags = [*without, *self.flags, "--seed", str(seed), "--run_id", run_id]
             command = [sys.executable, str(self.launcher), str(self.path), *flags]
             status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
             if status in (130, -signal.SIGINT):
