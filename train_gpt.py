@@ -1660,15 +1660,22 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
             torch.set_num_threads(max(1, os.cpu_count() // processes))
         keep_freed_memory()
     if several:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=meeting_place(),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=timeout),
+        )
     return device
 
 
 @cache
 def meeting_place() -> dist.Store:
-    """Return the store in which torchrun's ranks meet, for words before they have a device."""
-    return next(dist.rendezvous("env://"))[0]
+    """Return the store in which torchrun's ranks meet. After a restart the store still has what the
+    ranks before wrote: each start has keys of its own."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def chosen_by_rank_0(choose: Callable[[], str]) -> str:

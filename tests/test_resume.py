@@ -352,7 +352,9 @@ def test_a_finished_run_s_weights_are_saved_unless_off_and_cannot_train_on(flags
     saved = load_checkpoint(path, Run)
     assert saved["optimizers"] == {} and saved["step"] == 2
     words = ["--resume", path, "--num_iterations", "3", "--resume_force", "--device", "cpu"]
-    with pytest.raises(UserError, match="of a finished run, which holds weights only; name an earlier"):
+    with pytest.raises(
+        UserError, match="of a finished run, which holds weights only; name an earlier"
+    ):
         train_gpt.parse_args(words, Run)
 
 
