@@ -10,7 +10,7 @@ forks/train_gpt_2026.py has later ones. Numbers and ideas come from
 github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md says what this
 implementation has reached, on what and with which torch.
 
-The file reads like the life of a batch, and importing it does nothing:
+The file reads like the life of a batch, and importing it starts nothing:
 
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
@@ -60,7 +60,7 @@ if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
     # OpenMP's threads spin while they wait for each other. Where other programs use the cores, a
     # long spin makes a step several times as long; where none does, a short one costs a little
     # (BENCHMARKS.md). GNU's OpenMP asks when torch loads it. The file has, like "2/80", how many
-    # threads run or could just now; its averages would still count a run that has ended.
+    # threads run or could just now. Load averages would still count a run that has ended.
     looks = []
     for _ in range(3):
         looks.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
@@ -207,7 +207,7 @@ class Hyperparameters:
     val_loss_every: int = of_run(125, "steps between validations, 0 for the last step only", 0)
     run_id: str = of_run("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
     save_every: int = of_run(0, "steps between checkpoints on the way, 0 for none", 0)
-    save_last: bool = of_run(True, "save the weights at the end, to evaluate and to sample")
+    save_last: bool = of_run(True, "save the weights at the end, even if save_every is 0")
     keep: int = of_run(2, "how many checkpoints of a run are kept, the newest ones")
     comm_timeout: int = of_run(600, "seconds after which ranks give up on each other")
     device: str = of_machine("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
@@ -1662,7 +1662,7 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
     if several:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=meeting_place(),
+            store=rank_store(),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=timeout),
@@ -1671,7 +1671,7 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
 
 
 @cache
-def meeting_place() -> dist.Store:
+def rank_store() -> dist.Store:
     """Return the store in which torchrun's ranks meet. After a restart the store still has what the
     ranks before wrote: each start has keys of its own."""
     store, _, _ = next(dist.rendezvous("env://"))
@@ -1679,12 +1679,18 @@ def meeting_place() -> dist.Store:
 
 
 def chosen_by_rank_0(choose: Callable[[], str]) -> str:
-    """Return on all ranks what rank 0 chooses."""
+    """Return on all ranks what rank 0 chooses. Its UserError is raised on all ranks, too."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return choose()
     if os.environ["RANK"] == "0":
-        meeting_place().set("chosen", choose())
-    return meeting_place().get("chosen").decode()
+        try:
+            rank_store().set("chosen", json.dumps({"choice": choose()}))
+        except UserError as error:
+            rank_store().set("chosen", json.dumps({"error": str(error)}))
+    found = json.loads(rank_store().get("chosen"))
+    if "error" in found:
+        raise UserError(found["error"])
+    return found["choice"]
 
 
 def ranks() -> tuple[int, int]:
@@ -1775,8 +1781,8 @@ def project_files(script: Path) -> list[Path]:
 
 
 def lock_run(run_id: str) -> TextIO:
-    """Lock a run for this process, and return the lock's file: the lock ends with the process, or
-    when the file is closed. UserError if another process has the run.
+    """Lock a run for this process, and return the lock's open file. Closing it, or the end of the
+    process, unlocks the run. UserError if another process has the run.
 
     The processes before a restart by torchrun may still be ending: they get a minute.
     """
@@ -1786,7 +1792,8 @@ def lock_run(run_id: str) -> TextIO:
         Path("logs").mkdir(exist_ok=True)
         file = open(f"logs/{run_id}.lock", "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
-        raise UserError(f"no run can write logs/ in {Path.cwd()}: {error.strerror}") from error
+        reason = f"cannot write logs/{run_id}.lock in {Path.cwd()}: {error.strerror}"
+        raise UserError(f"{reason}; start in a folder of yours") from error
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1794,7 +1801,8 @@ def lock_run(run_id: str) -> TextIO:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.seek(0)
-                raise UserError(f"the run {run_id} goes on in {file.read()}") from None
+                reason = f"the run {run_id} goes on in {file.read()}"
+                raise UserError(f"{reason}: wait for its end, or choose another --run_id") from None
             time.sleep(0.1)
         except OSError as error:
             print(f"note: {file.name} cannot be locked ({error.strerror}): start no run twice")
@@ -1889,7 +1897,7 @@ class Log:
         self.bar.update()
 
     def close(self) -> None:
-        """Close the files, and give the run free for other processes."""
+        """Close the files, and release the lock."""
         self.file.close()
         self.metrics.close()
         if self.lock is not None:
@@ -1981,18 +1989,18 @@ def save_whole(path: Path, state: dict) -> None:
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
 
 
-def load_checkpoint(path: str | Path, run_class: type["Run"], whole: bool = True) -> dict:
+def load_checkpoint(path: str | Path, run_class: type["Run"], verify: bool = True) -> dict:
     """Return a checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a
     published one, what Run.save saves. UserError if the file is not a whole checkpoint, or if it is
-    another script's. If not `whole`, weights stay in the file, and are not verified."""
+    another script's. Without `verify` it is quick: weights stay in the file, unread."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}: name a file, or auto for the newest one")
     try:
-        if whole:
+        if verify:
             with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
                 if damaged := archive.testzip():
                     raise ValueError(f"its part {damaged} is damaged")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not verify)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         saved = state.get("hyperparameters")
         if saved is None:
@@ -2020,9 +2028,31 @@ def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
     return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def can_go_on(run_id: str, saved: dict, args: argparse.Namespace, run_class: type["Run"]) -> bool:
-    """Say whether `--resume auto` may go on with a run: it is unfinished, no process has it, and it
+def newest_checkpoint(run_id: str, run_class: type["Run"], verify: bool = True) -> tuple[str, dict]:
+    """Return the path of the script's newest intact checkpoint under logs/, of a run or of any
+    ("*"), and what load_checkpoint finds there; or "" and {}. UserError if none is intact."""
+    found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
+    for path in found:
+        try:
+            return str(path), load_checkpoint(path, run_class, verify)
+        except OtherScriptError:
+            continue
+        except UserError as error:
+            print(f"{error}; trying the one before")
+    if found:
+        raise UserError(f"no intact checkpoint of this script is among {len(found)} under logs/")
+    return "", {}
+
+
+def can_go_on(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> bool:
+    """Say whether `--resume auto` may go on with a run: no process has it, it is unfinished, and it
     has the settings that flags ask for. Those are its own if no flag is about learning."""
+    try:
+        lock_run(run_id).close()
+        _, saved = newest_checkpoint(run_id, run_class, verify=False)
+    except UserError as error:
+        print(f"--resume auto: {error}")
+        return False
     if "hyperparameters" not in saved:
         return False  # a published one
     own = asked = saved["hyperparameters"]
@@ -2030,45 +2060,28 @@ def can_go_on(run_id: str, saved: dict, args: argparse.Namespace, run_class: typ
         asked = with_flags(run_class.records[record_asked(args, run_class)], args)
     if differences(own, asked) and "resume_force" not in args:
         return False
-    if saved["step"] >= with_flags(own, args).num_iterations:
-        return False
-    try:
-        lock_run(run_id).close()
-    except UserError as error:
-        print(f"--resume auto: {error}")
-        return False
-    return True
+    return saved["step"] < with_flags(own, args).num_iterations
 
 
-def newest_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> str:
-    """Return the path of the checkpoint under logs/ that "auto" means: the newest intact one, of
-    --run_id if it is given; to resume without --run_id, the newest one of a run that can_go_on.
-    Return "" if there is none; UserError if all are damaged, or if --run_id's run has a process."""
+def automatic_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> str:
+    """Return the path of the checkpoint under logs/ that "auto" means: the newest one, of --run_id
+    if that is given. To resume without --run_id, it is of the newest run that can_go_on. Return ""
+    if there is none. UserError if a process has the run of --run_id."""
     run_id = getattr(args, "run_id", "")
-    any_run = "resume" in args and not run_id
-    if "resume" in args and run_id:
+    if "resume" not in args:
+        return newest_checkpoint(run_id or "*", run_class)[0]
+    if run_id:
         lock_run(run_id).close()
-    found = checkpoints(Path("logs"), f"{run_id or '*'}/state_step*.pt")
-    left_out = set()  # names of runs
-    for path in found:
-        name = path.parent.name
-        try:
-            if any_run and name not in left_out:
-                saved = load_checkpoint(path, run_class, whole=False)
-                if not can_go_on(name, saved, args, run_class):
-                    left_out.add(name)
-            if name not in left_out:
-                load_checkpoint(path, run_class)
-                return str(path)
-        except OtherScriptError:
-            continue
-        except UserError as error:
-            print(f"{error}; trying the one before")
-    if found and not any_run:
-        raise UserError(f"no intact checkpoint of this script is among {len(found)} under logs/")
-    if "resume" in args:
+    else:
+        found = checkpoints(Path("logs"), "*/state_step*.pt")
+        for name in dict.fromkeys(path.parent.name for path in found):
+            if can_go_on(name, args, run_class):
+                run_id = name
+                break
+    path = newest_checkpoint(run_id, run_class)[0] if run_id else ""
+    if not path:
         print("--resume auto: there is no run under logs/ to go on with, a new one begins")
-    return ""
+    return path
 
 
 def fail(message: str):
@@ -2130,8 +2143,9 @@ def parse_flags(argv: list[str] | None, run_class: type["Run"]) -> argparse.Name
     parser = flag_parser(run_class, run_class.default_record)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = re.findall(r"--\w+", parser.format_help())
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1, cutoff=0.7)
+        names = ["record", "eval", "resume", *(f.name for f in fields(run_class.settings))]
+        name = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(name, [f"--{n}" for n in names], 1, cutoff=0.7)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if "help" in args:
@@ -2148,7 +2162,8 @@ def find_record(name: str, run_class: type["Run"]) -> str:
     if len(found) == 1:
         return found[0]
     for path in sorted(HERE.glob("forks/*.py")):
-        if not found and f'"{name}' in path.read_text("utf-8"):
+        others = re.findall(r'^    "(\d{4}-[^"]*)": ', path.read_text("utf-8"), re.MULTILINE)
+        if not found and any(other.startswith(name) for other in others):
             where = path.relative_to(HERE)
             raise UserError(f"record {name} is in {where}: ./run.sh {where} --record {name}")
     near = found or difflib.get_close_matches(name, records, 1) or records
@@ -2197,11 +2212,11 @@ def parse_args(
     args.checkpoint = getattr(args, "eval", getattr(args, "resume", None))
     args.saved = {}
     if args.checkpoint == "auto":
-        args.checkpoint = chosen_by_rank_0(lambda: newest_checkpoint(args, run_class)) or None
+        args.checkpoint = chosen_by_rank_0(lambda: automatic_checkpoint(args, run_class)) or None
         if "eval" in args and args.checkpoint is None:
             raise UserError("no checkpoint under logs/: train a model first, or name one")
         if args.checkpoint and not Path(args.checkpoint).is_file():
-            reason = f"rank 0 goes on from {args.checkpoint}, which is not here"
+            reason = f"rank 0 chose {args.checkpoint}, which is not here"
             raise UserError(f"{reason}: logs/ must be one folder for all ranks")
     if args.checkpoint is not None:
         args.saved = load_checkpoint(args.checkpoint, run_class)
@@ -2321,7 +2336,7 @@ def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=
             if against and not reason:
                 log(f"kernel {kernel.name} is off: {text or 'another rank cannot use it'}")
     names = " ".join(names_in_use(model.kernels)) or "none"
-    if device.type == "cuda" or names != "none":  # a CPU has none, which is no news
+    if device.type == "cuda" or names != "none":  # a CPU has none
         log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
 
 
@@ -2389,7 +2404,7 @@ class Run:
 
     def __init__(self, hp: Hyperparameters, args: argparse.Namespace):
         """Find the device, read the validation data, make the model."""
-        self.hp, self.record = hp, args.record
+        self.hp, self.record, self.log = hp, args.record, None
         self.device = start_device(hp.device, hp.comm_timeout)
         self.rank, self.world_size = ranks()
         # Validation is one global batch, of which a rank may get nothing.
@@ -2486,8 +2501,9 @@ class Run:
                 # What was done before a checkpoint was saved is not done again after resuming.
                 validate = (last or self.validates(step)) and (new or step == 0)
                 leave = stop and not last and new and self.can_stop(step)
-                on_the_way = hp.save_every and step % hp.save_every == 0
-                save = new and (hp.save_last if last else on_the_way)
+                # A run that saves on the way saves its end, too: that tells that it has finished.
+                every = hp.save_every and (last or step % hp.save_every == 0)
+                save = new and (every or (last and hp.save_last))
                 if validate or save or leave:
                     self.check_loss(log.finish_row(start)[0], step)
                     self.seconds += clock(self.device) - start
@@ -2608,11 +2624,12 @@ def work(parsed: tuple[Hyperparameters, argparse.Namespace], run_class: type[Run
         loss = evaluate(run.model, run.val_batch, run.moment(step, hp), run.device)
         print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
         return
-    run.begin(args.saved, resumed="resume" in args)
     try:
+        run.begin(args.saved, resumed="resume" in args)
         run.loop()
     finally:
-        run.log.close()
+        if run.log is not None:
+            run.log.close()
 
 
 def main(argv: list[str] | None = None, run_class: type[Run] = Run) -> None:

@@ -211,7 +211,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     what are mirror images then. A table that names other layers by their numbers is used whole."""
     rows = hp.layers.split(",")
     n, last = hp.num_layers, len(rows) - 1
-    if n > len(rows):
+    if not 1 <= n <= len(rows):
         raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
     if n < len(rows):
         for place, text in enumerate(rows):

@@ -34,6 +34,7 @@ FLAGS = [
         "./run.sh forks/train_gpt_2026.py --record 2026-03-06_SimplifyHC",
     ),
     ("--record 2026-01", 2, "record 2026-01 is in forks/train_gpt_2026.py"),
+    ("--record muon", 2, "there is no record muon: did you mean 2024-11-19_FlexAttention or"),
     ("--seq_len 100", 2, "--seq_len 100: must be at least 128, a multiple of 128"),
     ("--val_seq_len 64", 2, "--val_seq_len 64: must be at least 128, a multiple of 128"),
     ("--val_tokens 300", 2, "--val_tokens 300: must be a multiple of val_seq_len"),

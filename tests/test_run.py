@@ -173,6 +173,7 @@ def test_import_has_no_side_effect(tmp_path):
         ("0.00 0.00 0.00 1/80 999", {}, None),  # this thread alone runs
         ("1.99 1.50 0.70 1/80 999", {}, None),  # another run has just ended
         ("0.00 0.00 0.00 3/80 999", {}, "1000"),
+        ("0.00 0.00 0.00 2/80 999", {}, "1000"),
         ("0.00 0.00 0.00 3/80 999", {"GOMP_SPINCOUNT": "7"}, "7"),
         ("0.00 0.00 0.00 3/80 999", {"OMP_WAIT_POLICY": "active"}, None),
     ],
@@ -185,3 +186,13 @@ def test_where_other_programs_run_threads_do_not_spin_long(loadavg, environment,
         patch.setattr(Path, "read_text", lambda path: loadavg)
         exec(before, {"__name__": "train_gpt"})
         assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_thread_that_runs_for_a_moment_is_no_other_program():
+    before, _ = Path(SCRIPT).read_text().split("import numpy as np\n")
+    looks = iter(["0 0 0 3/80 9", "0 0 0 1/80 9", "0 0 0 3/80 9"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {})
+        patch.setattr(Path, "read_text", lambda path: next(looks))
+        exec(before, {"__name__": "train_gpt"})
+        assert not os.environ
