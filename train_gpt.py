@@ -454,7 +454,7 @@ def distributed_data_generator(
     if not paths:
         text = f"no shard matches {pattern}"
         if pattern.startswith(FINEWEB):
-            text += f"; fetch FineWeb with {HERE}/cached_fineweb.py"
+            text += f"; fetch FineWeb with {sys.executable} {HERE}/cached_fineweb.py"
         raise UserError(text)
     shards = [Shard(path) for path in paths]
     if cut is None:
@@ -2032,15 +2032,18 @@ def newest_checkpoint(run_id: str, run_class: type["Run"], verify: bool = True) 
     """Return the path of the script's newest intact checkpoint under logs/, of a run or of any
     ("*"), and what load_checkpoint finds there; or "" and {}. UserError if none is intact."""
     found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
+    own = script_of(run_class).name
     for path in found:
         try:
-            return str(path), load_checkpoint(path, run_class, verify)
+            saved = load_checkpoint(path, run_class, verify)
+            if saved.get("script", own) == own:
+                return str(path), saved
         except OtherScriptError:
             continue
         except UserError as error:
             print(f"{error}; trying the one before")
     if found:
-        raise UserError(f"no intact checkpoint of this script is among {len(found)} under logs/")
+        raise UserError(f"no intact checkpoint of {own} is among {len(found)} under logs/")
     return "", {}
 
 
@@ -2049,10 +2052,13 @@ def can_go_on(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> 
     has the settings that flags ask for. Those are its own if no flag is about learning."""
     try:
         lock_run(run_id).close()
-        _, saved = newest_checkpoint(run_id, run_class, verify=False)
     except UserError as error:
         print(f"--resume auto: {error}")
         return False
+    try:
+        _, saved = newest_checkpoint(run_id, run_class, verify=False)
+    except UserError:
+        return False  # another script's, or damaged, which was said
     if "hyperparameters" not in saved:
         return False  # a published one
     own = asked = saved["hyperparameters"]
@@ -2068,7 +2074,7 @@ def automatic_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> st
     if that is given. To resume without --run_id, it is of the newest run that can_go_on. Return ""
     if there is none. UserError if a process has the run of --run_id."""
     run_id = getattr(args, "run_id", "")
-    if "resume" not in args:
+    if "eval" in args:
         return newest_checkpoint(run_id or "*", run_class)[0]
     if run_id:
         lock_run(run_id).close()
@@ -2080,7 +2086,7 @@ def automatic_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> st
                 break
     path = newest_checkpoint(run_id, run_class)[0] if run_id else ""
     if not path:
-        print("--resume auto: there is no run under logs/ to go on with, a new one begins")
+        print("--resume auto: no unfinished run of these settings is there, a new one begins")
     return path
 
 
@@ -2229,17 +2235,23 @@ def parse_args(
         args.record, hp = asked, run_class.records[asked]
     hp = with_flags(replace(hp, run_id=args.saved.get("run_id", "")), args)
     run_class.check(hp)
+    own = script_of(run_class).name
     if "resume" in args and args.saved:
-        check_resumed(hp, args)
+        check_resumed(hp, args, own)
+    elif args.saved.get("script", own) != own:
+        print(f"note: {args.checkpoint} is of {args.saved['script']}; {own} evaluates it")
     return hp, args
 
 
-def check_resumed(hp: Hyperparameters, args: argparse.Namespace) -> None:
-    """Raise UserError if a run with these settings cannot go on from its checkpoint."""
+def check_resumed(hp: Hyperparameters, args: argparse.Namespace, own: str) -> None:
+    """Raise UserError if a run of the script `own` with these settings cannot go on from its
+    checkpoint."""
     saved = args.saved.get("hyperparameters")
     if saved is None:
         raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
     changed = differences(saved, hp)
+    if args.saved["script"] != own:
+        changed.insert(0, f"script {args.saved['script']} -> {own}")
     if changed and "resume_force" not in args:
         remedy = "--resume_force goes on with them"
         text = ", ".join(changed)
@@ -2553,6 +2565,8 @@ class Run:
 
     def validate(self, step: int) -> dict:
         """Log the validation loss, and return what the metrics' row shall have of it."""
+        if step == 0:
+            self.log(f"validating on {self.hp.val_tokens} tokens")
         loss = evaluate(self.model, self.val_batch, self.moments[step], self.device)
         self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
         self.check_loss(loss, step)

@@ -356,7 +356,9 @@ def tokenize(args: argparse.Namespace) -> None:
         fitting = (max(val.written.values()) - 1) // 1024 * 1024
         val_tokens = max(1024, min(fitting, 65536))
         val_flags = f"--val_files '{stem}_val_*.bin' --val_tokens {val_tokens}"
-    print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}")
+    steps = sum((n - 1) // 2048 for n in train.written.values())  # of the demo's batches
+    epochs = " --epochs 0" if steps < 128 else ""
+    print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}{epochs}")
 
 
 def main(argv: list[str] | None = None) -> None:

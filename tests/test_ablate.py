@@ -412,7 +412,8 @@ def test_rounds_and_their_tables_sorted_by_effect(ablation):
     status, lines, err, made = ablation(f"--ablate {FORK} --record {NEWEST} --run_id it --seed 4")
     assert (status, err) == (0, "")
     assert lines[0] == f"{len(made) // 3} runs a seed, 3 seeds: {len(made)} runs"
-    assert lines[1] == "logs are logs/it_*.txt; after a stop, --run_id it goes on"
+    said = "logs are logs/it_*.txt, tools/watch.py draws the newest; after a stop, --run_id it"
+    assert lines[1] == f"{said} goes on"
     assert lines[2] == f"all {len(made) - 1} others: about 0 seconds, by the first run"
     seeds = [seed for _, _, seed in made]
     assert seeds == sorted(seeds) and set(seeds) == {4, 5, 6}

@@ -366,7 +366,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 2
-    assert "no intact checkpoint of this script is among 2" in capsys.readouterr().err
+    assert "no intact checkpoint of train_gpt.py is among 2" in capsys.readouterr().err
 
 
 def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, capsys):
@@ -393,6 +393,6 @@ def test_without_a_checkpoint_a_new_run_begins_and_says_so(flags, capsys):
     main([*flags, "--resume", "auto", "--num_iterations", "2"])
     out = capsys.readouterr().out
     assert (
-        "there is no run under logs/ to go on with, a new one begins" in out
+        "no unfinished run of these settings is there, a new one begins" in out
         and "step:2/2 val_loss" in out
     )

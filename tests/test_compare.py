@@ -258,7 +258,8 @@ def interval(numbers: np.ndarray) -> tuple[float, float]:
 def test_a_comparison_ends_where_the_test_settles_it_and_says_so(fork):
     status, lines, err = fork.compare("--muon_lr 0.06", "--seed", 3)
     assert (status, err) == (0, "")
-    assert lines[0] == "logs are logs/it_*.txt; after a stop, --run_id it goes on"
+    said = "logs are logs/it_*.txt, tools/watch.py draws the newest; after a stop, --run_id it"
+    assert lines[0] == f"{said} goes on"
     pairs = sum(line.startswith("A seed ") for line in lines)
     seeds, made = range(3, 3 + pairs), fork.calls()
     assert made.pop(2) == "A_longer_seed3" and made == in_turn(seeds)

@@ -10,7 +10,7 @@ import train_gpt_2026
 from sample import Checkpoint, gpt2_encoding
 
 import train_gpt
-from train_gpt import END_OF_TEXT, RECORDS
+from train_gpt import END_OF_TEXT, RECORDS, UserError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -193,3 +193,13 @@ def test_a_full_disk_ends_with_one_line_and_leaves_nothing(trained, tmp_path, ca
     err = capsys.readouterr().err
     assert stop.value.code == 1 and "is the disk full?" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_s_model_is_exported_only_if_it_is_said_to_be_the_same(trained, tmp_path):
+    saved = torch.load(trained.path, weights_only=True) | {"script": "my_fork.py"}
+    path = tmp_path / "it.pt"
+    torch.save(saved, path)
+    words = [str(path), "--script", train_gpt.__file__, "--export", "hf", str(tmp_path / "hf")]
+    with pytest.raises(UserError, match="is of my_fork.py, whose model may be another"):
+        export.parse(words)
+    assert export.parse([*words, "--same_model"])[0] == tmp_path / "hf"

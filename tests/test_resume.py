@@ -122,7 +122,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(flags, tmp_path):
     (half,) = tmp_path.glob("logs/it/*")
     assert half.suffix == ".tmp" and half.stat().st_size > 1000
     out = console_of([*flags, "--resume", "auto", "--num_iterations", "1"], tmp_path)
-    assert "there is no run under logs/ to go on with, a new one begins" in out
+    assert "no unfinished run of these settings is there, a new one begins" in out
     assert [path.name for path in tmp_path.glob("logs/it/*")] == ["state_step000001.pt"]
 
 
@@ -410,3 +410,26 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     Path("logs").write_text("a file, where a folder is wanted")
     with pytest.raises(UserError, match=f"cannot write logs/it.lock in {tmp_path}: "):
         train_gpt.lock_run("it")
+
+
+def test_another_script_s_run_is_not_joined(flags, tmp_path, capsys):
+    """A fork may have the same settings and another model. To evaluate one that is named, a note is
+    all."""
+    flags = [*flags, "--num_iterations", "3", "--save_every", "2", "--keep", "9"]
+    console_of(flags, tmp_path)
+    Path("logs/it/state_step000003.pt").unlink()
+    path = Path("logs/it/state_step000002.pt")
+    torch.save(torch.load(path, weights_only=True) | {"script": "my_fork.py"}, path)
+    machine = ["--device", "cpu"]
+    _, args = train_gpt.parse_args([*machine, "--resume", "auto"], Run)
+    assert args.checkpoint is None
+    for words in (["--eval", "auto"], ["--resume", "auto", "--run_id", "it"]):
+        with pytest.raises(UserError, match="no intact checkpoint of train_gpt.py is among 1"):
+            train_gpt.parse_args([*machine, *words], Run)
+    with pytest.raises(
+        UserError, match="script my_fork.py -> train_gpt.py; --resume_force goes on"
+    ):
+        train_gpt.parse_args([*machine, "--resume", str(path)], Run)
+    capsys.readouterr()
+    train_gpt.parse_args([*machine, "--eval", str(path)], Run)
+    assert f"note: {path} is of my_fork.py; train_gpt.py evaluates it" in capsys.readouterr().out

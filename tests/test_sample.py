@@ -164,7 +164,7 @@ def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(saved_by, tmp
     with pytest.raises(train_gpt.UserError) as refusal:
         run_class_of([path])
     assert "it.pt was saved by sampled_fork.py; there is no script " in str(refusal.value)
-    assert "name one with --script" in str(refusal.value)
+    assert "name one by its path" in str(refusal.value)
     (tmp_path / "sampled_fork.py").write_text(FORK)
     found = run_class_of([path])
     assert train_gpt.script_of(found) == tmp_path / "sampled_fork.py"
@@ -203,7 +203,7 @@ def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys
         ("it.pt --seed 9999999999999999999999", "--seed 9999999999999999999999: from 0 to"),
         ("--tokens many", "argument --tokens: invalid int value: 'many'"),
         ("--tocens 3", "unrecognized arguments: --tocens 3"),
-        ("it.pt --script none.py", "there is no script none.py: name one with --script"),
+        ("it.pt --script none.py", "there is no script none.py: name one by its path"),
         ("words.pt", "words.pt: 512 tokens are not GPT-2's vocabulary"),
     ],
 )

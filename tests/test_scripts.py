@@ -81,7 +81,7 @@ def test_what_is_no_script_is_named_with_those_that_are(name, copy, tmp_path, mo
     with pytest.raises(UserError) as error:
         script.find(name)
     known = "train_gpt.py, forks/train_gpt_2026.py"
-    assert str(error.value).startswith(f"there is no script {name}: name one with --script, such ")
+    assert str(error.value).startswith(f"there is no script {name}: name one by its path, such ")
     assert known in str(error.value)
 
 

@@ -1,5 +1,6 @@
 """The view of a run: what it says and draws, of a finished run and of one that goes on."""
 
+import fcntl
 import json
 import os
 import pty
@@ -200,3 +201,22 @@ def test_on_a_terminal_it_follows_the_run_to_its_end(log):
     assert program.end() == [0]
     views = re.split(re.escape("\x1b[H\x1b[J"), seen)
     assert "step 125/1770" in views[1] and "finished" in views[-1] and len(views) > 2
+
+
+def test_a_run_without_a_process_is_drawn_once_more(log, monkeypatch, capsys):
+    """A terminal shows a run until it ends, or is stopped; the lock tells."""
+    path = log(600)
+    monkeypatch.setattr(watch.sys.stdout, "isatty", lambda: True, raising=False)
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        lock.close()
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    lock = path.with_suffix(".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert watch.has_process(path)
+    watch.main([str(path)])
+    assert len(naps) == 1 and capsys.readouterr().out.count("step 600/1770") == 2
+    assert not watch.has_process(path) and watch.has_process(path.with_name("public.txt"))

@@ -220,7 +220,8 @@ class Pace:
         if self.left and self.seconds:
             text += f", in about {duration(self.seconds * len(self.left))}"
         print(text)
-        print(f"logs are logs/{name}_*.txt; after a stop, --run_id {name} goes on", flush=True)
+        logs = f"logs are logs/{name}_*.txt, tools/watch.py draws the newest"
+        print(f"{logs}; after a stop, --run_id {name} goes on", flush=True)
 
     def run(self, side: Side, name: str, seed: int) -> Run:
         """Return side.run(name, seed)."""

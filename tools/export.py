@@ -12,7 +12,8 @@ model, and would ask whether it may run its code. It does not ask if it is told 
 
     transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
 
-The models of train_gpt.py can be exported, and those of forks that change no model.
+The models of train_gpt.py can be exported, and, with --same_model, those of forks that change no
+model.
 """
 
 import argparse
@@ -145,9 +146,17 @@ def parse(argv: list[str] | None) -> tuple[Path, Checkpoint]:
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
     help_ = "hf: for Hugging Face transformers; DIR is made"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
+    text = "the script changes nothing of train_gpt.py's model"
+    parser.add_argument("--same_model", action="store_true", help=text)
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.export[0] != "hf":
         raise UserError(f"--export {args.export[0]}: hf is the one format there is")
+    saved_by = checkpoint.saved.get("script", train_gpt.__file__)
+    if Path(saved_by).name != Path(train_gpt.__file__).name and not args.same_model:
+        reason = (
+            f"{checkpoint.path} is of {saved_by}, whose model may be another than train_gpt.py's"
+        )
+        raise UserError(f"{reason}: if it is not, say --same_model")
     return Path(args.export[1]), checkpoint
 
 

@@ -82,6 +82,9 @@ def parse_with_checkpoint(
     words = list(sys.argv[1:] if argv is None else argv)
     wanted = words.pop(0) if words and not words[0].startswith("-") else "auto"
     args, flags = parser.parse_known_args(words)
+    for word in flags:
+        if word.endswith(".pt"):
+            raise UserError(f"{word}: name the checkpoint first, before all flags")
     if args.script is not None:
         path = find(args.script)
     elif wanted == "auto":

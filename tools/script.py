@@ -29,10 +29,10 @@ def find(name: str | Path) -> Path:
     found = list(dict.fromkeys(path.resolve() for path in places if path.is_file()))
     if not found or path.suffix != ".py":
         known = ", ".join(show(path) for path in (OWN, *sorted(HERE.glob("forks/*.py"))))
-        raise UserError(f"there is no script {name}: name one with --script, such as {known}")
+        raise UserError(f"there is no script {name}: name one by its path, such as {known}")
     if len(found) > 1:
         paths = " and ".join(map(str, found))
-        raise UserError(f"there are {paths}: name one with its folder, by --script")
+        raise UserError(f"there are {paths}: name one with its folder")
     return found[0]
 
 

@@ -9,6 +9,7 @@ record's published curve is drawn too. If the output is no terminal, one view is
 """
 
 import argparse
+import fcntl
 import json
 import math
 import shutil
@@ -169,6 +170,18 @@ def draw(run: Run, rows: list[dict], path: Path) -> None:
     print(f"wrote {path}")
 
 
+def has_process(path: Path) -> bool:
+    """Say whether a process still makes the run of a log, or may: public runs have no lock."""
+    try:
+        with path.with_suffix(".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return not path.with_suffix(".lock").exists()
+    return False
+
+
 def main(argv: list[str] | None = None) -> None:
     """Draw a run, on a terminal until it ends or Ctrl-C; status 1 and a line if it cannot be."""
     form = argparse.RawDescriptionHelpFormatter
@@ -184,13 +197,15 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("watch.py: no log under logs/: name one")
     path = max(logs, key=lambda log: log.stat().st_mtime) if len(logs) > 1 else logs[0]
     live = sys.stdout.isatty() and not args.png
-    run = None
-    while run is None or run.steps not in run.curve:
+    goes_on = True
+    while goes_on:
+        goes_on = has_process(path)  # before the look: what it wrote at last is drawn
         try:
             run, rows = look(path)
             if args.png:
                 return draw(run, rows, args.png)
             text = view(run, rows, time.time() - path.stat().st_mtime, *shutil.get_terminal_size())
+            goes_on = goes_on and run.steps not in run.curve
         except (ValueError, OSError) as error:
             text = f"{path} {error}"
             if not live:
@@ -198,7 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\x1b[H\x1b[J{text}" if live else plotext.uncolorize(text), flush=True)
         if not live:
             break
-        time.sleep(args.interval)
+        if goes_on:
+            time.sleep(args.interval)
 
 
 if __name__ == "__main__":
