@@ -18,7 +18,7 @@ from train_gpt import UserError, main
 # What is typed after the flags of a run that works, the status, and words of the message. Files
 # are those of `folder`. Each kind is measured, in processes and under torchrun, in tests/slow.
 FLAGS = [
-    ("--no_such_flag 1", 2, "unrecognized arguments: --no_such_flag 1\n"),
+    ("--no_such_flag 1", 2, "unrecognized arguments: --no_such_flag 1"),
     ("--num_iter 3", 2, "unrecognized arguments: --num_iter 3; did you mean --num_iterations?"),
     ("--muon_rl=3", 2, "unrecognized arguments: --muon_rl=3; did you mean --muon_lr?"),
     ("--muon_lr", 2, "argument --muon_lr: expected one argument"),
