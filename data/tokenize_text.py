@@ -350,7 +350,7 @@ def tokenize(args: argparse.Namespace) -> None:
 
     for path, count in written.items():
         print(f"{path}: {count} tokens")
-    print(f"{train.documents} documents for training, {val.documents} for validation")
+    print(f"documents: {train.documents} for training, {val.documents} for validation")
     stem, val_flags = args.out / args.name, "--val_files PATTERN"
     if val.written:  # val_tokens of the demo, or what fits; a batch lies in one shard
         fitting = (max(val.written.values()) - 1) // 1024 * 1024

@@ -204,7 +204,7 @@ def test_what_is_no_layer_is_refused_with_the_form_of_a_row(reason, text):
 
 
 def test_a_table_is_not_longer_than_its_rows():
-    with pytest.raises(UserError, match="--num_layers 6: --layers has 4"):
+    with pytest.raises(UserError, match="--num_layers 6: must be even, and at most the 4 rows"):
         layer_table(replace(RECORDS["demo"], num_layers=6, layers="long,long,long,long"))
 
 

@@ -98,6 +98,7 @@ def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
     [
         ("--diff demo 2026-03", "record 2026-03 is in forks/train_gpt_2026.py"),
         ("--diff demo", "expected 2 arguments"),
+        ("a.txt b.txt", "2 logs: name one; tools/leaderboard.py takes several"),
         ("no_such.py", "there is no script no_such.py"),
         ("logs/no_such.txt", "No such file"),
     ],

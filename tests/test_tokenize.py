@@ -339,7 +339,7 @@ def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys)
     (tmp_path / "train.txt").write_text(" b" * 5000)
     tokenize(tmp_path / "train.txt", "--val", tmp_path / "val.txt", "--out", tmp_path)
     *_, counts, command = capsys.readouterr().out.splitlines()
-    assert counts == "1 documents for training, 1 for validation"
+    assert counts == "documents: 1 for training, 1 for validation"
     program, *flags = shlex.split(command)
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     assert program == "./run.sh" and hp.val_tokens == min((val_count - 1) // 1024 * 1024, 65536)

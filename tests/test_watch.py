@@ -59,7 +59,7 @@ def test_a_running_run_shows_where_it_is_and_the_published_curve(log, capsys):
     out = capsys.readouterr().out
     words = " ".join(out.split())
     assert f"it.txt: {RECORD} step 600/1770, train loss 8.6000, " in words
-    assert "val loss 3.7640 at step 500 (published: 3.7540), 100.0 ms/step, 3900.0k" in words
+    assert "val loss 3.7640 at step 500 (published: 3.7540), lately 100.0 ms/step, 3900.0k" in words
     assert "29000 MiB, 0:01:57 of training left, last heard of" in words
     assert all(name in out for name in ("training", "validation", "published"))
     assert "\x1b" not in out and any(dot in out for dot in "⠉⠒⠤⣀⢇")

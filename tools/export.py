@@ -151,12 +151,12 @@ def parse(argv: list[str] | None) -> tuple[Path, Checkpoint]:
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.export[0] != "hf":
         raise UserError(f"--export {args.export[0]}: hf is the one format there is")
-    saved_by = checkpoint.saved.get("script", train_gpt.__file__)
-    if Path(saved_by).name != Path(train_gpt.__file__).name and not args.same_model:
-        reason = (
-            f"{checkpoint.path} is of {saved_by}, whose model may be another than train_gpt.py's"
-        )
-        raise UserError(f"{reason}: if it is not, say --same_model")
+    saved_by = Path(checkpoint.saved.get("script", train_gpt.__file__)).name
+    is_forks = saved_by != Path(train_gpt.__file__).name
+    # A fork with settings of its own is refused by their names: see check_known.
+    if is_forks and not unknown_settings(checkpoint.hp) and not args.same_model:
+        reason = f"{checkpoint.path} is of {saved_by}, which may have another model"
+        raise UserError(f"{reason} than train_gpt.py: if it has not, say --same_model")
     return Path(args.export[1]), checkpoint
 
 

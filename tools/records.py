@@ -140,16 +140,19 @@ def parse_args(argv: list[str] | None) -> tuple:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = fail
-    parser.add_argument("log", nargs="?", type=Path, help="a run's, logs/RUN.txt")
+    parser.add_argument("log", nargs="*", type=Path, help="a run's, logs/RUN.txt")
     parser.add_argument("--all", action="store_true", help="every number of every record")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="names of two records")
-    return path, parser.parse_args(words)
+    args = parser.parse_args(words)
+    if len(args.log) > 1:
+        raise UserError(f"{len(args.log)} logs: name one; tools/leaderboard.py takes several")
+    return path, args
 
 
 def work(path: Path, args: argparse.Namespace) -> None:
     """Print what the flags ask for."""
     if args.log:
-        print_against_published(args.log)
+        print_against_published(args.log[0])
         return
     run_class = script.load(path)
     if args.diff:

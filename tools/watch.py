@@ -100,7 +100,7 @@ def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
     if timed:
         ms = statistics.median(row["ms"] for row in timed[-RECENT:])
         tokens = statistics.median(row["tokens_per_s"] for row in timed[-RECENT:])
-        parts += [f"{ms:.1f} ms/step", f"{tokens / 1e3:.1f}k tokens/s"]
+        parts += [f"lately {ms:.1f} ms/step", f"{tokens / 1e3:.1f}k tokens/s"]
         parts.append(f"{timed[-1]['memory_mib']} MiB")
     if run.steps in run.curve:
         parts.append(f"finished, {run.seconds:.1f} s of training")
