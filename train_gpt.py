@@ -1660,18 +1660,20 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
             torch.set_num_threads(max(1, os.cpu_count() // processes))
         keep_freed_memory()
     if several:
+        patience = timedelta(seconds=timeout)
+        rank_store().set_timeout(patience)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=rank_store(),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=timeout),
+            timeout=patience,
         )
     return device
 
 
 @cache
-def rank_store() -> dist.Store:
+def rank_store() -> "dist.Store":
     """Return the store in which torchrun's ranks meet. After a restart the store still has what the
     ranks before wrote: each start has keys of its own."""
     store, _, _ = next(dist.rendezvous("env://"))
@@ -2514,8 +2516,8 @@ class Run:
                 validate = (last or self.validates(step)) and (new or step == 0)
                 leave = stop and not last and new and self.can_stop(step)
                 # A run that saves on the way saves its end, too: that tells that it has finished.
-                every = hp.save_every and (last or step % hp.save_every == 0)
-                save = new and (every or (last and hp.save_last))
+                due = hp.save_every and (last or step % hp.save_every == 0)
+                save = new and (due or (last and hp.save_last))
                 if validate or save or leave:
                     self.check_loss(log.finish_row(start)[0], step)
                     self.seconds += clock(self.device) - start
