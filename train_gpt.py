@@ -36,7 +36,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import resource
 import shlex
@@ -1810,7 +1809,7 @@ def lock_run(run_id: str) -> TextIO:
             print(f"note: {file.name} cannot be locked ({error.strerror}): start no run twice")
             break
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()
     return file
 

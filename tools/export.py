@@ -27,8 +27,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from sample import Checkpoint, parse_with_checkpoint
+from script import OWN
 
-import train_gpt  # which sample found, as the next one
+import train_gpt  # which sample found, as the next ones
 from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, Hyperparameters, UserError
 
@@ -107,12 +108,17 @@ def hf_config(hp: Hyperparameters, model: train_gpt.GPT, window: int) -> dict:
     }
 
 
-def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
-    """Make the folder whole or not at all; UserError if there is something already."""
+def export_hf(checkpoint: Checkpoint, folder: Path, same_model: bool = False) -> None:
+    """Make the folder whole or not at all. UserError if there is something already, or if the model
+    may be another than train_gpt.py's; `same_model` says that a fork's is not."""
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder, or remove it")
     model = checkpoint.model(torch.device("cpu"), compile="off")  # or it says what is wrong
     check_known(checkpoint.hp, model)
+    saved_by = checkpoint.saved.get("script", OWN.name)
+    if saved_by != OWN.name and not same_model:
+        reason = f"{checkpoint.path} is of {saved_by}, which may have another model"
+        raise UserError(f"{reason} than {OWN.name}: if it has not, say --same_model")
     # Embeddings that were trained in bfloat16 stay so: transformers makes them float32 again.
     weights = {name: w.contiguous() for name, w in checkpoint.saved["model"].items()}
     tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
@@ -141,8 +147,8 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
         raise
 
 
-def parse(argv: list[str] | None) -> tuple[Path, Checkpoint]:
-    """Return the folder to make, and the checkpoint; UserError for what cannot be."""
+def parse(argv: list[str] | None) -> tuple[Path, Checkpoint, bool]:
+    """Return the folder to make, the checkpoint, and --same_model; UserError for what cannot be."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
     help_ = "hf: for Hugging Face transformers; DIR is made"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
@@ -151,19 +157,13 @@ def parse(argv: list[str] | None) -> tuple[Path, Checkpoint]:
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.export[0] != "hf":
         raise UserError(f"--export {args.export[0]}: hf is the one format there is")
-    saved_by = Path(checkpoint.saved.get("script", train_gpt.__file__)).name
-    is_forks = saved_by != Path(train_gpt.__file__).name
-    # A fork with settings of its own is refused by their names: see check_known.
-    if is_forks and not unknown_settings(checkpoint.hp) and not args.same_model:
-        reason = f"{checkpoint.path} is of {saved_by}, which may have another model"
-        raise UserError(f"{reason} than train_gpt.py: if it has not, say --same_model")
-    return Path(args.export[1]), checkpoint
+    return Path(args.export[1]), checkpoint, args.same_model
 
 
-def export(parsed: tuple[Path, Checkpoint]) -> None:
+def export(parsed: tuple[Path, Checkpoint, bool]) -> None:
     """Write the folder."""
-    folder, checkpoint = parsed
-    export_hf(checkpoint, folder)
+    folder, checkpoint, same_model = parsed
+    export_hf(checkpoint, folder, same_model)
     print(f"{checkpoint.path}: exported to {folder}")
     name, auto = repr(str(folder)), "transformers.Auto"
     print(f"model = {auto}ModelForCausalLM.from_pretrained({name}, trust_remote_code=True)")
