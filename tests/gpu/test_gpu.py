@@ -127,19 +127,17 @@ def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
         assert relative_error(cuda_grads[name], grad) < 0.1, name
 
 
-@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
 @torch.no_grad()
-def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(record, randomize):
-    """In bfloat16; uncached and packed through FlexAttention, packed also compiled."""
-    hp = replace(record, model_dim=256, num_heads=2)
+def check_inference(make_model, now, shift: float) -> None:
+    """Compare four equal models in bfloat16: cached logits with uncached ones, and packed, compiled
+    scores with those of a CPU. Uncached and packed go through FlexAttention. Softmax does not see
+    `shift`, in which the logits' numbers would drown."""
     device = torch.device("cuda")
-    a, b, compiled, on_cpu = (randomize(GPT(hp)).eval() for _ in range(4))
-    now = replace(train_gpt.moment(0, hp), window=384, short=192)
+    a, b, compiled, on_cpu = (make_model().eval() for _ in range(4))
     feeds = [Decoder(a.to_device(device, False), now), Rereader(b.to_device(device, False), now)]
     tokens = documents(600).tolist()
     for part in (tokens[:590], *([token] for token in tokens[590:])):
-        # Less what softmax does not see, in which the numbers would drown.
-        found, expected = (feed(part) - hp.logit_softcap for feed in feeds)
+        found, expected = (feed(part) - shift for feed in feeds)
         assert relative_error(found, expected) < 0.03
     texts = [tokens[i : i + 20 + i % 50] for i in range(0, 500, 5)]
     scores = [
@@ -147,6 +145,13 @@ def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(re
         for model in (compiled.to_device(device, True), on_cpu)
     ]
     assert relative_error(*scores) < 0.02
+
+
+@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
+def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(record, randomize):
+    hp = replace(record, model_dim=256, num_heads=2)
+    now = replace(train_gpt.moment(0, hp), window=384, short=192)
+    check_inference(lambda: randomize(GPT(hp)), now, hp.logit_softcap)
 
 
 def test_a_step_after_warm_up_neither_synchronises_nor_compiles():

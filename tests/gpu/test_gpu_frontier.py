@@ -7,10 +7,8 @@ import pytest
 import reference
 import torch
 import train_gpt_2026
-from hellaswag import log_likelihoods
 from runs import val_losses
-from sample import Decoder, Rereader
-from test_gpu import documents, needs_fp8, relative_error
+from test_gpu import check_inference, documents, needs_fp8, relative_error
 from torch._dynamo.utils import counters
 from train_gpt_2026 import GPT, RECORDS, Head, Optimizers, Run, moment, weighted_cross_entropy
 
@@ -103,24 +101,10 @@ def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, tied, randomize):
         assert relative_error(cuda_grads[name], grad) < 0.1, name
 
 
-@torch.no_grad()
 def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(randomize):
-    """In bfloat16; uncached and packed through FlexAttention, packed also compiled."""
-    hp, device = replace(D, model_dim=256, num_heads=2), torch.device("cuda")
+    hp = replace(D, model_dim=256, num_heads=2)
     now = replace(moment(hp.num_iterations, hp), window=384, short=128)
-    a, b, compiled, on_cpu = (randomize(GPT(hp)).eval() for _ in range(4))
-    feeds = [Decoder(a.to_device(device, False), now), Rereader(b.to_device(device, False), now)]
-    tokens = documents(600).tolist()
-    for part in (tokens[:590], *([token] for token in tokens[590:])):
-        # Less what softmax does not see, in which the numbers would drown.
-        found, expected = (feed(part) - 11.5 for feed in feeds)
-        assert relative_error(found, expected) < 0.03
-    texts = [tokens[i : i + 20 + i % 50] for i in range(0, 500, 5)]
-    scores = [
-        log_likelihoods(model, texts, [10] * len(texts), now)
-        for model in (compiled.to_device(device, True), on_cpu)
-    ]
-    assert relative_error(*scores) < 0.02
+    check_inference(lambda: randomize(GPT(hp)), now, shift=11.5)
 
 
 def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
