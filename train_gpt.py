@@ -1288,6 +1288,18 @@ def muon_updates(
     return orthogonalise(torch.cat(directions))
 
 
+def subtract_(weights: list[Tensor], updates: list[Tensor], lr: Tensor) -> None:
+    """weights -= lr * updates, which may be of another dtype; lr () lies on the CPU. Compiled, all
+    of it is one launch."""
+    if torch.compiler.is_compiling():
+        torch._foreach_sub_(weights, [lr * update.float() for update in updates])
+    else:
+        torch._foreach_add_(weights, updates, alpha=-lr.item())
+
+
+MUON_STEPS = muon_updates, subtract_
+
+
 def number(value: float, like: Tensor) -> Tensor:
     """Return a number as a tensor (): compiled functions are not compiled anew for another one."""
     return torch.full((), value, device=like.device)
@@ -1301,8 +1313,9 @@ def number(value: float, like: Tensor) -> Tensor:
 # ranks.
 
 
-def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, updates_of=muon_updates):
-    """Step by Muon, for matrices (n, rows, cols). `updates_of` is the compiled muon_updates."""
+def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
+    """Step by Muon, for matrices (n, rows, cols). `steps` are the compiled MUON_STEPS."""
+    updates_of, step_ = steps
     for bucket in buckets:
         if not bucket.state:
             bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
@@ -1312,14 +1325,17 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, updates_of=muon_u
     updates = updates_of(grads, momenta, momentum, hp.momentum_damped)
     rows, cols = buckets[0].row_shape
     own_lr = lr * max(1, rows / cols) ** 0.5
-    return updates.split([len(grad) for grad in grads]), partial(torch._foreach_add_, alpha=-own_lr)
+    own_lr = torch.tensor(lr * max(1, rows / cols) ** 0.5, dtype=torch.float64)
+    updates = updates.split([len(grad) for grad in grads])
+    return updates, partial(step_, lr=own_lr)
 
 
 def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
-    """Take over what was sent as the new weights."""
-    for weight, new in zip(weights, sent, strict=True):
-        if weight.data_ptr() != new.data_ptr():  # one rank's share of a table is the table
-            weight.copy_(new)
+    """Take over what was sent as the new weights. Some of it may lie in its place already."""
+    pairs = zip(weights, sent, strict=True)
+    moved = [(weight, new) for weight, new in pairs if weight.data_ptr() != new.data_ptr()]
+    if moved:
+        torch._foreach_copy_(*zip(*moved, strict=True))
 
 
 def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float):
@@ -1367,7 +1383,7 @@ class Group:
 
 def parameter_table(hp: Hyperparameters, compile_: Callable = as_is) -> tuple[Group, ...]:
     """Return the groups, in the order in which gradients leave and weights are updated."""
-    by_muon = partial(muon, hp=hp, updates_of=compile_(muon_updates))
+    by_muon = partial(muon, hp=hp, steps=tuple(compile_(step) for step in MUON_STEPS))
     by_adam = partial(adam, betas=hp.adam_betas, eps=hp.adam_eps)
     matrices = ("blocks.*.weight", "blocks.*.qkv_w")
     scalars = ("skip_weights", "blocks.*lambdas")
@@ -1401,6 +1417,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Bucket:
     """Parameters whose gradients travel together, in their dtype, as rows of one shape. Each rank
     owns a share: one of world_size equal parts of the rows, to the last of which zeros are added.
+    A bucket of single numbers is too small to share: on each rank it is rank 0's, of one.
     """
 
     def __init__(self, params: list[Tensor], row_ndim: int, rank: int = 0, world_size: int = 1):
@@ -1411,20 +1428,16 @@ class Bucket:
         self.state: dict[str, Tensor] = {}  # what the update rule keeps of this rank's share
         self.grads = self.sent = self.work = None
 
-    def share(self, tensors: list[Tensor], whole: bool = False) -> Tensor:
+    def share(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's rows, (share_len, ...), of tensors shaped like the parameters, or of
-        state whose rows have another shape; or the rows of all ranks."""
+        state whose rows have another shape."""
         rows = []
         for tensor, p in zip(tensors, self.params, strict=True):
             like_p = tensor.shape == p.shape
             rows.append(tensor.reshape(-1, *self.row_shape) if like_p else tensor)
         rows = torch.cat(rows) if len(rows) > 1 else rows[0]
-        length = self.share_len
-        if whole:
-            length = self.share_len * self.world_size
-        else:
-            rows = rows[self.rank * length : (self.rank + 1) * length]
-        missing = length - len(rows)
+        rows = rows[self.rank * self.share_len : (self.rank + 1) * self.share_len]
+        missing = self.share_len - len(rows)
         return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
     def weights(self) -> Tensor:
@@ -1432,15 +1445,29 @@ class Bucket:
         added."""
         return self.share([p.detach() for p in self.params])
 
+    def packed(self, tensors: list[Tensor]) -> Tensor:
+        """Return the rows of all ranks, of tensors shaped like the parameters, in the parameters'
+        dtype. All are copied once into one tensor, unless there is one and it is that already."""
+        like, total = self.params[0], self.world_size * self.share_len
+        if self.counts == [total] and tensors[0].dtype == like.dtype:
+            return tensors[0].view(total, *self.row_shape)
+        rows = like.new_empty(total, *self.row_shape)
+        *parts, rest = rows.split([*self.counts, total - sum(self.counts)])
+        torch._foreach_copy_(
+            parts, [t.view_as(part) for t, part in zip(tensors, parts, strict=True)]
+        )
+        rest.zero_()
+        return rows
+
     def launch(self) -> None:
         """Begin to sum the gradients over all ranks. They travel in the parameters' dtype."""
-        grads = [gradient_buffer(p) for p in self.params]  # on one rank, a table's is used as it is
-        if self.world_size > 1:
-            grads = [grad.type_as(p) for grad, p in zip(grads, self.params, strict=True)]
-        self.grads = self.sent = self.share(grads, whole=True)
-        if self.world_size > 1:
-            self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
-            self.work = reduce_scatter(self.grads, self.sent, async_op=True)
+        grads = [gradient_buffer(p) for p in self.params]
+        if self.world_size == 1:  # a table's is used as it is
+            self.grads = self.share(grads)
+            return
+        self.sent = self.packed(grads)
+        self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
+        self.work = reduce_scatter(self.grads, self.sent, async_op=True)
 
     def wait(self) -> Tensor:
         """Return this rank's share of the summed gradients, which is in self.grads from now on."""
@@ -1453,10 +1480,15 @@ class Bucket:
 
     def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
         """Begin to collect all shares. The function returned waits for them. It returns a tensor
-        for each parameter: in its shape, or as rows where state has rows of another shape."""
+        for each parameter: in its shape, or as rows where state has rows of another shape. Where
+        a share of one parameter is that one's own memory, the others arrive in the parameter."""
         rows, work = share, None
         if self.world_size > 1:
-            rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
+            total = self.world_size * self.share_len
+            if self.counts == [total] and share.data_ptr() == self.weights().data_ptr():
+                rows = self.packed([self.params[0].detach()])
+            else:
+                rows = share.new_empty(total, *share.shape[1:])
             work = all_gather(rows, share.contiguous(), async_op=True)
 
         def collected() -> list[Tensor]:
@@ -1491,11 +1523,10 @@ class Optimizers:
         table = self.table(hp, model.compile_)
         for group, params in zip(table, members(model, table).values(), strict=True):
             parts = self.bucket_params(group, list(params.values()))
-            buckets = [Bucket(part, group.row_ndim, rank, world_size) for part in parts]
+            place = (rank, world_size) if group.row_ndim else (0, 1)
+            buckets = [Bucket(part, group.row_ndim, *place) for part in parts]
             self.groups.append((group, buckets))
         self.order = [bucket for _, buckets in self.groups for bucket in buckets]
-        for p in self.names:
-            gradient_buffer(p)  # also of what this model does not use
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
         for group, buckets in self.groups:
             if world_size == 1 or group.complete != "backward":
@@ -1554,7 +1585,7 @@ class Optimizers:
                 continue
             for bucket in buckets:
                 length = torch.linalg.vector_norm(bucket.wait(), dtype=torch.float32)
-                square += length.square()
+                square += length.square() * (bucket.world_size / self.world_size)
         all_reduce_([squares])
         return squares.sqrt()
 
@@ -1565,6 +1596,7 @@ class Optimizers:
         for bucket in self.missing:
             bucket.launch()
         self.missing = {}
+        self.sum_numbers(now)
         grad_scale, norms = 1 / self.hp.batch_seqs, []
         if (now.step + 1) % self.norms_every == 0 or self.hp.grad_clip:
             norms = [self.grad_norms(now) * grad_scale]
@@ -1576,18 +1608,39 @@ class Optimizers:
                 same = [bucket for bucket in buckets if bucket.row_shape == shape]
                 torch._foreach_mul_([bucket.wait() for bucket in same], grad_scale)
                 shares, take = group.rule(same, group.lr * now.lr, now)
+                arriving = []
                 for bucket, share in zip(same, shares, strict=True):
-                    pending.append((bucket, bucket.gather(share), take))
+                    arriving.append(bucket.gather(share))
                     bucket.grads = None
-        for bucket, collected, take in pending:
-            take(bucket.params, collected())
+                pending.append((same, arriving, take))
+        for same, arriving, take in pending:
+            weights = [p for bucket in same for p in bucket.params]
+            take(weights, [sent for collected in arriving for sent in collected()])
         self.zero_grad(self.learning(now))
         return norms
 
+    def sum_numbers(self, now: Moment) -> None:
+        """Begin to sum the gradients of all buckets of single numbers over all ranks, in one
+        message."""
+        if self.world_size == 1:
+            return
+        learning = self.learning(now)
+        same = [bucket for group, buckets in learning if not group.row_ndim for bucket in buckets]
+        if same:
+            grads = torch.cat([bucket.wait() for bucket in same])
+            work = dist.all_reduce(grads, async_op=True)
+            for bucket, part in zip(same, grads.split([b.share_len for b in same]), strict=True):
+                bucket.grads, bucket.work = part, work
+
     def zero_grad(self, groups: list[tuple[Group, list[Bucket]]]) -> None:
-        """Empty the gradients of groups."""
-        params = [p for _, buckets in groups for bucket in buckets for p in bucket.params]
-        torch._foreach_zero_([gradient_buffer(p) for p in params])
+        """Empty the gradients of groups. A table's is summed in place. Of another parameter, the
+        next backward pass keeps the tensor that it makes, which costs no addition."""
+        for group, buckets in groups:
+            for p in [p for bucket in buckets for p in bucket.params]:
+                if group.row_ndim == 1:
+                    gradient_buffer(p).zero_()
+                else:
+                    p.grad = None
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return all ranks' state by parameter name, on rank 0's CPU; others only help."""

@@ -1141,24 +1141,29 @@ def polar_express(G: Tensor) -> Tensor:
     return t.zeropower_via_newtonschulz5(G, 5, POLAR_EXPRESS, margin=1.02, eps=1e-6)
 
 
-def normuon_(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Return updates (n, rows, cols) whose neurons, the longer side, have equal sizes in the mean
-    over steps; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491). The second moments
-    (n, rows, 1) or (n, 1, cols) change in place."""
-    old = updates.float()
-    neuron = -1 if second_moment.size(-1) == 1 else -2
-    second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
-    new = old * second_moment.clamp(min=1e-10).rsqrt()
-    before = torch.linalg.matrix_norm(old, keepdim=True)
-    after = torch.linalg.matrix_norm(new, keepdim=True)
-    return (new * (before / after.clamp(min=1e-10))).type_as(updates)
+def normuon_(updates, second_moments, beta2: float) -> list[Tensor]:
+    """Return a list of updates (n, rows, cols) whose neurons, the longer side, have equal sizes in
+    the mean over steps; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491). The
+    second moments, (n, rows, 1) or (n, 1, cols), change in place."""
+    normed = []
+    for update, second_moment in zip(updates, second_moments, strict=True):
+        old = update.float()
+        neuron = -1 if second_moment.size(-1) == 1 else -2
+        second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
+        new = old * second_moment.clamp(min=1e-10).rsqrt()
+        before = torch.linalg.matrix_norm(old, keepdim=True)
+        after = torch.linalg.matrix_norm(new, keepdim=True)
+        normed.append((new * (before / after.clamp(min=1e-10))).type_as(update))
+    return normed
 
 
 def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
     """weights -= lr * updates, and where an update makes a weight smaller anyway, or is 0, also
-    lr * decay * weights: cautious weight decay (arXiv 2510.12402)."""
+    lr * decay * weights: cautious weight decay (arXiv 2510.12402). Compiled, it is one launch."""
+    changes = []
     for weight, update in zip(weights, updates, strict=True):
-        weight.sub_(lr * (update + decay * weight * (update * weight >= 0)))
+        changes.append(lr * (update + decay * weight * (update * weight >= 0)))
+    torch._foreach_sub_(weights, changes)
 
 
 def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: float) -> None:
@@ -1183,13 +1188,13 @@ def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: 
             w.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-MUON_STEPS = t.muon_updates, normuon_, cautious_step_
+MUON_STEPS = *t.MUON_STEPS, normuon_, cautious_step_
 
 
 def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
     """train_gpt.py's Muon for matrices (n, rows, cols). With a muon_beta2 it is NorMuon; with a
     muon_decay, weights decay cautiously, by lr^2. `steps` are the compiled MUON_STEPS."""
-    updates_of, norm_, step_ = steps
+    updates_of, subtract_, norm_, cautious_ = steps
     rows, cols = buckets[0].row_shape
     for bucket in buckets:
         if bucket.state:
@@ -1206,17 +1211,16 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
     updates = updates.split([len(grad) for grad in grads])
     if hp.muon_beta2:
         seconds = [bucket.state["second_moment"] for bucket in buckets]
-        pairs = zip(updates, seconds, strict=True)
-        updates = [norm_(update, second, hp.muon_beta2) for update, second in pairs]
+        updates = norm_(updates, seconds, hp.muon_beta2)
     tall, wide, square = hp.muon_mul
     factor = square
     if rows != cols:
         factor = tall if rows > cols else wide
     if not hp.muon_decay:
-        return updates, partial(torch._foreach_add_, alpha=-lr * factor)
+        return updates, partial(subtract_, lr=torch.tensor(lr * factor, dtype=torch.float64))
     own_lr = number(lr * factor, grads[0])
     decay = number(lr * hp.muon_decay, grads[0])
-    return updates, lambda weights, sent: step_(weights, sent, own_lr, decay)
+    return updates, partial(cautious_, lr=own_lr, decay=decay)
 
 
 def cautious_adam(buckets, lr: float, now: Moment, betas, eps: float, decay: float, step_):

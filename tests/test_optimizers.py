@@ -197,6 +197,10 @@ def on_ranks(monkeypatch):
         output.copy_(torch.cat(exchange(tensor)))
         return done
 
+    def all_reduce(tensor, async_op):
+        tensor.copy_(sum(exchange(tensor)))
+        return done
+
     def run(count: int, work) -> list:
         barrier = threading.Barrier(count, timeout=120)
 
@@ -213,6 +217,7 @@ def on_ranks(monkeypatch):
 
     monkeypatch.setattr(train_gpt, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(train_gpt, "all_gather", all_gather)
+    monkeypatch.setattr(train_gpt.dist, "all_reduce", all_reduce)
     return run
 
 
@@ -331,8 +336,12 @@ def leaving(model, batch, monkeypatch, optimizers_class=Optimizers, now=None) ->
         events.append("ended")
         return step(now)
 
+    def alone_in_place(tensor, async_op):
+        return SimpleNamespace(wait=lambda: None)
+
     for name in ("reduce_scatter", "all_gather"):
         monkeypatch.setattr(train_gpt, name, alone)
+    monkeypatch.setattr(train_gpt.dist, "all_reduce", alone_in_place)
     monkeypatch.setattr(Bucket, "launch", noted)
     optimizers.begin_last_backward, optimizers.step = noted_begin, noted_step
     train_gpt.train_step(model, optimizers, *batch, now or moment(0, model.hp))

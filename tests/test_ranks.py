@@ -70,9 +70,9 @@ def assert_same(found, alone, ranks: int):
 def expected_bytes(model: torch.nn.Module, ranks: int) -> int:
     """Return what a step gives to reduce-scatter and all-gather, by the formula of BENCHMARKS.md.
 
-    Rows of tables and scalars are padded to a multiple of the ranks, and so are buckets of at least
-    8 matrices and one a rank; each travels once as gradient and once as weight or update, in
-    float32.
+    Rows of tables are padded to a multiple of the ranks, and so are buckets of at least 8 matrices
+    and one a rank; each travels once as gradient and once as weight or update, in float32. Scalars
+    are all-reduced.
     """
 
     def up(n: int) -> int:
@@ -81,7 +81,6 @@ def expected_bytes(model: torch.nn.Module, ranks: int) -> int:
     named = list(model.named_parameters())
     tables = [p for n, p in named if "embed" in n or "lm_head" in n]
     elements = sum(up(len(p)) * p.shape[1] for p in tables)
-    elements += up(sum(p.numel() for _, p in named if p.ndim < 2))
     matrices = {}
     for name, p in reversed(named):
         if name.startswith("blocks.") and p.ndim >= 2:
@@ -174,7 +173,9 @@ def test_wire_carries_bfloat16_only_where_the_published_records_did(tiny, monkey
     monkeypatch.setattr(train_gpt, "reduce_scatter", lambda *arguments, **options: None)
     model = train_gpt.GPT(tiny)
     model.embed.bfloat16()
-    for bucket in train_gpt.Optimizers(model, tiny, rank=0, world_size=2).order:
+    *shared, scalars = train_gpt.Optimizers(model, tiny, rank=0, world_size=2).order
+    assert scalars.world_size == 1
+    for bucket in shared:
         bucket.launch()
         half = bucket.params[0] is model.embed.weight
         dtype = torch.bfloat16 if half else torch.float32

@@ -68,7 +68,7 @@ def test_polar_express_in_bfloat16(shape):
 def test_a_zero_gradient_has_a_zero_update_in_all_rules():
     assert not polar_express(torch.zeros(2, 8, 16)).any()
     second = torch.zeros(2, 1, 16)
-    assert not normuon_(torch.zeros(2, 8, 16), second, 0.95).any() and not second.any()
+    assert not normuon_([torch.zeros(2, 8, 16)], [second], 0.95)[0].any() and not second.any()
     weight = torch.ones(8, 16)
     cautious_step_([weight], [torch.zeros(8, 16)], torch.tensor(0.1), torch.tensor(0.0))
     assert torch.equal(weight, torch.ones(8, 16))
@@ -83,7 +83,7 @@ def test_normuon_gives_neurons_one_size_in_the_mean_and_keeps_each_matrixs_norm(
     )
     second = torch.zeros(3, rows, 1) if rows >= cols else torch.zeros(3, 1, cols)
     for _ in range(200):
-        found = normuon_(update, second, 0.95)
+        (found,) = normuon_([update], [second], 0.95)
     norms = torch.linalg.matrix_norm(update)
     torch.testing.assert_close(torch.linalg.matrix_norm(found), norms, rtol=1e-4, atol=0)
     sizes = found.norm(dim=2 if rows >= cols else 1)
@@ -97,7 +97,7 @@ def test_normuon_equals_float64_number_by_number(shape):
     means = [0.0] * max(shape)
     for step in range(3):
         update = randn(1, *shape, seed=step)
-        found = normuon_(update, second, 0.9)[0].double()
+        found = normuon_([update], [second], 0.9)[0][0].double()
         upright = update[0].double() if shape[0] >= shape[1] else update[0].double().T
         rows = []
         for i, row in enumerate(upright):
