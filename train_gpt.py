@@ -675,7 +675,7 @@ def names_in_use(kernels: tuple[Kernel, ...]) -> list[str]:
 # Model: masks, attention, layers, and a head whose loss never stores the logits
 
 
-def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
+def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
     """Return the attention mask as one integer for each token: i sees j when first[i] <= j <= i.
 
     The mask is causal, and stays within a document (END_OF_TEXT begins one) and within a window. So
@@ -685,22 +685,24 @@ def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
     """
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
-    window = min(window, len(input_seq) + BLOCK)  # a wider one is no different, but may overflow
+    # A window wider than all tokens is no different, but may overflow.
+    window = torch.as_tensor(window).clamp(1, len(input_seq) + BLOCK)
     if rule == "blocks":
-        blocks = max(window // BLOCK, 1)
+        blocks = (window // BLOCK).clamp(min=1)
         in_window = (position // BLOCK + (1 - blocks)) * BLOCK
     else:
-        in_window = position + (1 - max(window, 1))
+        in_window = position + (1 - window)
     return torch.maximum(document, in_window)
 
 
-def flex_mask(first: Tensor) -> BlockMask:
-    """Return first_visible's mask (T,) for FlexAttention, without anything of size T x T.
+def block_lists(first: Tensor) -> tuple[Tensor, ...]:
+    """Return first_visible's mask (T,), and with it the four lists that FlexAttention wants, each
+    as counts (1, 1, T / BLOCK) and blocks (1, 1, T / BLOCK, T / BLOCK), int32.
 
-    FlexAttention wants two lists for each query block: the key blocks that it sees in part, and
-    those that it sees whole (full). It wants the same of each key block. `first` never decreases,
-    so each list is one run of blocks. Causality keeps the diagonal block from being full: it stands
-    behind the run in both partial lists.
+    They are, for each query block, the key blocks that it sees in part, and those that it sees
+    whole (full); and the same of each key block. `first` never decreases, so each list is one run
+    of blocks. Causality keeps the diagonal block from being full: it stands behind the run in both
+    partial lists.
     """
     own = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # the diagonal
     # Of each query block: the first key block of which it sees anything, and everything.
@@ -710,25 +712,25 @@ def flex_mask(first: Tensor) -> BlockMask:
     whole_end = torch.searchsorted(whole, own, right=True, out_int32=True)
     some_end = torch.searchsorted(some, own, right=True, out_int32=True)
 
-    # The runs of four lists: of key blocks, partial and full; of query blocks, partial and full.
-    start = torch.stack([some, whole, whole_end, own + 1])
-    end = torch.stack([whole, own, some_end, whole_end])
-    blocks = start[:, :, None] + own
-    blocks = torch.where(blocks < end[:, :, None], blocks, own[:, None])
-    counts = end - start
-    counts[::2] += 1  # the diagonal block of the partial lists
-    kv, full_kv, q, full_q = blocks[:, None, None].unbind()
-    kv_count, full_kv_count, q_count, full_q_count = counts[:, None, None].unbind()
+    lists = []
+    for start, end, partial_list in (
+        (some, whole, True),
+        (whole, own, False),
+        (whole_end, some_end, True),
+        (own + 1, whole_end, False),
+    ):
+        counts = end - start + int(partial_list)
+        blocks = start[:, None] + own
+        blocks = torch.where(blocks < end[:, None], blocks, own[:, None])
+        lists += [counts[None, None], blocks[None, None]]
+    return first, *lists
+
+
+def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
+    """Return the mask of block_lists for FlexAttention."""
     return BlockMask(
-        seq_lengths=(len(first), len(first)),
-        kv_num_blocks=kv_count,
-        kv_indices=kv,
-        full_kv_num_blocks=full_kv_count,
-        full_kv_indices=full_kv,
-        q_num_blocks=q_count,
-        q_indices=q,
-        full_q_num_blocks=full_q_count,
-        full_q_indices=full_q,
+        (len(first), len(first)),
+        *lists,  # in the order of BlockMask's arguments
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= first[q]),
     )
@@ -746,15 +748,15 @@ def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
 FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
-    """Attend with q, k and v (1, H, T, D) under a flex_mask (CUDA, compiled) or a dense_mask (a
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
+    """Attend with q, k and v (1, H, T, D) under block_lists (CUDA, compiled) or a dense_mask (a
     CPU, where FlexAttention has no backward pass); they agree."""
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
     flex = flex_attention
     if not torch.compiler.is_compiling():  # uncompiled, it would make all T x T scores
         flex = torch.compile(flex_attention, dynamic=False)
-    return flex(q, k, v, block_mask=mask, scale=scale, kernel_options=FLEX_OPTIONS)
+    return flex(q, k, v, block_mask=flex_mask(*mask), scale=scale, kernel_options=FLEX_OPTIONS)
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -1136,11 +1138,7 @@ class GPT(nn.Module):
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
         """Move the model to a device, in the dtypes that are used there. If `compiled`, compile
-        what takes the time.
-
-        Layers are compiled one at a time, equal ones once. As one they would take longer, and all
-        gradients would come at the end, while other ranks wait for them.
-        """
+        what takes the time."""
         self.to(device)
         self.use_flex = device.type == "cuda"
         for table in self.tables():
@@ -1152,9 +1150,15 @@ class GPT(nn.Module):
                 # Else layers are compiled anew at each start, because of their autograd.Functions.
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
             self.lm_head.steps = tuple(self.compile_(step) for step in self.lm_head.steps)
-            for block in self.blocks:
-                block.compile(dynamic=False)
+            self.make_masks = self.compile_(self.make_masks)
+            self.compile_layers()
         return self
+
+    def compile_layers(self) -> None:
+        """Compile layers one at a time, equal ones once. As one they would take longer, and all
+        gradients would come at the end, while other ranks wait for them."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
@@ -1162,19 +1166,27 @@ class GPT(nn.Module):
         values = {name: lookup(table, input_seq) for name, table in tables}
         return lookup(self.embed, input_seq), values
 
-    def masks(self, input_seq: Tensor, when: Moment | int, make_mask: Callable) -> dict:
-        """Return the masks of input_seq (T,) that layers attend with, by the names of their
-        windows, at a moment or for a long window in tokens."""
+    def windows(self, when: Moment | int) -> dict[str, int]:
+        """Return the windows in tokens that layers attend with, by their names, at a moment or for
+        a long window in tokens."""
         if isinstance(when, Moment):
             windows = {"long": when.window, "short": when.short}
         else:
             windows = {"long": int(when), "short": int(when) // 2}
-        masks = {}
-        for name, window in windows.items():
-            if any(layer.window == name for layer in self.layers):
-                first = first_visible(input_seq, window, self.hp.window_rule)
-                masks[name] = make_mask(first)
-        return masks
+        used = {layer.window for layer in self.layers}
+        return {name: window for name, window in windows.items() if name in used}
+
+    @torch.no_grad()
+    def masks(self, input_seq: Tensor, when: Moment | int, make_mask: Callable) -> dict:
+        """Return the masks of input_seq (T,), by the names of `windows`."""
+        # As tensors, so that another window compiles nothing.
+        windows = {name: torch.tensor(window) for name, window in self.windows(when).items()}
+        return self.make_masks(input_seq, windows, make_mask)
+
+    def make_masks(self, input_seq: Tensor, windows: dict[str, Tensor], make_mask) -> dict:
+        """Return the masks of input_seq (T,) for some windows, by their names."""
+        rule = self.hp.window_rule
+        return {n: make_mask(first_visible(input_seq, w, rule)) for n, w in windows.items()}
 
     def rotary_of(self, length: int, when: Moment | int, device: torch.device, start: int = 0):
         """Return the rotary_table of so many tokens from `start` on; the last one is kept."""
@@ -1189,7 +1201,7 @@ class GPT(nn.Module):
         in tokens. Masks and rotary angles are made here, once for all layers."""
         if not self.use_flex and len(input_seq) > 16384:
             raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
-        masks = self.masks(input_seq, when, flex_mask if self.use_flex else dense_mask)
+        masks = self.masks(input_seq, when, block_lists if self.use_flex else dense_mask)
         rotary = self.rotary_of(len(input_seq), when, input_seq.device)
         x, values = self.embedded(input_seq)
         return self.trunk(x, values, rotary, masks, self.attend)

@@ -35,7 +35,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 Triple = tuple[float, float, float]
@@ -639,11 +638,11 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
 # Model: paired heads, gates, bigrams, YaRN, several targets a token, a tied head
 
 
-def first_visible(input_seq: Tensor, window: int, rule: str) -> Tensor:
+def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
     """Return the mask of train_gpt.py's first_visible. By the rule "distance" a window's whole
     blocks count, too, but they lie before the token."""
     if rule == "distance":
-        blocks = max(window // BLOCK, 1)
+        blocks = (torch.as_tensor(window) // BLOCK).clamp(min=1)
         return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
     return t.first_visible(input_seq, window, rule)
 
@@ -658,7 +657,7 @@ def offset_keys(k: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float, key_offset: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float, key_offset: bool
 ) -> Tensor:
     """train_gpt.py's attend, with keys that may be offset."""
     return t.attend(q, offset_keys(k) if key_offset else k, v, mask, scale)
@@ -943,6 +942,9 @@ class Head(t.Head):
         return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
 
+LAYERS_A_GRAPH = 4
+
+
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
@@ -1001,6 +1003,13 @@ class GPT(t.GPT):
             tables.append(self.lm_head)
         return tables
 
+    def compile_layers(self) -> None:
+        """Compile several layers at a time: most of them differ, and a graph more costs the host
+        more than gradients of one layer alone would gain."""
+        self.part = self.compile_(self.part)
+        if self.smear_gate is not None or self.bigram_embed is not None:
+            self.with_the_token_before = self.compile_(self.with_the_token_before)
+
     def tie(self, tied: bool) -> None:
         """Let embedding and head be one table, with one gradient, or two."""
         if tied == self.tied:
@@ -1022,25 +1031,37 @@ class GPT(t.GPT):
         """Return the embeddings (T, C) of tokens (T,), smeared, and what else layers add: the rows
         of each value table, and of the table of bigrams, by the name "bigram"."""
         x, more = super().embedded(input_seq)
-        if self.smear_gate is not None:  # in whatever document the token before is
+        x, rows = self.with_the_token_before(x, input_seq)
+        if rows is not None:
+            more["bigram"] = t.lookup(self.bigram_embed, rows)
+        return x, more
+
+    def with_the_token_before(self, x: Tensor, input_seq: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings (T, C) of tokens (T,), smeared, and the rows (T,) of their bigrams,
+        in whatever document the token before is."""
+        rows = None
+        if self.smear_gate is not None:
             share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
             x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
         if self.bigram_embed is not None:
             rows = bigram_hash(input_seq, self.hp.bigram_rows)
-            more["bigram"] = t.lookup(self.bigram_embed, rows)
-        return x, more
+        return x, rows
 
-    def masks(self, input_seq: Tensor, when: Moment, make_mask) -> dict:
-        """Return the masks that the layers of input_seq (T,) attend with, by the names of
-        Layer.mask. Where heads are paired, a token has two positions: a document begins at the
-        first of them, and windows count positions."""
-        second = torch.full_like(input_seq, -1)
-        positions = {"": input_seq, "+pair": torch.stack([input_seq, second], dim=1).flatten()}
+    def windows(self, when: Moment) -> dict[str, int]:
+        """Return the windows that layers attend with, by the names of Layer.mask."""
+        names = sorted({layer.mask for layer in self.layers} - {"none"})
+        return {name: when.window if name.startswith("long") else when.short for name in names}
+
+    def make_masks(self, input_seq: Tensor, windows: dict[str, Tensor], make_mask) -> dict:
+        """Return the masks of input_seq (T,) for some windows, by their names. Where heads are
+        paired, a token has two positions: a document begins at the first of them, and windows
+        count positions."""
         masks = {}
-        for name in sorted({layer.mask for layer in self.layers} - {"none"}):
-            word, _, pair = name.partition("+")
-            window = when.window if word == "long" else when.short
-            tokens = positions["+pair" if pair else ""]
+        for name, window in windows.items():
+            tokens = input_seq
+            if name.endswith("+pair"):
+                second = torch.full_like(input_seq, -1)
+                tokens = torch.stack([input_seq, second], dim=1).flatten()
             masks[name] = make_mask(first_visible(tokens, window, self.hp.window_rule))
         return masks
 
@@ -1075,14 +1096,26 @@ class GPT(t.GPT):
     def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
         """Map embeddings (T, C), and what `embedded` returns besides, to what the head reads,
         (T, C). Masks come by their names, rotary tables as rotary_of returns them."""
-        x0 = t.norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
-        x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
-        bigram = more.get("bigram")
-        backout = None
-        outputs, sources = {}, {}
+        found = {"x": x}
+        for start in range(0, len(self.layers), LAYERS_A_GRAPH):
+            found |= self.part(start, found, more, rotary, masks, attend)
+        return found["x"]
+
+    def part(self, start: int, found: dict, more, rotary, masks: dict, attend) -> dict[str, Tensor]:
+        """Run the layers from `start` on that are compiled as one: with the first of them what
+        comes before, with the last what comes after. `found`, by names, is the stream "x" and what
+        else layers before have left, (1, T, C). Return the same of these layers."""
+        x, new = found["x"], {}
+        if start == 0:
+            x = t.norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
+            new["x0"] = x
+        found = found | new
+        x0, bigram = found["x0"], more.get("bigram")
         weights = self.skip_weights.unbind()
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
-        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+        end = min(start + LAYERS_A_GRAPH, len(self.layers))
+        for i in range(start, end):
+            layer, block = self.layers[i], self.blocks[i]
             own_bigram = bigram
             if i == 0 and bigram is not None and self.hp.sublayer_lambdas:
                 # By sublayer, bigrams are added after attention; layer 0's attention reads them.
@@ -1091,7 +1124,7 @@ class GPT(t.GPT):
             skip = None
             if layer.skip_from is not None:
                 factor = self.skip_factor(i - first_skip, weights[i - first_skip], x0)
-                skip = factor, outputs[layer.skip_from]
+                skip = factor, found[f"output {layer.skip_from}"]
             x = block(
                 x,
                 x0,
@@ -1101,17 +1134,20 @@ class GPT(t.GPT):
                 masks.get(layer.mask),
                 attend,
                 bigram=own_bigram,
-                source=sources.get(layer.source),
+                source=found.get(f"source {layer.source}"),
             )
             if any(later.skip_from == i for later in self.layers):
-                outputs[i] = x.view(x.shape)
+                new[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
-                sources[i] = t.norm(x, self.hp.norm_eps)
+                new[f"source {i}"] = t.norm(x, self.hp.norm_eps)
             if layer.backout:
-                backout = x
-        if backout is not None:
-            x = x - self.backout_lambda[0] * backout
-        return t.norm(x, self.hp.norm_eps)[0]
+                new["backout"] = x
+            found = found | new
+        if end == len(self.layers):
+            if "backout" in found:
+                x = x - self.backout_lambda[0] * found["backout"]
+            x = t.norm(x, self.hp.norm_eps)[0]
+        return new | {"x": x}
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment) -> Tensor:
         """Return the mean loss () of tokens (T,) and targets (T,) int64, of the next token alone.

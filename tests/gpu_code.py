@@ -270,7 +270,7 @@ def layer_graphs(hp):
     first = train_gpt.first_visible(torch.zeros(hp.seq_len, dtype=torch.int32), 896, hp.window_rule)
     frequencies = train_gpt.rotary_frequencies(hp, torch.device("cpu"))
     rotary = train_gpt.rotary_table(torch.arange(hp.seq_len)[:, None], frequencies)
-    mask = train_gpt.flex_mask(first)
+    mask = train_gpt.block_lists(first)
     block = train_gpt.Block(hp, table[last])
     yield "layer", captured(block, x, x0, value, skip, rotary, mask, train_gpt.attend, False)
 

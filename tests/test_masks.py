@@ -17,6 +17,7 @@ from train_gpt import (
     GPT,
     RECORDS,
     attend,
+    block_lists,
     dense_mask,
     first_visible,
     flex_mask,
@@ -67,14 +68,14 @@ def test_masks_equal_brute_force(starts, window, rule):
     dense = dense_mask(first)
     assert set(dense.unique().tolist()) <= {0.0, -float("inf")}
     assert torch.equal(dense == 0, expected)
-    assert torch.equal(read_block_mask(flex_mask(first)), expected)
+    assert torch.equal(read_block_mask(flex_mask(*block_lists(first))), expected)
 
 
 @settings(max_examples=15, deadline=None)
 @given(starts=starts, window=windows, rule=st.sampled_from(["blocks", "tokens"]))
 def test_lists_of_query_blocks_are_those_of_key_blocks_transposed(starts, window, rule):
     """As PyTorch transposes them, through a dense matrix; the order in a list is free."""
-    mask = flex_mask(first_visible(tokens_with_documents(starts), window, rule))
+    mask = flex_mask(*block_lists(first_visible(tokens_with_documents(starts), window, rule)))
     keys = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     expected = BlockMask.from_kv_blocks(*keys, BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod)
     for name in ("q", "full_q"):
@@ -119,7 +120,7 @@ def test_mask_of_each_record_equals_brute_force(name, windows):
         first = first_visible(tokens, window, hp.window_rule)
         expected = brute_force(tokens, window, hp.window_rule)
         assert torch.equal(dense_mask(first) == 0, expected)
-        assert torch.equal(read_block_mask(flex_mask(first)), expected)
+        assert torch.equal(read_block_mask(flex_mask(*block_lists(first))), expected)
 
 
 def read_block_mask(mask) -> torch.Tensor:
@@ -146,7 +147,7 @@ def read_block_mask(mask) -> torch.Tensor:
 @given(starts=starts, window=st.integers(1, 6))
 def test_block_window_computes_no_more_blocks_than_it_holds(starts, window):
     first = first_visible(tokens_with_documents(starts), window * BLOCK, "blocks")
-    mask = flex_mask(first)
+    mask = flex_mask(*block_lists(first))
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).max() <= window
 
 
@@ -162,7 +163,7 @@ def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile
             tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
             tokens[list(starts)] = END_OF_TEXT
             for window in (128, 256, 640, 1792):
-                masks = model.masks(tokens, window, flex_mask)
+                masks = model.masks(tokens, window, block_lists)
                 rotary = model.rotary_of(length, window, torch.device("cpu"))
                 found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
                 torch.testing.assert_close(found, model.hidden(tokens, window), rtol=0, atol=1e-4)
@@ -190,7 +191,7 @@ def test_block_mask_needs_no_square_of_tokens(length, rule, window, blocks):
     tokens = torch.zeros(length, dtype=torch.int32)
     tokens[::5000] = END_OF_TEXT
     with LargestTensor() as largest:
-        mask = flex_mask(first_visible(tokens, window, rule))
+        mask = flex_mask(*block_lists(first_visible(tokens, window, rule)))
     assert largest.elements <= 4 * (length // BLOCK) ** 2
     counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
     assert len(counts) == length // BLOCK and counts.max() == blocks and counts[0] == 1

@@ -43,7 +43,7 @@ def layer_graphs(hp):
             torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(6)
         )
         tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
-        mask = model.masks(tokens, now, train_gpt.flex_mask)[layer.mask]
+        mask = model.masks(tokens, now, train_gpt.block_lists)[layer.mask]
         call = captured(
             Block(hp, layer),
             x,

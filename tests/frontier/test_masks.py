@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_masks import brute_force, read_block_mask, starts, tokens_with_documents  # the textbook's
 from train_gpt_2026 import GPT, Hyperparameters, attend, first_visible, moment
 
-from train_gpt import BLOCK, END_OF_TEXT, dense_mask, flex_mask
+from train_gpt import BLOCK, END_OF_TEXT, block_lists, dense_mask, flex_mask
 
 windows = st.one_of(st.integers(1, 700), st.sampled_from([BLOCK * b for b in range(1, 6)]))
 
@@ -34,7 +34,7 @@ def test_a_window_that_is_a_distance_equals_brute_force(starts, window):
     expected = within_distance(tokens, window)
     first = first_visible(tokens, window, "distance")
     assert torch.equal(dense_mask(first) == 0, expected)
-    assert torch.equal(read_block_mask(flex_mask(first)), expected)
+    assert torch.equal(read_block_mask(flex_mask(*block_lists(first))), expected)
 
 
 @pytest.mark.parametrize("rule", ["blocks", "tokens"])
@@ -104,7 +104,7 @@ def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile
         tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
         tokens[list(starts)] = END_OF_TEXT
         now = with_window(window, hp)
-        masks = model.masks(tokens, now, flex_mask)
+        masks = model.masks(tokens, now, block_lists)
         rotary = model.rotary_of(length, now, torch.device("cpu"))
         found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
         torch.testing.assert_close(found, model.hidden(tokens, now), rtol=0, atol=1e-4)

@@ -57,7 +57,7 @@ def test_flex_attention_equals_sdpa_with_gradients(window, rule):
     flex = torch.compile(train_gpt.attend, dynamic=False)
     results = []
     for attend, dtype, mask in (
-        (flex, torch.bfloat16, train_gpt.flex_mask(first.cuda())),
+        (flex, torch.bfloat16, train_gpt.block_lists(first.cuda())),
         (train_gpt.attend, torch.float64, train_gpt.dense_mask(first.cuda())),
     ):
         qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]

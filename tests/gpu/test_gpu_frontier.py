@@ -37,7 +37,7 @@ def test_flex_attention_by_distance_equals_sdpa_with_gradients(window):
     flex = torch.compile(train_gpt_2026.attend, dynamic=False)
     results = []
     for attend, dtype, mask in (
-        (flex, torch.bfloat16, train_gpt.flex_mask(first)),
+        (flex, torch.bfloat16, train_gpt.block_lists(first)),
         (train_gpt_2026.attend, torch.float64, train_gpt.dense_mask(first)),
     ):
         qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
