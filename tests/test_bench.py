@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import records
 import torch
+import train_gpt_2026
 from conftest import ROOT
 from runs import run
 from torch.utils.flop_counter import FlopCounterMode
@@ -113,6 +114,7 @@ def test_json_has_the_keys_that_the_help_names(finished):
         rate = 1e3 * (w["matmul_tflop"] + w["attention_tflop"]) / w["ms_per_step"]
         assert w["tflop_per_s"] == pytest.approx(rate)
         assert w["of_ceiling"] == pytest.approx(rate / RATE)
+        assert "launches" not in w and "collectives" not in w  # of one process on a CPU
 
 
 def test_vs_compares_block_by_block(finished):
@@ -284,11 +286,38 @@ def test_a_users_mistake_is_one_line_and_status_2(words, message, flags, capsys)
     assert len(err.splitlines()) == 1
 
 
+def test_launches_are_calls_that_start_a_kernel_on_average_of_both_kinds_of_step(monkeypatch):
+    names = "cudaLaunchKernel cudaLaunchKernelExC cuLaunchKernel cuLaunchKernelEx"
+    others = "cudaMemcpyAsync cudaLaunchHostFunc cudaStreamSynchronize aten::add nccl:all_reduce"
+    steps = [[names, others], [names, others, "cudaLaunchCooperativeKernel"]]
+
+    def profile_steps(run, step, count):
+        names = " ".join(steps.pop()).split()
+        events = [SimpleNamespace(name=lambda name=name: name) for name in names]
+        results = SimpleNamespace(events=lambda: events)
+        return SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+
+    monkeypatch.setattr(bench, "profile_steps", profile_steps)
+    assert bench.count_events(SimpleNamespace(every=2), 0) == {"launches": 4.5}
+
+
+def collectives(optimizers: train_gpt.Optimizers, now: train_gpt.Moment) -> int:
+    """Return how many a step needs: of each bucket that learns the gradients are summed and the
+    weights collected; and the loss is summed."""
+    return 1 + sum(2 * len(buckets) for _, buckets in optimizers.learning(now))
+
+
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
+    """So they do with the frontier, where Adam learns at each second step. A run's 25th step would
+    have norms of gradients."""
     (tmp_path / "two_ranks.py").write_text(SCRIPT.format(RATE))
     env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
     script, own = str(tmp_path / "two_ranks.py"), ["--json", "--steps", 1, "--micro_batches", 1]
-    process = run([*own, *flags], ranks=2, script=script, env=env)
+    flags += ["--num_iterations", "25"]
+    frontier = ["--record", "2025-08-23_SparseAttnGate", "--adam_every", "2"]
+    frontier += ["--align_to_documents", "off"]
+    vs = ["--vs", " ".join(["train_gpt_2026.py", *frontier])]
+    process = run([*own, *flags, *vs], ranks=2, script=script, env=env)
     assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout)
     assert report["machine"].startswith("2 x CPU")
@@ -300,3 +329,13 @@ def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
         assert w["of_ceiling"] == pytest.approx(w["tflop_per_s"] / RATE / 2)
         assert w["ms_per_micro_batch"] == w["ms_per_step"]
     assert not (tmp_path / "logs").exists()
+
+    optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp, 0, 2)
+    expected = collectives(optimizers, train_gpt.moment(0, hp))
+    assert [w["collectives"] for w in report["windows"]] == [expected] * 3
+    Run = train_gpt_2026.Run
+    hp, _ = train_gpt.parse_args([*flags, *frontier], Run)
+    optimizers = Run.optimizers_class(Run.model_class(hp), hp, 0, 2)
+    both = [collectives(optimizers, Run.moment(step, hp)) for step in (0, 1)]
+    assert [w["collectives"] for w in report["vs"]["windows"]] == [sum(both) / 2] * 3
+    assert min(both) < max(both) and "launches" not in process.stdout

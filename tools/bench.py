@@ -16,14 +16,16 @@ start_s (warm-up; on one GPU, whole cold and warm starts too), memory_gb (alloca
 training and validation), newton_schulz_tflop (of a step, in no rate), windows (at the first, middle
 and last step: step, window, ms_per_step, ms_per_micro_batch, tokens_per_s, matmul_tflop,
 attention_tflop, tflop_per_s, ceiling of a process's matmuls, of_ceiling, blocks, whose median is
-ms_per_step); vs (the same of the second configuration, whose windows have ratio, lowest and highest
-too); trace (path, table). With --calibrate: machine, rates (here, H100, share), estimated_minutes
+ms_per_step, and, where a profile finds any, launches of kernels and collectives of a process in a
+step); vs (the same of the second configuration, whose windows have ratio, lowest and highest too);
+trace (path, table). With --calibrate: machine, rates (here, H100, share), estimated_minutes
 (published, and what that becomes here by_matmuls alone and by_memory alone: the estimate is between
 them).
 """
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -34,7 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from glob import glob
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -50,6 +52,12 @@ from train_gpt import HERE, UserError, clock  # noqa: E402
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BLOCKS = 5  # timed pieces of a measurement, whose median counts
+# A profile's events whose names begin so are counted: calls of CUDA's runtime or driver that launch
+# a kernel, and operations of torch.distributed.
+EVENTS = {
+    "launches": ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel"),
+    "collectives": ("c10d::",),
+}
 # Measured on one H100 (bfloat16 matmul, copies), and what is expected of 8 with NVLink.
 H100 = {"matmul TFLOP/s": 790.0, "memory GB/s": 3000.0, "all-reduce GB/s": 370.0}
 # All steps of the demo, over the share of the matmul rate that they reach on a CPU without fast
@@ -94,12 +102,14 @@ class Timed:
         self.data = hp.train_files
         if not glob(self.data):
             self.data = train_gpt.RECORDS["demo"].train_files  # where nothing has been fetched
+        self.every = getattr(hp, "adam_every", 1)  # a setting of forks/train_gpt_2026.py
         self.batches, self.made = {}, 0
         notes = []
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start = clock(device)
         self.model = model = core.build(run_class.model_class, hp, device)
         self.optimizers = run_class.optimizers_class(model, hp, RANK, RANKS)
+        self.optimizers.norms_every = math.inf  # few steps make norms; the last one might
         moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
         core.warm_up(model, self.optimizers, moments, device, log=notes.append)
         seconds = clock(device) - start
@@ -130,9 +140,8 @@ class Timed:
             self.batches[step] = self.batches_of(self.run_class.moment(step, self.hp))
         batch = next(self.batches[step])
         inputs, targets = (tokens.to(self.device, non_blocking=True) for tokens in batch)
-        every = getattr(self.hp, "adam_every", 1)  # a setting of forks/train_gpt_2026.py
         self.made += 1
-        now = self.run_class.moment(step - step % every + self.made % every, self.hp)
+        now = self.run_class.moment(step - step % self.every + self.made % self.every, self.hp)
         self.core.train_step(self.model, self.optimizers, inputs, targets, now)
         return inputs
 
@@ -235,14 +244,35 @@ def time_in_turn(runs: list[Timed], steps: int) -> None:
             run.report["windows"].append(row)
 
 
-def trace_steps(run: Timed, count: int) -> dict:
-    """Profile steps at the middle window, on all ranks; rank 0 writes its trace into logs/."""
+def profile_steps(run: Timed, step: int, count: int) -> profile:
+    """Return the profile of so many steps, made as a run makes that one."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines of its own
     with profile() as profiled:
         for _ in range(count):
             with record_function("step"):
-                run.step(run.steps[1])
+                run.step(step)
         clock(run.device)  # until the GPU has done them
+    return profiled
+
+
+def count_events(run: Timed, step: int) -> dict[str, float]:
+    """Return how many kernels this process launches in a step and how many collectives it begins.
+    What the profile has none of is left out. As in the times, steps with and without Adam are
+    averaged.
+    """
+    counts = {name: [] for name in EVENTS}
+    for _ in range(run.every):
+        profiled = profile_steps(run, step, 1)
+        # The same by profiled.events() would take seconds.
+        events = [event.name() for event in profiled.profiler.kineto_results.events()]
+        for name, beginnings in EVENTS.items():
+            counts[name].append(sum(event.startswith(beginnings) for event in events))
+    return {name: mean(found) for name, found in counts.items() if any(found)}
+
+
+def trace_steps(run: Timed, count: int) -> dict:
+    """Profile steps at the middle window, on all ranks; rank 0 writes its trace into logs/."""
+    profiled = profile_steps(run, run.steps[1], count)
     path = Path("logs", time.strftime("trace_%Y-%m-%d_%H-%M-%S.json"))
     if RANK == 0:
         path.parent.mkdir(exist_ok=True)
@@ -397,6 +427,10 @@ def bench(args: argparse.Namespace, device: torch.device) -> dict:
     report = runs[0].report
     report["start_s"] |= starts
     time_in_turn(runs, args.steps)
+    if device.type == "cuda" or RANKS > 1:
+        for run in runs:  # after all times, which a profiler may lengthen
+            for row in run.report["windows"]:
+                row |= count_events(run, row["step"])
     if len(runs) > 1:
         report["vs"] = runs[1].report
     if args.trace:

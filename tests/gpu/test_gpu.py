@@ -3,7 +3,9 @@
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
+import bench
 import numpy as np
 import pytest
 import reference
@@ -196,6 +198,22 @@ def test_kernels_agree_with_their_plain_twins_at_the_record_s_shapes(kernel, com
     print(
         f"\n{kernel.name}, compiled {compiled}: Triton {fused_ms:.3f} ms, plain {plain_ms:.3f} ms"
     )
+
+
+def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies():
+    x, host = torch.zeros(1000, device="cuda"), torch.zeros(1000)
+    compiled = torch.compile(lambda x: x.sin() + 1)
+    compiled(x)
+
+    def step(_):
+        for _ in range(7):
+            x.add_(1)
+        for _ in range(3):
+            compiled(x)
+        x.copy_(host)
+
+    run = SimpleNamespace(device=x.device, every=1, step=step)
+    assert bench.count_events(run, 0) == {"launches": 10}
 
 
 def test_all_kernels_are_found_right_for_the_record():
