@@ -942,6 +942,8 @@ class Head(t.Head):
         return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
 
+# Most layers differ: a graph for each would share nothing, and graphs cost the host time. With one
+# graph for all layers, no gradient would leave before the backward pass ends.
 LAYERS_A_GRAPH = 4
 
 
@@ -1004,8 +1006,7 @@ class GPT(t.GPT):
         return tables
 
     def compile_layers(self) -> None:
-        """Compile several layers at a time: most of them differ, and a graph more costs the host
-        more than gradients of one layer alone would gain."""
+        """Compile LAYERS_A_GRAPH layers at a time, and what is made of two neighbouring tokens."""
         self.part = self.compile_(self.part)
         if self.smear_gate is not None or self.bigram_embed is not None:
             self.with_the_token_before = self.compile_(self.with_the_token_before)
@@ -1096,21 +1097,20 @@ class GPT(t.GPT):
     def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
         """Map embeddings (T, C), and what `embedded` returns besides, to what the head reads,
         (T, C). Masks come by their names, rotary tables as rotary_of returns them."""
-        found = {"x": x}
+        left = {"x": x}
         for start in range(0, len(self.layers), LAYERS_A_GRAPH):
-            found |= self.part(start, found, more, rotary, masks, attend)
-        return found["x"]
+            left = self.part(start, left, more, rotary, masks, attend)
+        return left["x"]
 
-    def part(self, start: int, found: dict, more, rotary, masks: dict, attend) -> dict[str, Tensor]:
-        """Run the layers from `start` on that are compiled as one: with the first of them what
-        comes before, with the last what comes after. `found`, by names, is the stream "x" and what
-        else layers before have left, (1, T, C). Return the same of these layers."""
-        x, new = found["x"], {}
+    def part(self, start: int, left: dict, more, rotary, masks: dict, attend) -> dict[str, Tensor]:
+        """Run the layers of one graph, from `start` on; the first graph begins with a norm, and the
+        last one ends with backout and a norm. `left` has what the layers before have left, by
+        names: the stream "x", and what later layers read. Return it with what these layers leave,
+        (1, T, C)."""
+        left = dict(left)
         if start == 0:
-            x = t.norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
-            new["x0"] = x
-        found = found | new
-        x0, bigram = found["x0"], more.get("bigram")
+            left["x"] = left["x0"] = t.norm(left["x"], self.hp.norm_eps)[None]
+        x, x0, bigram = left["x"], left["x0"], more.get("bigram")
         weights = self.skip_weights.unbind()
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         end = min(start + LAYERS_A_GRAPH, len(self.layers))
@@ -1124,7 +1124,7 @@ class GPT(t.GPT):
             skip = None
             if layer.skip_from is not None:
                 factor = self.skip_factor(i - first_skip, weights[i - first_skip], x0)
-                skip = factor, found[f"output {layer.skip_from}"]
+                skip = factor, left[f"output {layer.skip_from}"]
             x = block(
                 x,
                 x0,
@@ -1134,20 +1134,19 @@ class GPT(t.GPT):
                 masks.get(layer.mask),
                 attend,
                 bigram=own_bigram,
-                source=found.get(f"source {layer.source}"),
+                source=left.get(f"source {layer.source}"),
             )
             if any(later.skip_from == i for later in self.layers):
-                new[f"output {i}"] = x
+                left[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
-                new[f"source {i}"] = t.norm(x, self.hp.norm_eps)
+                left[f"source {i}"] = t.norm(x, self.hp.norm_eps)
             if layer.backout:
-                new["backout"] = x
-            found = found | new
+                left["backout"] = x
         if end == len(self.layers):
-            if "backout" in found:
-                x = x - self.backout_lambda[0] * found["backout"]
+            if "backout" in left:
+                x = x - self.backout_lambda[0] * left["backout"]
             x = t.norm(x, self.hp.norm_eps)[0]
-        return new | {"x": x}
+        return left | {"x": x}
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment) -> Tensor:
         """Return the mean loss () of tokens (T,) and targets (T,) int64, of the next token alone.
@@ -1224,13 +1223,23 @@ def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: 
             w.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-MUON_STEPS = *t.MUON_STEPS, normuon_, cautious_step_
+def muon_updates(
+    grads, momenta, momentum: Tensor, damped: bool, orthogonalise, second_moments, beta2: float
+) -> list[Tensor]:
+    """Return the updates of train_gpt.py's function of this name, a tensor for each part; with a
+    beta2 they are NorMuon's."""
+    updates = t.muon_updates(grads, momenta, momentum, damped, orthogonalise)
+    updates = updates.split([len(grad) for grad in grads])
+    return normuon_(updates, second_moments, beta2) if beta2 else list(updates)
+
+
+MUON_STEPS = muon_updates, t.subtract_, cautious_step_
 
 
 def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
     """train_gpt.py's Muon for matrices (n, rows, cols). With a muon_beta2 it is NorMuon; with a
     muon_decay, weights decay cautiously, by lr^2. `steps` are the compiled MUON_STEPS."""
-    updates_of, subtract_, norm_, cautious_ = steps
+    updates_of, subtract_, cautious_ = steps
     rows, cols = buckets[0].row_shape
     for bucket in buckets:
         if bucket.state:
@@ -1242,12 +1251,11 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
     grads = [bucket.grads for bucket in buckets]
     momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
     momentum = number(now.momentum, grads[0])
+    seconds = [bucket.state.get("second_moment") for bucket in buckets]
     orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
-    updates = updates_of(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
-    updates = updates.split([len(grad) for grad in grads])
-    if hp.muon_beta2:
-        seconds = [bucket.state["second_moment"] for bucket in buckets]
-        updates = norm_(updates, seconds, hp.muon_beta2)
+    updates = updates_of(
+        grads, momenta, momentum, hp.momentum_damped, orthogonalise, seconds, hp.muon_beta2
+    )
     tall, wide, square = hp.muon_mul
     factor = square
     if rows != cols:

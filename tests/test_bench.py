@@ -302,9 +302,11 @@ def test_launches_are_calls_that_start_a_kernel_on_average_of_both_kinds_of_step
 
 
 def collectives(optimizers: train_gpt.Optimizers, now: train_gpt.Moment) -> int:
-    """Return how many a step needs: of each bucket that learns the gradients are summed and the
-    weights collected; and the loss is summed."""
-    return 1 + sum(2 * len(buckets) for _, buckets in optimizers.learning(now))
+    """Return how many a step needs: of each bucket that ranks share, gradients are summed and
+    weights collected; the gradients of single numbers are summed together; and the loss is."""
+    learning = [group for group, _ in optimizers.learning(now)]
+    shared = sum(len(b) for group, b in optimizers.groups if group in learning and group.row_ndim)
+    return 1 + 2 * shared + any(group.row_ndim == 0 for group in learning)
 
 
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
