@@ -36,8 +36,9 @@ def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
     sizes = "--seq_len 256 --val_seq_len 128 --window_span 384"
     words = [*flags, *more.split(), *sizes.split()]
     graphs = graphs_of(lambda: train_gpt.main(words), monkeypatch, loss_rows=256)
-    layers, loss, muon = 2 * 3, 3, 3  # two of a kind, with and without gradients; by shapes
-    assert graphs == [layers + loss + muon] * 2
+    layers, loss, muon = 2 * 3, 3, 2 * 3  # two of a kind, with and without gradients; by shapes
+    masks = 2  # by lengths
+    assert graphs == [layers + loss + muon + masks] * 2
 
 
 def test_warm_up_leaves_no_garbage_in_cycles(tiny, monkeypatch):

@@ -22,6 +22,7 @@ from train_gpt import (
     moment,
     muon,
     parameter_table,
+    subtract_,
     zeropower_via_newtonschulz5,
 )
 
@@ -292,6 +293,22 @@ def test_ranks_shares_of_anything_are_the_whole(ranks, on_ranks):
     assert all(torch.equal(bucket.weights(), bucket.share(params)) for bucket in buckets)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_subtracted_as_in_float64(dtype, compiled):
+    """From float32 weights of two shapes; compiled code has another formula."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 5), (2, 4, 4)
+    weights, updates = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in "wu")
+    updates = [update.to(dtype) for update in updates]
+    expected = [w.double() - 0.3 * u.double() for w, u in zip(weights, updates, strict=True)]
+    step_ = torch.compile(subtract_, backend="aot_eager") if compiled else subtract_
+    step_(weights, updates, torch.tensor(0.3, dtype=torch.float64))
+    for weight, value in zip(weights, expected, strict=True):
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight.double(), value, rtol=1e-6, atol=1e-6)
+
+
 # -----------------------------------------------------------------------------
 # When gradients leave
 
@@ -369,6 +386,22 @@ def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_
     assert [set(layers[:2]), set(layers[2:])] == [{3, 4}, {0, 1}]
 
 
+def test_gradients_are_the_tensors_of_the_backward_pass_but_for_tables(tiny, batch):
+    """Of a matrix nothing is copied, added or emptied. Tables keep the place of their sums."""
+    model = GPT(tiny)
+    optimizers = Optimizers(model, tiny)
+    matrix, table = model.blocks[0].mlp.c_fc.weight, model.embed.weight
+    made, kept = [], []
+    matrix.register_hook(lambda grad: made.append(grad.data_ptr()))
+    matrix.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.data_ptr()))
+    place = gradient_buffer(table).data_ptr()
+    for step in range(2):
+        train_gpt.train_step(model, optimizers, *(t[:1] for t in batch), moment(step, tiny))
+        assert matrix.grad is None
+        assert gradient_buffer(table).data_ptr() == place and not gradient_buffer(table).any()
+    assert len(kept) == 2 and kept == made
+
+
 def test_a_row_whose_gradients_the_forward_pass_makes_leaves_before_the_last_backward_pass(
     tiny, monkeypatch
 ):
@@ -404,6 +437,9 @@ def test_two_ranks_share_a_table(rows, tiny, batch, on_ranks):
         table = model.value_embeds["embed"]["1"].weight
         (bucket,) = (b for b in optimizers.order if any(p is table for p in b.params))
         assert len(bucket.params) == 1
+        (arrived,) = bucket.gather(bucket.weights())()
+        in_place = arrived.data_ptr() == table.data_ptr()
+        assert in_place == (rows % world_size == 0) and torch.equal(arrived, table)
         return losses, dict(model.named_parameters()), bucket
 
     initial = GPT(hp).state_dict()

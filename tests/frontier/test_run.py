@@ -1,13 +1,18 @@
 """Records and demo on the sample corpus, and a warm-up that compiles all that a run needs."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
+import torch
 from runs import val_losses
 from test_compile import graphs_of  # the textbook's
-from train_gpt_2026 import RECORDS
+from torch._dynamo.utils import counters
+from train_gpt_2026 import GPT, RECORDS, moment
 
 import train_gpt
 from frontier.small_runs import A, D, main, small_flags
-from train_gpt import HERE
+from train_gpt import HERE, gradient_buffer
 
 SMALL = (
     "--model_dim 64 --num_heads 2 --head_dim 32 --batch_seqs 3 --device cpu --seq_len 128 "
@@ -57,6 +62,42 @@ def test_aligned_the_sample_trains(capsys, monkeypatch):
     assert val_losses(capsys.readouterr().out)[8] < 10
     assert len(seen) == 8 and all((inputs[:, [0, 100]] == 50256).all() for inputs in seen)
     assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 8
+
+
+def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
+    """Loss and all gradients of two graphs: the later one reads what the first has left."""
+    hp = replace(
+        bare,
+        num_layers=6,
+        layers="short+v0+pair,long+v1,short+backout,short+x0,none+x1,long+v0+in3",
+        paired_heads=True,
+        key_offset=True,
+        attention_gate=True,
+        value_gate=True,
+        gate_by_values=True,
+        skip_gate=True,
+        smear=True,
+        bigram_rows=301,
+        scaled_projections=True,
+        x0_apart=True,
+        sublayer_lambdas=True,
+    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)
+    tokens = torch.randint(0, 511, (257,), generator=torch.Generator().manual_seed(0))
+    tokens[[0, 90, 200]] = 511
+    found = []
+    for compiled in (False, True):
+        model = randomize(GPT(hp)).to_device(torch.device("cpu"), compiled)
+        before = counters["stats"]["unique_graphs"]
+        loss = model(tokens[:-1].int(), tokens[1:], moment(0, hp))
+        loss.backward()
+        made = counters["stats"]["unique_graphs"] - before
+        assert made == (6 if compiled else 0)  # tokens, masks, layers twice, loss, its backward
+        found.append({name: gradient_buffer(p) for name, p in model.named_parameters()})
+        found[-1]["loss"] = loss.detach()
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_compiles_nothing_after_warm_up(monkeypatch, tmp_path):
