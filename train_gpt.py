@@ -1350,8 +1350,9 @@ def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
         torch._foreach_copy_(*zip(*moved, strict=True))
 
 
-def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float):
-    """Step by torch's fused Adam, for rows of any shape."""
+def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float, decay: float = 0.0):
+    """Step by torch's fused Adam, for rows of any shape. First, weights lose lr * decay of
+    themselves: decoupled weight decay (arXiv 1711.05101)."""
     for bucket in buckets:
         if not bucket.state:
             weight = bucket.weights()
@@ -1371,7 +1372,8 @@ def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float):
         beta1=betas[0],
         beta2=betas[1],
         lr=lr,
-        weight_decay=0.0,
+        weight_decay=decay,
+        decoupled_weight_decay=True,
         eps=eps,
         maximize=False,
     )
@@ -2460,6 +2462,7 @@ class Run:
     settings = Hyperparameters
     model_class = GPT
     optimizers_class = Optimizers
+    loss_digits = 4  # of a validation loss in the log
     check = staticmethod(check)
     moment = staticmethod(moment)
 
@@ -2631,7 +2634,8 @@ class Run:
         if step == 0:
             self.log(f"validating on {self.hp.val_tokens} tokens")
         loss = evaluate(self.model, self.val_batch, self.moments[step], self.device)
-        self.log(self.line(step, 1e3 * self.seconds, f"val_loss:{loss:.4f} "))
+        text = f"val_loss:{loss:.{self.loss_digits}f} "
+        self.log(self.line(step, 1e3 * self.seconds, text))
         self.check_loss(loss, step)
         return {"step": step, "val_loss": loss}
 

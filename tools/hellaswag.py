@@ -161,6 +161,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.limit < 0:
         raise UserError("--limit: at least 0")
+    if hasattr(checkpoint.hp, "context_len"):  # questions lie behind each other in a sequence
+        reason = "its model has no document mask, one question would see the others"
+        raise UserError(f"{checkpoint.path} cannot be scored: {reason}")
     return args, checkpoint
 
 
