@@ -452,3 +452,99 @@ def test_public_logs_in_seconds_or_without_a_source_are_read(tmp_path):
     for path, source in ((with_source, "import torch"), (without, "")):
         run = leaderboard.read_log(path)
         assert run.source == source and run.curve == {0: (10.8258, 0.03), 2: (3.27888, 618.893)}
+
+
+# -----------------------------------------------------------------------------
+# The optimizer benchmark
+
+
+def trial(losses: dict[int, float], steps: int, more: str = "") -> str:
+    """Return the lines of a trial of the benchmark: seconds, five digits, and perhaps more."""
+    lines = []
+    for step, loss in losses.items():
+        times = f"train_time:{step / 7:.3f}s step_avg:{142.86 if step else math.nan:.2f}ms"
+        fields = f" val_ema_loss:{loss - 0.004:.5f}" if more else ""
+        lines += [f"step:{step}/{steps} val_loss:{loss:.5f}{fields} {times}{more}"]
+    return "\n".join(["logs/1234.txt is here", *lines, "stray: text\n"])
+
+
+def of_benchmark(*trials: str, source: str = "import os") -> str:
+    """Return a public log of the benchmark, of one trial or of several."""
+    software = "Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8"
+    software += " on NVIDIA H100 80GB HBM3 with world_size 8"
+    return "\n".join([source, RULE, software, RULE, *trials])
+
+
+def benchmark_rows(out: str) -> list[list[str]]:
+    """Return the rows of the benchmark's table."""
+    lines = out.split("benchmark's statistic")[1].splitlines()[2:]
+    return [line.split() for line in lines if line]
+
+
+def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
+    """A trial begins where steps go back, whether its first line is of step 0 or not."""
+    losses = [3.2771, 3.2802, 3.2785]
+    log = of_benchmark(
+        trial({0: 10.8, 125: 3.4, 250: losses[0]}, 250),
+        trial({0: 10.8, 125: 3.4, 250: losses[1]}, 250),
+        trial({125: 3.4, 250: losses[2]}, 250),
+    )
+    status, out, err = board({"a.txt": log})
+    mean = sum(losses) / 3
+    assert (status, err) == (0, "")
+    assert [row[4] for row in rows_of(out) if "a.txt" in row[-1]] == ["250"] * 3
+    assert "8 x NVIDIA H100 80GB HBM3" in out and f"  {mean:.5f}  " in out
+    assert benchmark_rows(out) == [
+        ["A", "3", "250", f"{mean:.5f}", f"{(3.28 - mean) * 3**0.5:+.4f}", "-"]
+    ]
+
+
+def test_a_run_of_ours_that_was_resumed_is_one_run(board):
+    text = ours().replace(
+        "step:2/4 val",
+        "resumed at step 1\nstep:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:2/4 val",
+    )
+    status, out, _ = board({"a.txt": text})
+    assert status == 0 and len(rows_of(out)) == 2 and "benchmark" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss"), [("--at 2690", 3.282), ("--at 2690 --field val_ema_loss", 3.278), ("", 3.27)]
+)
+def test_a_result_may_be_claimed_before_the_last_step_and_of_another_loss(flags, loss, board):
+    log = of_benchmark(trial({2690: 3.282, 2900: 3.27}, 2900, " handoff:keep"))
+    status, out, err = board({"a.txt": log}, *flags.split())
+    step = "2690" if flags else "2900"
+    assert (status, err) == (0, "")
+    assert benchmark_rows(out)[0][1:4] == ["1", step, f"{loss:.5f}"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--at 2000", "has no validation at step 2000"),
+        ("", "is truncated: it ends at step 2850 of 2900"),
+        ("--at 2850 --field val_tail_loss", "has no val_tail_loss at step 125, but val_loss"),
+    ],
+)
+def test_a_log_without_what_is_asked_for_is_left_out(flags, reason, board):
+    log = of_benchmark(trial({125: 3.4, 2850: 3.27}, 2900))
+    status, out, err = board({"a.txt": log}, *flags.split())
+    assert status == 1 and "skipped" in err and reason in err and not out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [  # mean, runs and steps of two results, and what the benchmark's README computes of them
+        ((3.2788, 20, 3375), (3.2790, 20, 3325), 0.00648),
+        ((3.2785, 16, 3225), (3.2785, 10, 3210), 0.00167),
+        ((3.2778, 16, 3250), (3.2785, 10, 3210), 0.0027),
+    ],
+)
+def test_a_result_against_an_older_one_is_as_the_benchmark_computes_it(old, new, expected, board):
+    logs = {}
+    for name, (loss, count, steps) in (("old", old), ("new", new)):
+        trials = [trial({0: 10.8, steps: loss}, steps)] * count
+        logs[f"{name}.txt"] = of_benchmark(*trials, source=name)
+    _, out, _ = board(logs)
+    assert float(benchmark_rows(out)[1][-1]) == pytest.approx(expected, abs=6e-5)

@@ -13,6 +13,11 @@ Each later group is compared with the first one, by Welch's test of the losses; 
 95 %. Losses of runs of unequal length are not compared. A verdict is that of a single test: it
 holds if the numbers of runs were fixed beforehand. Who adds runs until p is low finds a difference
 where there is none, sooner or later. ./run.sh --compare may look after every pair.
+
+Logs whose losses have five digits are those of the optimizer benchmark, public ones and those of
+forks/train_gpt_track3.py. Its own statistic is printed of them, which takes a deviation as known.
+Several trials in one such log are several runs. A result may be claimed at a step before the last
+(--at), or of another loss in the lines of steps (--field val_ema_loss).
 """
 
 import argparse
@@ -33,12 +38,18 @@ from scipy import stats
 RULE = "=" * 100  # between the parts of a log: script, machine, settings, other files, steps
 FILE = re.compile(r"(\w+\.py):(\n|$)")  # begins the part of another file
 STEP = re.compile(
-    r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))? "
-    r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms"  # seconds: optimization track
-)
+    r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))?((?: val_\w+:\S+)*) "
+    r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms(?: \w+:\S+)*"
+)  # seconds and other fields: the optimizer benchmark's
 # Runs may differ in these and be equals.
 OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "save_last", "device"}
 SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
+
+# The optimizer benchmark takes the deviation of a loss as 0.0013. So (target - mean) * sqrt(n), and
+# for two results a difference over sqrt(1/n1 + 1/n2), must be 3.09 deviations: p < 0.001. By its
+# README, 100 steps less are worth 0.0045 of loss.
+BENCHMARK_MARGIN = 0.004
+LOSS_OF_A_STEP = 0.0045 / 100
 
 # So many runs of each group, or pairs of runs, are the least for an interval and a verdict. Half of
 # a 95 % interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four,
@@ -70,6 +81,7 @@ class Run:
     torch: str | None = None
     gpu: str | None = None
     memory: str | None = None  # MiB allocated/reserved
+    digits: int = 4  # of a loss; 5 in logs of the optimizer benchmark
 
     @property
     def name(self) -> str:
@@ -96,64 +108,110 @@ class Run:
         return on_fineweb(*files)
 
 
-def read_log(path: Path, whole: bool = True) -> Run:
-    """Return the run of a log. ValueError says what is wrong with one that is no log, or, where
-    that is wanted, not of a whole run."""
-    text = path.read_bytes().decode("utf-8")  # its error is a ValueError
-    if not text.strip():
-        raise ValueError("is empty")
-    parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
-    parts = [part for part in parts if part]  # logs of 2024 begin with a rule
-    if parts and not parts[0].startswith("step:"):  # some public ones have no source
-        source, *parts = parts
-    else:
-        source = ""
-    if not parts:
-        raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
-    results = parts.pop()
-    files = {}
-    while parts and (match := FILE.match(parts[-1])):
-        files[match[1]] = parts.pop()[match.end() :]
-    settings = parts[-1] if parts else ""  # of our logs
-    machine = "\n".join([*parts, results])
+def trials_of(results: str) -> list[str]:
+    """Return the lines of each trial. In a public log steps go back where another trial begins; in
+    one of ours, where a run was resumed."""
+    if re.search(r"^record ", results, re.M):
+        return [results]
+    trials, last = [""], -1
+    for line in results.splitlines(keepends=True):
+        if match := re.match(r"step:(\d+)/", line):
+            if int(match[1]) < last:
+                trials.append("")
+            last = int(match[1])
+        trials[-1] += line
+    return trials
 
+
+@dataclass
+class Progress:
+    """What the lines of steps say of a run."""
+
+    steps: int
+    curve: dict[int, tuple[float, float]]
+    step_ms: float | None
+    skips_ten: bool
+    digits: int
+
+
+def progress_of(results: str, whole: bool, at: int | None, name: str) -> Progress:
+    """Return what the lines of steps say, up to step `at` if that is given, as if it were the last
+    one. The loss is that of the field `name`. ValueError as for read_log."""
     curve, steps, step = {}, None, 0
-    step_ms, skips_ten = None, False
+    step_ms, skips_ten, digits = None, False, 4
     for line in results.splitlines():
         if not line.startswith("step:"):
             continue
         match = STEP.fullmatch(line)
         if not match:
             raise ValueError(f"has a malformed line: {line[:80]!r}")
-        step, steps, average = int(match[1]), int(match[2]), float(match[7])
-        seconds = float(match[6]) if match[6] else int(match[5]) / 1000
-        if match[3] == "val":
-            loss = float(match[4])
-            if not math.isfinite(loss):
-                raise ValueError(f"has a loss of {loss} at step {step}")
-            curve = {k: v for k, v in curve.items() if k < step}  # a resumed run repeats steps
-            curve[step] = loss, seconds
-            step_ms = average if math.isfinite(average) else None
+        step, steps, average = int(match[1]), int(match[2]), float(match[8])
+        seconds = float(match[7]) if match[7] else int(match[6]) / 1000
+        if at is not None and step > at:
+            break
         skips_ten |= step > 0 and math.isnan(average)
+        if match[3] != "val":
+            continue
+        losses = {"val_loss": match[4], **dict(word.split(":") for word in match[5].split())}
+        if name not in losses:
+            raise ValueError(f"has no {name} at step {step}, but {', '.join(losses)}")
+        loss, digits = float(losses[name]), len(losses[name].partition(".")[2])
+        if not math.isfinite(loss):
+            raise ValueError(f"has a loss of {loss} at step {step}")
+        curve = {k: v for k, v in curve.items() if k < step}  # a resumed run repeats steps
+        curve[step] = loss, seconds
+        step_ms = average if math.isfinite(average) else None
     if steps is None:
         raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
+    if at is not None:
+        steps = at
     if whole and steps not in curve:
+        if at is not None:
+            raise ValueError(f"has no validation at step {at}")
         what = "lacks its last validation" if step == steps else "is truncated"
         raise ValueError(f"{what}: it ends at step {step} of {steps}")
+    return Progress(steps, curve, step_ms, skips_ten, digits)
 
-    run = Run(
-        path=path,
-        source=source,
-        files=files,
-        machine=machine,
-        steps=steps,
-        curve=curve,
-        step_ms=step_ms,
-        skips_ten=skips_ten,
-        record=None,
-    )
+
+def read_log(path: Path, whole: bool = True) -> Run:
+    """Return the run of a log, or its last trial. ValueError says what is wrong with one that is no
+    log, or, where that is wanted, not of a whole run."""
+    return read_trials(path, whole)[-1]
+
+
+def read_trials(
+    path: Path, whole: bool = True, at: int | None = None, name: str = "val_loss"
+) -> list[Run]:
+    """Return the runs of a log, of which some public ones have several. A run may be judged at a
+    step before its last, and by another field than val_loss. ValueError as for read_log."""
+    text = path.read_bytes().decode("utf-8")  # its error is a ValueError
+    if not text.strip():
+        raise ValueError("is empty")
+    parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
+    parts = [part for part in parts if part]  # logs of 2024 begin with a rule
+    source = ""
+    if parts and not parts[0].startswith("step:"):  # some public ones have no source
+        source, *parts = parts
+    if not parts and re.search(r"^step:\d", source, re.M):  # nor a rule
+        source, parts = "", [source]
+    if not parts:
+        raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
+    results = parts.pop()
+    trials = [progress_of(trial, whole, at, name) for trial in trials_of(results)]
+    return [run_of(path, source, list(parts), results, trial) for trial in trials]
+
+
+def run_of(path: Path, source: str, parts: list[str], results: str, found: Progress) -> Run:
+    """Return the run of a log's source, the parts after it, its lines of steps, and what these
+    say."""
+    files = {}
+    while parts and (match := FILE.match(parts[-1])):
+        files[match[1]] = parts.pop()[match.end() :]
+    settings = parts[-1] if parts else ""  # of our logs
+    machine = "\n".join([*parts, results])
+    run = Run(path=path, source=source, files=files, machine=machine, record=None, **vars(found))
     for folder in path.resolve().parts:  # a record's may also hold runs of the record before it
-        if str(steps) in published().get(folder, {"losses": {}})["losses"]:
+        if str(found.steps) in published().get(folder, {"losses": {}})["losses"]:
             run.record = folder
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):
         flags = re.findall(r" --(\w+) ((?:(?! --).)*)", match[2])
@@ -169,6 +227,8 @@ def read_log(path: Path, whole: bool = True) -> Run:
         run.gpu = match[1].replace("CPU", cpu[1]) if cpu else match[1]
     elif names := re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s+(?:On|Off)\s", machine, re.M):
         run.gpu = f"{len(names)} x {names[0]}"
+    elif match := re.search(r" on (NVIDIA .+) with world_size (\d+)$", machine, re.M):
+        run.gpu = f"{match[2]} x {match[1]}"
     if match := re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB", results, re.M):
         run.memory = f"{match[1]}/{match[2]}"
     return run
@@ -301,14 +361,16 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
     for letter, runs in zip(letters, groups, strict=True):
         for r in runs:
             known = [letter, r.record or r.path.stem, r.torch or "-", r.gpu or "-", str(r.steps)]
-            numbers = show(r.loss, ".4f"), show(r.seconds, ".1f"), show(r.step_ms, ".2f")
+            loss = show(r.loss, f".{r.digits}f")
+            numbers = loss, show(r.seconds, ".1f"), show(r.step_ms, ".2f")
             rows.append([*known, *numbers, r.memory or "-", str(r.path)])
     print_table(rows)
     print()
     rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd", "what"]]
     for letter, runs in zip(letters, groups, strict=True):
         times, losses = columns(runs)
-        loss = show(np.mean(losses), ".4f"), show(deviation(losses), ".4f")
+        form = f".{runs[0].digits}f"
+        loss = show(np.mean(losses), form), show(deviation(losses), form)
         p, seconds = show_p(p_at_most(target, losses)), show(np.mean(times), ".1f")
         sd = show(deviation(times), ".1f")
         rows.append([letter, str(len(runs)), *loss, p, seconds, sd, runs[0].name])
@@ -318,6 +380,40 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
             print(f"\n{note}")
     for letter, runs in zip(letters[1:], groups[1:], strict=True):
         print(f"\n{sentence(groups[0], runs, (letters[0], letter))}")
+    print_benchmark(dict(zip(letters, groups, strict=True)), target)
+
+
+def margin(losses: list[float], target: float) -> float:
+    """Return the optimizer benchmark's statistic of a result."""
+    return float((target - np.mean(losses)) * len(losses) ** 0.5)
+
+
+def margin_over(old: list[Run], new: list[Run]) -> float:
+    """Return its statistic of a new result against an old one, which may have other steps."""
+    gain = np.mean(columns(old)[1]) - np.mean(columns(new)[1])
+    gain += LOSS_OF_A_STEP * (old[0].steps - new[0].steps)
+    return float(gain / (1 / len(old) + 1 / len(new)) ** 0.5)
+
+
+def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
+    """Print the optimizer benchmark's statistics of groups of its logs, by their names."""
+    own = {name: runs for name, runs in groups.items() if all(r.digits == 5 for r in runs)}
+    if not own:
+        return
+    least = f"{BENCHMARK_MARGIN} or more is wanted, of a number of runs fixed beforehand"
+    print(f"\nthe optimizer benchmark's statistic ({least}):")
+    rows = [["group", "n", "steps", "loss", f"({target:g} - loss) sqrt(n)", "over the first"]]
+    first = None
+    for name, runs in own.items():
+        losses, steps = columns(runs)[1], sorted({r.steps for r in runs})
+        over = "-"
+        if first is None:
+            first = runs
+        elif len(steps) == 1:
+            over = f"{margin_over(first, runs):+.4f}"
+        known = [name, str(len(runs)), "/".join(map(str, steps)), show(np.mean(losses), ".5f")]
+        rows.append([*known, f"{margin(losses, target):+.4f}", over])
+    print_table(rows)
 
 
 def plot(groups: list[list[Run]], path: Path) -> None:
@@ -401,13 +497,15 @@ def print_diff(a: Run, b: Run) -> None:
     print("\n".join(["", *(lines or ["the sources are equal"])]))
 
 
-def read_logs(paths: list[Path], program: str) -> tuple[list[Run], int]:
+def read_logs(
+    paths: list[Path], program: str, at: int | None = None, name: str = "val_loss"
+) -> tuple[list[Run], int]:
     """Return the runs of logs, and how many logs were left out: a line on stderr says why. A log
-    that is named twice is one run."""
+    that is named twice is read once. `at` and `name` are those of read_trials."""
     runs, skipped = [], 0
     for path in {path.resolve(): path for path in paths}.values():
         try:
-            runs.append(read_log(path))
+            runs += read_trials(path, at=at, name=name)
         except (ValueError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             print(f"{program}: skipped {path}: {reason}", file=sys.stderr)
@@ -423,6 +521,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="logs of runs")
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
+    parser.add_argument("--at", type=int, metavar="STEP", help="judge all runs at it [the last]")
+    parser.add_argument("--field", default="val_loss", help="which loss of a line [val_loss]")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
     parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
     args = parser.parse_intermixed_args(argv)
@@ -434,8 +534,8 @@ def main(argv: list[str] | None = None) -> None:
         (a, a_lacking), (b, b_lacking) = (read_logs([path], parser.prog) for path in args.diff)
         lacking = a_lacking + b_lacking
         if not lacking:
-            print_diff(*a, *b)
-    runs, skipped = read_logs(args.logs, parser.prog)
+            print_diff(a[-1], b[-1])
+    runs, skipped = read_logs(args.logs, parser.prog, args.at, args.field)
     if runs:
         groups = groups_of(runs)
         print_leaderboard(groups, args.target)

@@ -31,7 +31,8 @@ def published() -> dict[str, dict]:
     """Return what records reached on 8 H100s, by their names; {} without the file.
 
     minutes, by the clock of their day; mean and deviation of the last validation loss over so many
-    runs (2024-11-19: of one, and about); and by step, losses and seconds of training. Where all
+    runs (2024-11-19: of one, and about; adamw: of one, and that which the optimizer benchmark takes
+    as known); and by step, losses and seconds of training. Where all
     runs have public logs these are means, and losses have deviations; else they are one run's.
     one_h100 has what a run on one of them reached, where there is such a log.
     """
@@ -110,8 +111,9 @@ def print_against_published(log: Path) -> None:
         if expected is None:
             continue
         deviation = known.get("deviations", {}).get(str(step))
-        row = [f"{step}", f"{loss:.4f}", f"{expected:.4f}"]
-        row += [leaderboard.show(deviation, ".4f"), f"{loss - expected:+.4f}"]
+        form = f".{run.digits}f"
+        row = [f"{step}", f"{loss:{form}}", f"{expected:{form}}"]
+        row += [leaderboard.show(deviation, form), f"{loss - expected:+{form}}"]
         if on_one:
             then = on_one["seconds"][str(step)]
             row += [f"{on_one['losses'][str(step)]:.4f}"]
