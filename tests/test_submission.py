@@ -409,3 +409,19 @@ def test_a_folder_that_cannot_be_finished_is_not_begun(submit, monkeypatch, stop
         with pytest.raises(KeyboardInterrupt):
             submit(files)
     assert copied and paths() == {"logs", *files}
+
+
+def test_a_submission_to_the_optimizer_benchmark_has_its_statistic_and_no_baseline(submit):
+    """Nothing is said of times; a folder's name has the benchmark's form."""
+    losses = [3.2771, 3.2789, 3.2782, 3.2770]
+    logs = {
+        f"logs/a{i}.txt": re.sub(r"(val_loss:\d+\.\d{4})", r"\g<1>0", text)
+        for i, text in enumerate(group("a", losses=losses).values())
+    }
+    status, text, out = submit(logs)
+    found = (3.28 - sum(losses) / 4) * 2
+    assert status is None or status == 0
+    verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.4f}, wanted are 0.004."
+    assert verdict in text and found > 0.004
+    assert "is not of the public form YYYYMMDD_name" in text and "rule 4" not in text
+    assert "Rule 3 is not met" in submission.verdict([3.2779], benchmark=True)

@@ -383,6 +383,11 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
     print_benchmark(dict(zip(letters, groups, strict=True)), target)
 
 
+def of_benchmark(runs: list[Run]) -> bool:
+    """Say whether runs are the optimizer benchmark's."""
+    return all(r.digits == 5 for r in runs)
+
+
 def margin(losses: list[float], target: float) -> float:
     """Return the optimizer benchmark's statistic of a result."""
     return float((target - np.mean(losses)) * len(losses) ** 0.5)
@@ -397,7 +402,7 @@ def margin_over(old: list[Run], new: list[Run]) -> float:
 
 def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
     """Print the optimizer benchmark's statistics of groups of its logs, by their names."""
-    own = {name: runs for name, runs in groups.items() if all(r.digits == 5 for r in runs)}
+    own = {name: runs for name, runs in groups.items() if of_benchmark(runs)}
     if not own:
         return
     least = f"{BENCHMARK_MARGIN} or more is wanted, of a number of runs fixed beforehand"

@@ -11,7 +11,8 @@ submission; a single group is a submission without a baseline. DIR gets:
     this_pr/RUN.txt      logs of the submission; without a baseline they lie beside README.md
 
 The public rules are cited by their numbers: 2 wants a mean loss of at most 3.28 at p < 0.01, and 4
-wants less time than the baseline takes on the same hardware.
+wants less time than the baseline takes on the same hardware. The optimizer benchmark, whose losses
+have five digits, has rules of its own: times do not count, and 3 wants its statistic.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import numpy as np
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 from leaderboard import (  # noqa: E402
+    BENCHMARK_MARGIN,
     OF_ONE_RUN,
     SETTLED,
     Run,
@@ -37,6 +39,8 @@ from leaderboard import (  # noqa: E402
     deviation,
     differing_settings,
     groups_of,
+    margin,
+    of_benchmark,
     p_at_most,
     print_leaderboard,
     read_logs,
@@ -61,8 +65,14 @@ BASELINE, OURS = "baseline", "this_pr"
 # What the runs show
 
 
-def verdict(losses: list[float]) -> str:
-    """Say whether rule 2 is met, and what to do if it is not."""
+def verdict(losses: list[float], benchmark: bool = False) -> str:
+    """Say whether rule 2 is met, or rule 3 of the optimizer benchmark, and what to do if it is
+    not."""
+    if benchmark:
+        found = margin(losses, TARGET)
+        state = "met" if found >= BENCHMARK_MARGIN else "not met"
+        statistic = f"({TARGET} - mean loss) * sqrt(runs)"
+        return f"Rule 3 is {state}: {statistic} = {found:.4f}, wanted are {BENCHMARK_MARGIN}."
     p = p_at_most(TARGET, losses)
     if math.isnan(p):
         return "Rule 2 is not met: one run, or runs of equal losses, have no p. Make several runs."
@@ -118,12 +128,17 @@ def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> lis
     """Return what may keep the public project from taking the submission, a sentence or two
     each."""
     notes = []
-    if not re.match(r"\d{4}-\d\d-\d\d[-_]\w", folder.name):
-        notes += [f"Name: {folder.name} is not of the public form YYYY-MM-DD_Name."]
+    public_name, form = r"\d{4}-\d\d-\d\d[-_]\w", "YYYY-MM-DD_Name"
+    if of_benchmark(parts[OURS]):
+        public_name, form = r"\d{8}_\w", "YYYYMMDD_name"
+    if not re.match(public_name, folder.name):
+        notes += [f"Name: {folder.name} is not of the public form {form}."]
     if not all(r.on_fineweb for runs in parts.values() for r in runs):
         notes += ["Not FineWeb: the public project does not accept it."]
     notes += [note + "." for name, runs in parts.items() if (note := seed_twice(name, runs))]
     ours = parts[OURS]
+    if of_benchmark(ours):  # times do not count, and old results are the baselines
+        return notes
     if BASELINE not in parts:
         return notes + [
             "No baseline: rule 4 wants runs of the baseline on the same hardware. Make both in "
@@ -241,7 +256,15 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
 
     title = re.sub(r"^\d{4}-\d\d-\d\d[-_](?=\w)", "", folder.name)
     figures = [*statistics(parts), *(x for name, runs in parts.items() for x in lists(name, runs))]
-    text = [f"# {title}", "", "```", *figures, "```", "", verdict(columns(ours)[1])]
+    text = [
+        f"# {title}",
+        "",
+        "```",
+        *figures,
+        "```",
+        "",
+        verdict(columns(ours)[1], of_benchmark(ours)),
+    ]
     text += [f"Times are in seconds; p is that of a one-sided t-test of a mean loss <= {TARGET}."]
     if base:
         compared = sentence(base, ours, (BASELINE, OURS))
@@ -337,7 +360,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
         new.rename(folder)
 
     print(f"\nwrote {folder}: logs of {', '.join(f'{len(r)} x {n}' for n, r in parts.items())}")
-    for line in (verdict(columns(parts[OURS])[1]), *notes):
+    for line in (verdict(columns(parts[OURS])[1], of_benchmark(parts[OURS])), *notes):
         print(f"- {line}")
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
 
