@@ -14,6 +14,7 @@ import leaderboard
 import numpy as np
 import pytest
 from compare import Comparison, Side
+from runs import error_of
 from scipy import optimize, stats
 
 from train_gpt import HERE
@@ -92,6 +93,25 @@ def test_equal_numbers_settle_all_or_nothing():
     then = compare.p_values([0.1, 0.1, 0.1, 0.3])  # what is equal at first only
     assert then[:2].tolist() == [0, 0]
     assert then[2] == pytest.approx(stats.ttest_1samp([0.1, 0.1, 0.1, 0.3], 0).pvalue)
+
+
+def test_p_of_a_known_deviation_is_that_of_the_normal_distribution():
+    numbers = np.random.default_rng(0).normal(1, 2, (3, 6))
+    found = compare.p_values(numbers, known=2.0)
+    for n in range(2, 7):
+        z = np.abs(numbers[:, :n].sum(1)) / (2 * math.sqrt(n))
+        expected = [math.erfc(value / math.sqrt(2)) for value in z]
+        np.testing.assert_allclose(found[:, n - 2], expected, rtol=1e-9)
+    assert compare.half_width([1.0, 5.0, 2.0, 2.0], known=2.0) == pytest.approx(1.96, abs=1e-3)
+
+
+def test_with_a_known_deviation_no_difference_is_settled_as_rarely_as_alpha_says():
+    numbers = 0.3 * np.random.default_rng(3).standard_normal((4000, 20))
+    hits = compare.p_values(numbers, known=0.3) < compare.thresholds(0.01, 20, known=1.0)
+    assert 0.01 / 3 < hits.any(1).mean() <= bound(0.01, 4000)
+    larger = numbers + 0.3
+    found = compare.p_values(larger, known=0.3) < compare.thresholds(0.01, 20, known=1.0)
+    assert found.any(1).mean() > (settled_at(larger, 0.01, 20) > 0).mean()
 
 
 @pytest.mark.parametrize("most", [5, 12, 20])
@@ -333,7 +353,7 @@ def test_a_name_goes_on_with_the_runs_that_are_whole(fork):
     assert fork.compare("", "--runs", 5) == (0, lines, "") and fork.calls() == []
 
 
-PLAN = {"judge": "together", "alpha": 0.01, "runs": 4, "seed": 0}
+PLAN = {"judge": "together", "alpha": 0.01, "runs": 4, "seed": 0, "deviation": None}
 
 
 @pytest.mark.parametrize(
@@ -362,6 +382,27 @@ def test_a_plan_may_not_change_once_there_are_runs(key, changed, fork):
     assert (status, lines, fork.calls()) == (1, [], [])
     expected = f"logs/it.json: {key} was {known[key]}: choose another --run_id"
     assert err == f"run.sh: error: {expected}\n" and Path("logs/it.json").read_text() == plan
+
+
+def test_a_known_deviation_is_of_the_plan_and_gives_the_interval_and_p(fork):
+    words = "--runs", 4, "--judge", "loss", "--deviation", 0.0013
+    status, lines, err = fork.compare("--muon_lr 0.06", *words)
+    assert (status, err) == (0, "")
+    losses = [[last_step(f"{side}_seed{seed}")[0] for seed in range(4)] for side in "AB"]
+    difference = sum(losses[1]) / 4 - sum(losses[0]) / 4
+    sem = 0.0013 * math.sqrt(2 / 4)
+    p = math.erfc(abs(difference) / sem / math.sqrt(2))
+    assert f"loss is {abs(difference):.4f} ± {1.96 * sem:.4f} " in lines[-2]
+    assert f"p = {leaderboard.show_p(p)}," in lines[-2]
+    other = *words[:-1], 0.002
+    status, _, err = fork.compare("--muon_lr 0.06", *other)
+    assert status == 1 and "deviation was 0.0013: choose another --run_id" in err
+
+
+@pytest.mark.parametrize("flags", ["--deviation 0.001", "--judge loss --deviation 0"])
+def test_a_known_deviation_is_one_of_losses(flags, capsys):
+    status, err = error_of(["--compare", "", "", *flags.split()], capsys, compare.main)
+    assert status == 2 and "--deviation wants a number above 0, and --judge loss" in err
 
 
 def test_the_same_plan_in_other_words_goes_on(fork):

@@ -24,6 +24,9 @@ The answer is settled by a sequential test. After n of N pairs, from the fourth 
 the n numbers must have a p below c n / N. c is such that, where there is no difference, all looks
 together settle one with the probability --alpha [0.01]. One look at p < 0.01 after each of 20 pairs
 would do so with 0.07. Fewer than four pairs have no interval and no verdict.
+
+--judge loss --deviation 0.0013 takes the deviation of a run's loss as known, as the optimizer
+benchmark does, and the test is that of a normal mean: few pairs then say more.
 """
 
 import argparse
@@ -63,16 +66,19 @@ OTHERS_WITHOUT = ("--save_every", "0", "--val_loss_every", "0")
 # Statistics: of numbers of pairs, which are normal with any mean and deviation
 
 
-def p_values(numbers: np.ndarray, least: float = 0.0) -> np.ndarray:
+def p_values(numbers: np.ndarray, least: float = 0.0, known: float | None = None) -> np.ndarray:
     """Return the two-sided p of Student's t-test that the mean is 0: of numbers (..., N), after the
     first 2, 3, ... N of them (..., N - 1).
 
     The numbers' deviation is taken as `least` at least, which is that of rounding. Where `least` is
-    0, equal numbers have a p of 1 if they are 0, and else of 0.
+    0, equal numbers have a p of 1 if they are 0, and else of 0. If the deviation is `known`, p is
+    that of the normal distribution.
     """
     numbers = np.asarray(numbers, float)
     count = np.arange(1, numbers.shape[-1] + 1)
     mean = numbers.cumsum(-1) / count
+    if known is not None:
+        return 2 * stats.norm.sf(np.abs(mean) * np.sqrt(count) / known)[..., 1:]
     squares = (numbers**2).cumsum(-1) - count * mean**2
     equal = np.maximum.accumulate(numbers, -1) == np.minimum.accumulate(numbers, -1)
     squares = np.where(equal, 0.0, np.maximum(squares, 0.0))[..., 1:]
@@ -84,22 +90,28 @@ def p_values(numbers: np.ndarray, least: float = 0.0) -> np.ndarray:
 
 
 @cache
-def thresholds(alpha: float, most: int, paths: int = 100_000) -> np.ndarray:
+def thresholds(
+    alpha: float, most: int, paths: int = 100_000, known: float | None = None
+) -> np.ndarray:
     """Return the p below which the look after pair 2, 3, ... `most` settles a difference,
     (most - 1,); 0 before pair FEWEST, where there is no look.
 
     It grows with the pair's number, and all looks together settle a difference that is not there
-    with probability alpha. It is simulated: t does not depend on the numbers' deviation.
+    with probability alpha. It is simulated, with a deviation of 1: t does not depend on that. Where
+    p is of a known deviation, `known` is 1.
     """
     numbers = np.random.default_rng(2026).standard_normal((paths, most))
     before = FEWEST - 2  # pairs with a p, and without a look
     growth = np.arange(FEWEST, most + 1) / most
-    c = np.quantile((p_values(numbers)[:, before:] / growth).min(axis=1), alpha)
+    p = p_values(numbers, known=known)[:, before:]
+    c = np.quantile((p / growth).min(axis=1), alpha)
     return np.concatenate([np.zeros(before), c * growth])
 
 
-def half_width(numbers: list[float]) -> float:
-    """Return half of the 95 % interval of the mean."""
+def half_width(numbers: list[float], known: float | None = None) -> float:
+    """Return half of the 95 % interval of the mean; their deviation may be known."""
+    if known is not None:
+        return float(stats.norm.isf(0.025) * known / len(numbers) ** 0.5)
     sem = np.std(numbers, ddof=1) / len(numbers) ** 0.5
     return float(stats.t.isf(0.025, len(numbers) - 1) * sem)
 
@@ -298,6 +310,12 @@ class Comparison:
     most: int
     worth: float | None = None
     pairs: list[tuple[Run, Run]] = field(default_factory=list)
+    deviation: float | None = None  # of a run's loss, if it is taken as known
+
+    @property
+    def known(self) -> float | None:
+        """The deviation of a difference of two losses, if it is known."""
+        return None if self.deviation is None else 2**0.5 * self.deviation
 
     def numbers(self, of: str) -> list[float]:
         """Return a number for each pair: the log of the times' ratio, the difference of losses, or
@@ -318,12 +336,13 @@ class Comparison:
             least = ROUNDED
         elif self.judge == "together":
             least = ROUNDED / self.worth
-        return float(p_values(self.numbers(self.judge), least)[-1])
+        return float(p_values(self.numbers(self.judge), least, self.known)[-1])
 
     @property
     def needed(self) -> float:
         """The p that settles a difference after so many pairs."""
-        return float(thresholds(self.alpha, self.most)[len(self.pairs) - 2])
+        known = None if self.deviation is None else 1.0
+        return float(thresholds(self.alpha, self.most, known=known)[len(self.pairs) - 2])
 
     @property
     def settled(self) -> bool:
@@ -338,7 +357,8 @@ class Comparison:
         found = {}
         for of in ("time", "loss", "together"):
             if of != "together" or self.worth:
-                found[of] = np.mean(self.numbers(of)), half_width(self.numbers(of))
+                known = self.known if of == "loss" else None
+                found[of] = np.mean(self.numbers(of)), half_width(self.numbers(of), known)
         text = f"B is {percent(*found['time'], ('faster', 'slower'))} than A; "
         text += f"its loss is {leaderboard.amount(*found['loss'], '.4f', ('lower', 'higher'))}; "
         if self.worth:
@@ -356,17 +376,27 @@ def percent(mean: float, by: float, words: tuple[str, str]) -> str:
     return leaderboard.amount(100 * math.expm1(mean), 100 * math.exp(mean) * by, ".1f", words, " %")
 
 
-def compare(a: Side, b: Side, name: str, seed: int, judge: str, alpha: float, most: int) -> None:
+def compare(
+    a: Side,
+    b: Side,
+    name: str,
+    seed: int,
+    judge: str,
+    alpha: float,
+    most: int,
+    deviation: float | None = None,
+) -> None:
     """Make pairs until the answer is settled, and print what they say after each. UserError if a
     run fails, or if what time is worth is judged and cannot be measured."""
-    begin(name, [a, b], judge=judge, alpha=alpha, runs=most, seed=seed)
+    plan = {"judge": judge, "alpha": alpha, "runs": most, "seed": seed, "deviation": deviation}
+    begin(name, [a, b], **plan)
     logs = [side.log(name, seed + i) for i in range(most) for side in (a, b)]
     what = f"at most {most} pairs"
     if judge == "together":
         logs.append(Side("A_longer").log(name, seed))
         what += " and a longer run"
     pace = Pace(name, logs, what)
-    found = Comparison(judge, alpha, most)
+    found = Comparison(judge, alpha, most, deviation=deviation)
     for i in range(most):
         sides = (a, b) if i % 2 == 0 else (b, a)
         runs = {side.name: pace.run(side, name, seed + i) for side in sides}
@@ -418,6 +448,8 @@ def parse_args(argv: list[str] | None) -> tuple:
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=20, help="pairs at most [20]")
     parser.add_argument("--judge", choices=("together", "time", "loss"), default="together")
+    text = "of a run's loss, if it is known: with --judge loss"
+    parser.add_argument("--deviation", type=float, help=text)
     text = "how often no difference is taken for one [0.01]"
     parser.add_argument("--alpha", type=float, default=leaderboard.SETTLED, help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first pair [0]")
@@ -428,11 +460,13 @@ def parse_args(argv: list[str] | None) -> tuple:
         parser.error(f"--runs wants from {FEWEST} to 200 pairs: fewer settle nothing")
     if not 0.001 <= args.alpha <= 0.5:
         parser.error("--alpha wants from 0.001 to 0.5")
+    if args.deviation is not None and (args.judge != "loss" or not args.deviation > 0):
+        parser.error("--deviation wants a number above 0, and --judge loss")
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
     a.check(args.seed)
     b.check(args.seed)
-    return a, b, args.run_id, args.seed, args.judge, args.alpha, args.runs
+    return a, b, args.run_id, args.seed, args.judge, args.alpha, args.runs, args.deviation
 
 
 def main(argv: list[str] | None = None) -> None:
