@@ -56,7 +56,7 @@ MUON = Hyperparameters(
     momentum_start=0.95,
     fp8=False,
 )
-DEMO = vars(t.RECORDS["demo"]).items()
+DEMO = vars(t.RECORDS["demo"]).items()  # this file's demo has the sizes of that one
 SIZES = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
 RECORDS = {
     "muon": MUON,
@@ -74,7 +74,7 @@ RECORDS = {
         init_std=0.0,
         float32_gains=True,
     ),
-    "demo": replace(MUON, context_len=256, **SIZES),  # those of train_gpt.py's
+    "demo": replace(MUON, context_len=256, muon_lr=0.05, head_lr=0.024, **SIZES),
 }
 
 
