@@ -1325,7 +1325,14 @@ def number(value: float, like: Tensor) -> Tensor:
 # ranks.
 
 
-def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
+def muon(
+    buckets,
+    lr: float,
+    now: Moment,
+    hp: Hyperparameters,
+    steps=MUON_STEPS,
+    orthogonalise=zeropower_via_newtonschulz5,
+):
     """Step by Muon, for matrices (n, rows, cols). `steps` are the compiled MUON_STEPS."""
     updates_of, step_ = steps
     for bucket in buckets:
@@ -1334,7 +1341,7 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
     grads = [bucket.grads for bucket in buckets]
     momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
     momentum = number(now.momentum, grads[0])
-    updates = updates_of(grads, momenta, momentum, hp.momentum_damped)
+    updates = updates_of(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
     rows, cols = buckets[0].row_shape
     own_lr = lr * max(1, rows / cols) ** 0.5
     own_lr = torch.tensor(lr * max(1, rows / cols) ** 0.5, dtype=torch.float64)

@@ -207,7 +207,7 @@ class GPT(t.GPT):
             elif hp.init_std and p.ndim == 2:
                 p.data.normal_(std=hp.init_std / math.sqrt(p.size(1)))
 
-    def masks(self, input_seq: Tensor, when, make_mask) -> dict:
+    def make_masks(self, input_seq: Tensor, windows: dict, make_mask) -> dict:
         """Return the mask of input_seq (T,): a token sees its context up to itself."""
         position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
         return {"long": make_mask(position - position % self.hp.context_len)}
@@ -233,7 +233,7 @@ class GPT(t.GPT):
 def muon(buckets, lr: float, now: t.Moment, hp: Hyperparameters):
     """Step by Muon after decoupled weight decay. Twelve such steps take singular values to 1."""
     polar = partial(t.zeropower_via_newtonschulz5, steps=12, coefficients=((2.0, -1.5, 0.5),) * 12)
-    updates, add = t.muon(buckets, lr, now, hp, partial(t.muon_updates, orthogonalise=polar))
+    updates, add = t.muon(buckets, lr, now, hp, orthogonalise=polar)
 
     def take(weights: list[Tensor], sent: list[Tensor]) -> None:
         torch._foreach_mul_(weights, 1 - lr * hp.muon_decay)
