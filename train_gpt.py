@@ -1601,7 +1601,8 @@ class Optimizers:
                 continue
             for bucket in buckets:
                 length = torch.linalg.vector_norm(bucket.wait(), dtype=torch.float32)
-                square += length.square() * (bucket.world_size / self.world_size)
+                share = bucket.world_size / self.world_size  # all ranks have all single numbers
+                square += length.square() * share
         all_reduce_([squares])
         return squares.sqrt()
 
