@@ -2241,7 +2241,8 @@ def find_record(name: str, run_class: type["Run"]) -> str:
     if len(found) == 1:
         return found[0]
     for path in sorted(HERE.glob("forks/*.py")):
-        others = re.findall(r'^    "(\d{4}-[^"]*)": ', path.read_text("utf-8"), re.MULTILINE)
+        table = re.search(r"^RECORDS = \{\n(.*?)^\}", path.read_text("utf-8"), re.M | re.S)
+        others = re.findall(r'^    "([^"]*)": ', table[1], re.M) if table else []
         if not found and any(other.startswith(name) for other in others):
             where = path.relative_to(HERE)
             raise UserError(f"record {name} is in {where}: ./run.sh {where} --record {name}")
