@@ -1343,7 +1343,6 @@ def muon(
     momentum = number(now.momentum, grads[0])
     updates = updates_of(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
     rows, cols = buckets[0].row_shape
-    own_lr = lr * max(1, rows / cols) ** 0.5
     own_lr = torch.tensor(lr * max(1, rows / cols) ** 0.5, dtype=torch.float64)
     updates = updates.split([len(grad) for grad in grads])
     return updates, partial(step_, lr=own_lr)
