@@ -1,11 +1,11 @@
-"""Train the speedrun's optimizer benchmark: the fewest steps to a validation loss of 3.28.
+"""Train for the speedrun's optimizer benchmark: the fewest steps to a validation loss of 3.28.
 
     ./run.sh forks/train_gpt_track3.py                    # Muon, 3250 steps; on a CPU, a demo
     ./run.sh forks/train_gpt_track3.py --record adamw     # AdamW, 5625 steps
 
-Model, data, batch, and one backward pass a step are fixed; optimizer, schedule and first weights
-are free. Records are the results 36 (muon) and 2 (adamw) of github.com/KellerJordan/modded-nanogpt,
-records/track_3_optimization. README.md shows a file with an optimizer of one's own.
+Model, data, batch, and one backward pass a step are fixed. Optimizer, schedule and first weights
+are free. The records are results 36 (muon) and 2 (adamw) of github.com/KellerJordan/modded-nanogpt,
+records/track_3_optimization. README.md shows how to add an optimizer.
 """
 
 import math
@@ -24,28 +24,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # -----------------------------------------------------------------------------
-# Settings and data. A sequence of train_gpt.py is a micro-batch here: contexts behind each other
+# Settings and data. A sequence of train_gpt.py is a micro-batch here: consecutive contexts
 
 
 @dataclass(frozen=True)
 class Hyperparameters(t.Hyperparameters):
     """train_gpt.py's settings, and those of the benchmark."""
 
-    muon_lr: float = setting(0.025, "the matrices' learning rate, by whatever rule")
-    muon_decay: float = setting(0.05, "the matrices' weight decay, times that", group="benchmark")
+    muon_lr: float = setting(0.025, "learning rate of matrices, whatever their rule")
+    muon_decay: float = setting(0.05, "weight decay of matrices, times muon_lr", group="benchmark")
     adam_decay: float = setting(0.001, "weight decay of all else, times its learning rate")
-    all_adamw: bool = setting(False, "matrices learn by AdamW, too")
-    matrix_betas: t.Pair = setting((0.9, 0.95), "then its betas for matrices", 0, 0.9999)
-    init_std: float = setting(0.33**0.5, "deviation of q, k, v, fc * sqrt(fan_in), 0: torch's own")
+    all_adamw: bool = setting(False, "matrices learn by AdamW, not by Muon")
+    matrix_betas: t.Pair = setting((0.9, 0.95), "AdamW's betas for matrices", 0, 0.9999)
+    init_std: float = setting(0.33**0.5, "q, k, v, fc: deviation * sqrt(fan_in); 0: torch's")
     float32_gains: bool = setting(False, "multiply by norms' gains in float32")
-    context_len: int = setting(1024, "tokens that see each other", 128, multiple_of=128)
+    context_len: int = setting(1024, "tokens that attention sees together", 128, multiple_of=128)
 
 
 MUON = Hyperparameters(
     num_iterations=3250,
     cooldown_frac=0.7,
     lr_final=0.0,
-    window_min=65536,  # at all steps; a context is narrower
+    window_min=65536,  # one value for all steps; masks have contexts instead
     seq_len=65536,
     val_seq_len=65536,
     vocab_size=50304,
@@ -56,8 +56,8 @@ MUON = Hyperparameters(
     momentum_start=0.95,
     fp8=False,
 )
-DEMO = vars(t.RECORDS["demo"]).items()  # this file's demo has the sizes of that one
-SIZES = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
+DEMO = vars(t.RECORDS["demo"]).items()  # what it changes is sizes, steps, and data
+SMALL = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
 RECORDS = {
     "muon": MUON,
     "adamw": replace(
@@ -74,22 +74,23 @@ RECORDS = {
         init_std=0.0,
         float32_gains=True,
     ),
-    "demo": replace(MUON, context_len=256, muon_lr=0.05, head_lr=0.024, **SIZES),
+    "demo": replace(MUON, context_len=256, muon_lr=0.05, head_lr=0.024, **SMALL),
 }
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that no run can have, or that change nothing here."""
+    """Raise UserError for settings that no run can have, or that have no effect here."""
     t.check(hp)
     for name in ("layers", "window_rule", "window_min", "window_step", "init_bound", "fp8"):
         if getattr(hp, name) != getattr(MUON, name):
             raise UserError(f"--{name}: the benchmark's model does not have it, leave it out")
-    if hp.seq_len % hp.context_len:
-        raise UserError(f"--seq_len {hp.seq_len}: must be a multiple of context_len")
+    for name in ("seq_len", "val_seq_len"):
+        if getattr(hp, name) % hp.context_len:
+            raise UserError(f"--{name} {getattr(hp, name)}: must be a multiple of context_len")
 
 
 def cut(shard: t.Shard, position: int, now: t.Moment, hp: Hyperparameters):
-    """Cut the batch of a moment; as published, not the one that would end with the shard."""
+    """Cut the batch of a moment. As published, a token must be left behind its last target."""
     if position + hp.batch_seqs * now.seq_len + 1 >= len(shard.tokens):
         return None
     return t.cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
@@ -151,10 +152,10 @@ def capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 
 def capped_cross_entropy(logits, targets, cap, bias, bias_grad, grad_scale=None, grads=None):
-    """Return the summed loss () of logits (T, V), which a bias (V,) joins, and targets (T,).
+    """Return the summed loss () of capped logits (T, V) + bias (V,) for targets (T,).
 
-    The logits' gradient * grad_scale goes to grads (T, V), perhaps the logits' own memory, and its
-    sum to bias_grad (V,). No capped logit is above cap, which softmax subtracts from all.
+    The logits' gradient * grad_scale goes to grads (T, V), which may be the logits' own memory. Its
+    sum is added to bias_grad (V,). Softmax subtracts cap, which no capped logit exceeds.
     """
     targets = targets[:, None]
     right, _ = capped(logits.gather(1, targets) + bias[targets], cap)
@@ -169,8 +170,8 @@ def capped_cross_entropy(logits, targets, cap, bias, bias_grad, grad_scale=None,
 
 
 class Head(t.Head):
-    """train_gpt.py's with a bias. Gradients are those of the sum over all tokens of a batch: of a
-    micro-batch's sum, times the number of micro-batches, by which Optimizers divides them."""
+    """train_gpt.py's head with a bias. Gradients are of the loss summed over a batch: Optimizers
+    divides them by the number of micro-batches, so the loss multiplies them by it."""
 
     cross_entropy = staticmethod(capped_cross_entropy)
 
@@ -193,7 +194,7 @@ class GPT(t.GPT):
     """The benchmark's language model."""
 
     def __init__(self, hp: Hyperparameters):
-        nn.Module.__init__(self)  # not train_gpt.py's: most parts are others
+        nn.Module.__init__(self)  # not train_gpt.py's, whose parts differ
         self.hp, self.layers = hp, (t.Layer("long"),) * hp.num_layers
         self.kernels = (t.symmetric_matmul,)
         self.embed, self.lm_head = nn.Embedding(hp.vocab_size, hp.model_dim), Head(hp)
@@ -213,10 +214,9 @@ class GPT(t.GPT):
         return {"long": make_mask(position - position % self.hp.context_len)}
 
     def rotary_of(self, length: int, when, device: torch.device, start: int = 0):
-        """Return the rotary_table of so many tokens from `start` on, by places in contexts."""
-        tables = super().rotary_of(self.hp.context_len, when, device)
+        """Return the rotary_table of so many tokens from `start` on; each context starts at 0."""
         places = torch.arange(start, start + length, device=device) % self.hp.context_len
-        return [table[places] for table in tables]
+        return [table[places] for table in super().rotary_of(self.hp.context_len, when, device)]
 
     def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
         """Map embeddings (T, C) to what the head reads, (T, C)."""
@@ -231,7 +231,7 @@ class GPT(t.GPT):
 
 
 def muon(buckets, lr: float, now: t.Moment, hp: Hyperparameters):
-    """Step by Muon after decoupled weight decay. Twelve such steps take singular values to 1."""
+    """Step by Muon, after decoupled weight decay. Twelve iterations take singular values to 1."""
     polar = partial(t.zeropower_via_newtonschulz5, steps=12, coefficients=((2.0, -1.5, 0.5),) * 12)
     updates, add = t.muon(buckets, lr, now, hp, orthogonalise=polar)
 
@@ -243,19 +243,19 @@ def muon(buckets, lr: float, now: t.Moment, hp: Hyperparameters):
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's, with the rule `muon` for matrices, and AdamW for all else."""
+    """train_gpt.py's optimizers: the rule `muon` for matrices, AdamW for all else."""
 
     @staticmethod
     def table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
         """Return the groups, in the order in which gradients leave and weights are updated."""
         adamw = partial(t.adam, eps=hp.adam_eps)
         rest = partial(adamw, betas=hp.adam_betas, decay=hp.adam_decay)
-        rule = partial(muon, hp=hp)
+        matrices = partial(muon, hp=hp)
         if hp.all_adamw:
-            rule = partial(adamw, betas=hp.matrix_betas, decay=hp.muon_decay)
+            matrices = partial(adamw, betas=hp.matrix_betas, decay=hp.muon_decay)
         return (
             Group("head", ("lm_head.weight",), rest, hp.head_lr, 1, complete="forward"),
-            Group("muon", ("blocks.*.weight",), rule, hp.muon_lr, 2, least_rows=8),
+            Group("muon", ("blocks.*.weight",), matrices, hp.muon_lr, 2, least_rows=8),
             Group("embed", ("embed.weight",), rest, hp.embed_lr, 1, complete="end"),
             Group("vector", ("*.bias", "*.gains"), rest, hp.scalar_lr, 0, math.inf, complete="end"),
         )
@@ -269,7 +269,7 @@ class Run(t.Run):
     check, cut = staticmethod(check), staticmethod(cut)
 
     def validates(self, step: int) -> bool:
-        """Say whether the run validates after a step: five times as often from 0.9 of them on."""
+        """Say whether the run validates after a step: five times as often in the last tenth."""
         every = self.hp.val_loss_every
         if step >= 0.9 * self.hp.num_iterations:
             every = -(-every // 5)

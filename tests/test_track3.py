@@ -321,9 +321,11 @@ def test_a_setting_that_the_model_does_not_have_is_refused(flag, capsys):
     assert status == 2 and err.startswith(f"train_gpt_track3.py: error: {name}: the benchmark's")
 
 
-def test_a_micro_batch_is_of_whole_contexts(capsys):
-    status, err = error_of(["--record", "muon", "--seq_len", "1152"], capsys, main)
-    assert status == 2 and "--seq_len 1152: must be a multiple of context_len" in err
+@pytest.mark.parametrize("flags", ["--seq_len 1152", "--val_seq_len 1152 --val_tokens 11520"])
+def test_a_sequence_is_of_whole_contexts(flags, capsys):
+    status, err = error_of(["--record", "muon", *flags.split()], capsys, main)
+    flag = flags.split()[0]
+    assert status == 2 and f"{flag} 1152: must be a multiple of context_len" in err
 
 
 def test_hellaswag_refuses_a_model_whose_questions_would_see_each_other(monkeypatch):
