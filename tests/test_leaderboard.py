@@ -495,7 +495,7 @@ def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
     assert [row[4] for row in rows_of(out) if "a.txt" in row[-1]] == ["250"] * 3
     assert "8 x NVIDIA H100 80GB HBM3" in out and f"  {mean:.5f}  " in out
     assert benchmark_rows(out) == [
-        ["A", "3", "250", f"{mean:.5f}", f"{(3.28 - mean) * 3**0.5:+.4f}", "-"]
+        ["A", "3", "250", f"{mean:.5f}", f"{(3.28 - mean) * 3**0.5:+.5f}", "-"]
     ]
 
 

@@ -421,7 +421,7 @@ def test_a_submission_to_the_optimizer_benchmark_has_its_statistic_and_no_baseli
     status, text, out = submit(logs)
     found = (3.28 - sum(losses) / 4) * 2
     assert status is None or status == 0
-    verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.4f}, wanted are 0.004."
+    verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.5f}, wanted are 0.004."
     assert verdict in text and found > 0.004
     assert "is not of the public form YYYYMMDD_name" in text and "rule 4" not in text
     assert "Rule 3 is not met" in submission.verdict([3.2779], benchmark=True)

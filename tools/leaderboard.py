@@ -14,10 +14,10 @@ Each later group is compared with the first one, by Welch's test of the losses; 
 holds if the numbers of runs were fixed beforehand. Who adds runs until p is low finds a difference
 where there is none, sooner or later. ./run.sh --compare may look after every pair.
 
-Logs whose losses have five digits are those of the optimizer benchmark, public ones and those of
-forks/train_gpt_track3.py. Its own statistic is printed of them, which takes a deviation as known.
-Several trials in one such log are several runs. A result may be claimed at a step before the last
-(--at), or of another loss in the lines of steps (--field val_ema_loss).
+The optimizer benchmark's logs, public ones and those of forks/train_gpt_track3.py, have losses of
+five digits. Of those, its own statistic is printed, too; it takes the deviation as known. Several
+trials in one such log are several runs. A result may be claimed at a step before the last (--at),
+or of another loss in the lines of steps (--field val_ema_loss).
 """
 
 import argparse
@@ -45,9 +45,9 @@ STEP = re.compile(
 OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "save_last", "device"}
 SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
 
-# The optimizer benchmark takes the deviation of a loss as 0.0013. So (target - mean) * sqrt(n), and
-# for two results a difference over sqrt(1/n1 + 1/n2), must be 3.09 deviations: p < 0.001. By its
-# README, 100 steps less are worth 0.0045 of loss.
+# The optimizer benchmark takes the deviation of a loss as 0.0013. A result of n runs must have a
+# (target - mean) * sqrt(n) of 3.09 deviations: p < 0.001. Of two results, the difference over
+# sqrt(1/n1 + 1/n2) must be as large. By its README, 100 steps fewer are worth 0.0045 of loss.
 BENCHMARK_MARGIN = 0.004
 LOSS_OF_A_STEP = 0.0045 / 100
 
@@ -394,10 +394,12 @@ def margin(losses: list[float], target: float) -> float:
 
 
 def margin_over(old: list[Run], new: list[Run]) -> float:
-    """Return its statistic of a new result against an old one, which may have other steps."""
-    gain = np.mean(columns(old)[1]) - np.mean(columns(new)[1])
-    gain += LOSS_OF_A_STEP * (old[0].steps - new[0].steps)
-    return float(gain / (1 / len(old) + 1 / len(new)) ** 0.5)
+    """Return its statistic of a new result against an old one. A lower loss counts for the new one,
+    and so do fewer steps."""
+    before, now = (
+        np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in runs]) for runs in (old, new)
+    )
+    return float((before - now) / (1 / len(old) + 1 / len(new)) ** 0.5)
 
 
 def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
@@ -407,17 +409,13 @@ def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
         return
     least = f"{BENCHMARK_MARGIN} or more is wanted, of a number of runs fixed beforehand"
     print(f"\nthe optimizer benchmark's statistic ({least}):")
-    rows = [["group", "n", "steps", "loss", f"({target:g} - loss) sqrt(n)", "over the first"]]
-    first = None
+    first = next(iter(own))
+    rows = [["group", "n", "steps", "loss", f"({target:g} - loss) sqrt(n)", f"against {first}"]]
     for name, runs in own.items():
         losses, steps = columns(runs)[1], sorted({r.steps for r in runs})
-        over = "-"
-        if first is None:
-            first = runs
-        elif len(steps) == 1:
-            over = f"{margin_over(first, runs):+.4f}"
+        over = "-" if name == first else f"{margin_over(own[first], runs):+.5f}"
         known = [name, str(len(runs)), "/".join(map(str, steps)), show(np.mean(losses), ".5f")]
-        rows.append([*known, f"{margin(losses, target):+.4f}", over])
+        rows.append([*known, f"{margin(losses, target):+.5f}", over])
     print_table(rows)
 
 

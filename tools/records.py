@@ -31,9 +31,9 @@ def published() -> dict[str, dict]:
     """Return what records reached on 8 H100s, by their names; {} without the file.
 
     minutes, by the clock of their day; mean and deviation of the last validation loss over so many
-    runs (2024-11-19: of one, and about; adamw: of one, and that which the optimizer benchmark takes
-    as known); and by step, losses and seconds of training. Where all
-    runs have public logs these are means, and losses have deviations; else they are one run's.
+    runs (2024-11-19: of one, and about; adamw: of one, with the deviation that the optimizer
+    benchmark takes as known); and by step, losses and seconds of training. Where all runs have
+    public logs these are means, and losses have deviations; else they are one run's.
     one_h100 has what a run on one of them reached, where there is such a log.
     """
     path = HERE / "tools" / "published.json"
@@ -103,6 +103,7 @@ def print_against_published(log: Path) -> None:
         raise UserError(f"{log}: the run was not on FineWeb, on which losses are published")
     # A public log of one H100 is not that of the record's runs: times of eight say nothing here.
     on_one = known.get("one_h100") if (run.gpu or "").startswith("1 x NVIDIA") else None
+    form = f".{run.digits}f"
     rows = [["step", "loss", "published", "deviation", "difference"]]
     if on_one:
         rows[0] += ["on one H100", "seconds", "on one H100", "difference"]
@@ -111,7 +112,6 @@ def print_against_published(log: Path) -> None:
         if expected is None:
             continue
         deviation = known.get("deviations", {}).get(str(step))
-        form = f".{run.digits}f"
         row = [f"{step}", f"{loss:{form}}", f"{expected:{form}}"]
         row += [leaderboard.show(deviation, form), f"{loss - expected:+{form}}"]
         if on_one:
@@ -127,7 +127,8 @@ def print_against_published(log: Path) -> None:
         mean, deviation = known["mean"], known["deviation"]
         inside = abs(run.loss - mean) <= 2 * deviation
         place = "inside" if inside else "outside"
-        print(f"{run.loss:.4f} is {place} the published spread, {mean:.4f} +- 2 x {deviation:.4f}")
+        spread = f"{mean:{form}} +- 2 x {deviation:{form}}"
+        print(f"{run.loss:{form}} is {place} the published spread, {spread}")
     # Of settings that are no learning's, a fork has none of its own.
     others = {"seed", *names_about(train_gpt.Hyperparameters, "run", "machine")}
     changed = sorted(set(re.findall(r" --(\w+) ", run.flags)) - others)

@@ -72,7 +72,7 @@ def verdict(losses: list[float], benchmark: bool = False) -> str:
         found = margin(losses, TARGET)
         state = "met" if found >= BENCHMARK_MARGIN else "not met"
         statistic = f"({TARGET} - mean loss) * sqrt(runs)"
-        return f"Rule 3 is {state}: {statistic} = {found:.4f}, wanted are {BENCHMARK_MARGIN}."
+        return f"Rule 3 is {state}: {statistic} = {found:.5f}, wanted are {BENCHMARK_MARGIN}."
     p = p_at_most(TARGET, losses)
     if math.isnan(p):
         return "Rule 2 is not met: one run, or runs of equal losses, have no p. Make several runs."
