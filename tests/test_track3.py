@@ -2,6 +2,7 @@
 the update rules against loops over single tensors, and the optimizer that README shows."""
 
 import importlib
+import json
 import math
 import re
 import sys
@@ -308,6 +309,27 @@ def test_three_steps_are_those_of_single_tensors_in_float64(record, small, rando
         optimizers.step(now)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-4, atol=2e-5)
+
+
+# -----------------------------------------------------------------------------
+# What is published
+
+
+def test_published_curves_are_those_of_the_public_logs():
+    """Of ten runs by Muon and one by AdamW."""
+    found = json.loads((HERE / "tools" / "published.json").read_text("utf-8"))
+    muon, adamw = found["muon"], found["adamw"]
+    losses = {0: 10.82584, 125: 4.58541, 500: 3.82822, 1000: 3.65307, 2000: 3.45556}
+    losses |= {3000: 3.30499, 3225: 3.27931, 3250: 3.27866}
+    assert {step: muon["losses"][str(step)] for step in losses} == losses
+    for name in ("losses", "deviations", "seconds"):
+        assert list(muon[name]) == [str(step) for step in validated(MUON)]
+    assert (muon["mean"], muon["deviation"], muon["runs"]) == (3.27866, 0.00134, 10)
+    for name in ("losses", "seconds"):
+        assert list(adamw[name]) == [str(step) for step in range(0, 5626, 125)]
+    assert adamw["mean"] == adamw["losses"]["5625"] == 3.27903 and adamw["runs"] == 1
+    for row, last in ((muon, "3250"), (adamw, "5625")):
+        assert row["seconds"][last] == pytest.approx(60 * row["minutes"], abs=0.05)
 
 
 # -----------------------------------------------------------------------------
