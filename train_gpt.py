@@ -696,8 +696,8 @@ def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
 
 
 def block_lists(first: Tensor) -> tuple[Tensor, ...]:
-    """Return first_visible's mask (T,), and with it the four lists that FlexAttention wants, each
-    as counts (1, 1, T / BLOCK) and blocks (1, 1, T / BLOCK, T / BLOCK), int32.
+    """Return nine tensors: first_visible's mask (T,), and the four lists that FlexAttention wants,
+    each as counts (1, 1, T / BLOCK) and blocks (1, 1, T / BLOCK, T / BLOCK), int32.
 
     They are, for each query block, the key blocks that it sees in part, and those that it sees
     whole (full); and the same of each key block. `first` never decreases, so each list is one run
@@ -1302,7 +1302,7 @@ def muon_updates(
 
 def subtract_(weights: list[Tensor], updates: list[Tensor], lr: Tensor) -> None:
     """weights -= lr * updates, which may be of another dtype; lr () lies on the CPU. Compiled, all
-    of it is one launch."""
+    of it is one launch; else each product and difference is rounded once, together."""
     if torch.compiler.is_compiling():
         torch._foreach_sub_(weights, [lr * update.float() for update in updates])
     else:
@@ -1437,7 +1437,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Bucket:
     """Parameters whose gradients travel together, in their dtype, as rows of one shape. Each rank
     owns a share: one of world_size equal parts of the rows, to the last of which zeros are added.
-    Single numbers are too few to share: each rank has all of them, as if there were no other.
+    Single numbers are too few to share. Each rank has all of them, with equal gradients, and makes
+    the same step: there a bucket has a world_size of 1.
     """
 
     def __init__(self, params: list[Tensor], row_ndim: int, rank: int = 0, world_size: int = 1):
@@ -1521,8 +1522,8 @@ class Optimizers:
 
     1. Gradients leave in the order of the table, each bucket as soon as it is complete and those
        before it have left: the head's before the last backward pass begins, the matrices' while it
-       runs, from the last layer to the first, the others' at its end; then those of all single
-       numbers in one message.
+       runs, from the last layer to the first, the others' at its end. The gradients of all single
+       numbers are one message, the last one.
     2. In the same order each rank updates its share, and sends what has changed: while gradients of
        the tables travel, it orthogonalises its matrices.
     3. At last all ranks take over what was sent.
@@ -1532,16 +1533,20 @@ class Optimizers:
     norms_every = 25  # steps
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        self.hp, self.world_size = hp, world_size
+        self.hp, self.rank, self.world_size = hp, rank, world_size
         self.names = {p: name for name, p in model.named_parameters()}
         self.groups: list[tuple[Group, list[Bucket]]] = []
         table = self.table(hp, model.compile_)
         for group, params in zip(table, members(model, table).values(), strict=True):
             parts = self.bucket_params(group, list(params.values()))
-            place = (rank, world_size) if group.row_ndim else (0, 1)
+            place = (rank, world_size)
+            if group.row_ndim == 0:
+                place = (0, 1)  # each rank has all single numbers
             buckets = [Bucket(part, group.row_ndim, *place) for part in parts]
             self.groups.append((group, buckets))
         self.order = [bucket for _, buckets in self.groups for bucket in buckets]
+        self.several = hp.batch_seqs > world_size  # micro-batches a step, on each rank
+        self.zero_grad(self.groups)
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
         for group, buckets in self.groups:
             if world_size == 1 or group.complete != "backward":
@@ -1600,8 +1605,8 @@ class Optimizers:
                 continue
             for bucket in buckets:
                 length = torch.linalg.vector_norm(bucket.wait(), dtype=torch.float32)
-                share = bucket.world_size / self.world_size  # all ranks have all single numbers
-                square += length.square() * share
+                weight = bucket.world_size / self.world_size  # all ranks have all single numbers
+                square += length.square() * weight
         all_reduce_([squares])
         return squares.sqrt()
 
@@ -1649,14 +1654,18 @@ class Optimizers:
                 bucket.grads, bucket.work = part, work
 
     def zero_grad(self, groups: list[tuple[Group, list[Bucket]]]) -> None:
-        """Empty the gradients of groups. Those of tables are summed in place. Any other is then the
-        tensor that the next backward pass makes, to which nothing was added."""
+        """Empty the gradients of groups. If a step has one micro-batch, matrices' gradients are
+        dropped: the next backward pass makes new ones, and nothing is added. Of several
+        micro-batches, the first one's tensors would lie in the way of the next ones' large ones."""
+        sums = []
         for group, buckets in groups:
             for p in itertools.chain.from_iterable(bucket.params for bucket in buckets):
-                if group.row_ndim == 1:
-                    gradient_buffer(p).zero_()
-                else:
+                if group.row_ndim == 2 and not self.several:
                     p.grad = None
+                else:
+                    sums.append(gradient_buffer(p))
+        if sums:
+            torch._foreach_zero_(sums)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return all ranks' state by parameter name, on rank 0's CPU; others only help."""
@@ -1664,7 +1673,7 @@ class Optimizers:
         for bucket in self.order:
             for key, value in bucket.state.items():
                 values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
-                if bucket.rank:
+                if self.rank:
                     continue
                 for p, v in zip(bucket.params, values, strict=True):
                     saved[self.names[p]][key] = v.to("cpu", copy=True)

@@ -1007,7 +1007,7 @@ class GPT(t.GPT):
 
     def compile_layers(self) -> None:
         """Compile LAYERS_A_GRAPH layers at a time, and what is made of two neighbouring tokens."""
-        self.part = self.compile_(self.part)
+        self.layers_from = self.compile_(self.layers_from)
         if self.smear_gate is not None or self.bigram_embed is not None:
             self.with_the_token_before = self.compile_(self.with_the_token_before)
 
@@ -1097,20 +1097,22 @@ class GPT(t.GPT):
     def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
         """Map embeddings (T, C), and what `embedded` returns besides, to what the head reads,
         (T, C). Masks come by their names, rotary tables as rotary_of returns them."""
-        left = {"x": x}
+        streams = {"x": x}
         for start in range(0, len(self.layers), LAYERS_A_GRAPH):
-            left = self.part(start, left, more, rotary, masks, attend)
-        return left["x"]
+            streams = self.layers_from(start, streams, more, rotary, masks, attend)
+        return streams["x"]
 
-    def part(self, start: int, left: dict, more, rotary, masks: dict, attend) -> dict[str, Tensor]:
-        """Run the layers of one graph, from `start` on; the first graph begins with a norm, and the
-        last one ends with backout and a norm. `left` has what the layers before have left, by
-        names: the stream "x", and what later layers read. Return it with what these layers leave,
-        (1, T, C)."""
-        left = dict(left)
+    def layers_from(
+        self, start: int, streams: dict[str, Tensor], more, rotary, masks: dict, attend
+    ) -> dict[str, Tensor]:
+        """Run the layers of one graph, from `start` on. The first graph begins with a norm, and the
+        last one ends with backout and a norm. `streams` are "x" and what later layers read of
+        earlier ones, (1, T, C), by names. Return them with those of these layers."""
+        streams = dict(streams)
         if start == 0:
-            left["x"] = left["x0"] = t.norm(left["x"], self.hp.norm_eps)[None]
-        x, x0, bigram = left["x"], left["x0"], more.get("bigram")
+            streams["x"] = t.norm(streams["x"], self.hp.norm_eps)[None]
+            streams["x0"] = streams["x"]
+        x, x0, bigram = streams["x"], streams["x0"], more.get("bigram")
         weights = self.skip_weights.unbind()
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
         end = min(start + LAYERS_A_GRAPH, len(self.layers))
@@ -1124,7 +1126,7 @@ class GPT(t.GPT):
             skip = None
             if layer.skip_from is not None:
                 factor = self.skip_factor(i - first_skip, weights[i - first_skip], x0)
-                skip = factor, left[f"output {layer.skip_from}"]
+                skip = factor, streams[f"output {layer.skip_from}"]
             x = block(
                 x,
                 x0,
@@ -1134,19 +1136,20 @@ class GPT(t.GPT):
                 masks.get(layer.mask),
                 attend,
                 bigram=own_bigram,
-                source=left.get(f"source {layer.source}"),
+                source=streams.get(f"source {layer.source}"),
             )
             if any(later.skip_from == i for later in self.layers):
-                left[f"output {i}"] = x
+                streams[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
-                left[f"source {i}"] = t.norm(x, self.hp.norm_eps)
+                streams[f"source {i}"] = t.norm(x, self.hp.norm_eps)
             if layer.backout:
-                left["backout"] = x
+                streams["backout"] = x
         if end == len(self.layers):
-            if "backout" in left:
-                x = x - self.backout_lambda[0] * left["backout"]
+            if "backout" in streams:
+                x = x - self.backout_lambda[0] * streams["backout"]
             x = t.norm(x, self.hp.norm_eps)[0]
-        return left | {"x": x}
+        streams["x"] = x
+        return streams
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment) -> Tensor:
         """Return the mean loss () of tokens (T,) and targets (T,) int64, of the next token alone.

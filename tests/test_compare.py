@@ -402,7 +402,7 @@ def test_a_known_deviation_is_of_the_plan_and_gives_the_interval_and_p(fork):
 @pytest.mark.parametrize("flags", ["--deviation 0.001", "--judge loss --deviation 0"])
 def test_a_known_deviation_is_one_of_losses(flags, capsys):
     status, err = error_of(["--compare", "", "", *flags.split()], capsys, compare.main)
-    assert status == 2 and "--deviation wants a number above 0, and --judge loss" in err
+    assert status == 2 and "--deviation wants a finite number above 0, and --judge loss" in err
 
 
 def test_the_same_plan_in_other_words_goes_on(fork):

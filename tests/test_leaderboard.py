@@ -506,6 +506,8 @@ def test_a_run_of_ours_that_was_resumed_is_one_run(board):
     )
     status, out, _ = board({"a.txt": text})
     assert status == 0 and len(rows_of(out)) == 2 and "benchmark" not in out
+    _, out, _ = board({"a.txt": text}, "--at", "1")  # the later of two lines of step 1
+    assert rows_of(out)[0][5] == "3.5"
 
 
 @pytest.mark.parametrize(
@@ -525,10 +527,14 @@ def test_a_result_may_be_claimed_before_the_last_step_and_of_another_loss(flags,
         ("--at 2000", "has no validation at step 2000"),
         ("", "is truncated: it ends at step 2850 of 2900"),
         ("--at 2850 --field val_tail_loss", "has no val_tail_loss at step 125, but val_loss"),
+        ("--at 2850 --field val_ema_loss", "has a malformed line"),
     ],
 )
 def test_a_log_without_what_is_asked_for_is_left_out(flags, reason, board):
-    log = of_benchmark(trial({125: 3.4, 2850: 3.27}, 2900))
+    more = " handoff:keep" if "ema" in flags else ""
+    log = of_benchmark(trial({125: 3.4, 2850: 3.27}, 2900, more)).replace(
+        "ema_loss:3.", "ema_loss:x"
+    )
     status, out, err = board({"a.txt": log}, *flags.split())
     assert status == 1 and "skipped" in err and reason in err and not out
 

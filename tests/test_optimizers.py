@@ -386,20 +386,26 @@ def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_
     assert [set(layers[:2]), set(layers[2:])] == [{3, 4}, {0, 1}]
 
 
-def test_gradients_are_the_tensors_of_the_backward_pass_but_for_tables(tiny, batch):
-    """Of a matrix nothing is copied, added or emptied. Tables keep the place of their sums."""
-    model = GPT(tiny)
-    optimizers = Optimizers(model, tiny)
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_one_micro_batch_matrices_gradients_are_those_that_backward_makes(count, tiny, batch):
+    """Nothing is copied, added or emptied then. Of two micro-batches, all are sums in one place, as
+    those of tables always are."""
+    hp = replace(tiny, batch_seqs=count)
+    model = GPT(hp)
+    optimizers = Optimizers(model, hp)
     matrix, table = model.blocks[0].mlp.c_fc.weight, model.embed.weight
     made, kept = [], []
     matrix.register_hook(lambda grad: made.append(grad.data_ptr()))
     matrix.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.data_ptr()))
     place = gradient_buffer(table).data_ptr()
     for step in range(2):
-        train_gpt.train_step(model, optimizers, *(t[:1] for t in batch), moment(step, tiny))
-        assert matrix.grad is None
+        train_gpt.train_step(model, optimizers, *(t[:count] for t in batch), moment(step, hp))
+        assert (matrix.grad is None) == (count == 1)
         assert gradient_buffer(table).data_ptr() == place and not gradient_buffer(table).any()
-    assert len(kept) == 2 and kept == made
+    if count == 1:
+        assert len(kept) == 2 and kept == made
+    else:
+        assert len(kept) == 4 and set(kept) == {matrix.grad.data_ptr()} and not matrix.grad.any()
 
 
 def test_a_row_whose_gradients_the_forward_pass_makes_leaves_before_the_last_backward_pass(

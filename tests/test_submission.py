@@ -425,3 +425,5 @@ def test_a_submission_to_the_optimizer_benchmark_has_its_statistic_and_no_baseli
     assert verdict in text and found > 0.004
     assert "is not of the public form YYYYMMDD_name" in text and "rule 4" not in text
     assert "Rule 3 is not met" in submission.verdict([3.2779], benchmark=True)
+    # Exactly the limit, which sums of decimals miss by a little.
+    assert "Rule 3 is met" in submission.verdict([3.278] * 4, benchmark=True)

@@ -460,8 +460,9 @@ def parse_args(argv: list[str] | None) -> tuple:
         parser.error(f"--runs wants from {FEWEST} to 200 pairs: fewer settle nothing")
     if not 0.001 <= args.alpha <= 0.5:
         parser.error("--alpha wants from 0.001 to 0.5")
-    if args.deviation is not None and (args.judge != "loss" or not args.deviation > 0):
-        parser.error("--deviation wants a number above 0, and --judge loss")
+    known = args.deviation
+    if known is not None and (args.judge != "loss" or not 0 < known < math.inf):
+        parser.error("--deviation wants a finite number above 0, and --judge loss")
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
     a.check(args.seed)

@@ -148,14 +148,20 @@ def progress_of(results: str, whole: bool, at: int | None, name: str) -> Progres
         step, steps, average = int(match[1]), int(match[2]), float(match[8])
         seconds = float(match[7]) if match[7] else int(match[6]) / 1000
         if at is not None and step > at:
-            break
+            continue  # a resumed run may come back to it
         skips_ten |= step > 0 and math.isnan(average)
         if match[3] != "val":
             continue
-        losses = {"val_loss": match[4], **dict(word.split(":") for word in match[5].split())}
+        losses = {"val_loss": match[4]}
+        for word in match[5].split():
+            field_name, _, value = word.partition(":")
+            losses[field_name] = value
         if name not in losses:
             raise ValueError(f"has no {name} at step {step}, but {', '.join(losses)}")
-        loss, digits = float(losses[name]), len(losses[name].partition(".")[2])
+        try:
+            loss, digits = float(losses[name]), len(losses[name].partition(".")[2])
+        except ValueError:
+            raise ValueError(f"has a malformed line: {line[:80]!r}") from None
         if not math.isfinite(loss):
             raise ValueError(f"has a loss of {loss} at step {step}")
         curve = {k: v for k, v in curve.items() if k < step}  # a resumed run repeats steps
@@ -389,8 +395,9 @@ def of_benchmark(runs: list[Run]) -> bool:
 
 
 def margin(losses: list[float], target: float) -> float:
-    """Return the optimizer benchmark's statistic of a result."""
-    return float((target - np.mean(losses)) * len(losses) ** 0.5)
+    """Return the optimizer benchmark's statistic of a result; decimals are summed inexactly, which
+    must not decide."""
+    return round(float((target - np.mean(losses)) * len(losses) ** 0.5), 9)
 
 
 def margin_over(old: list[Run], new: list[Run]) -> float:
@@ -399,7 +406,7 @@ def margin_over(old: list[Run], new: list[Run]) -> float:
     before, now = (
         np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in runs]) for runs in (old, new)
     )
-    return float((before - now) / (1 / len(old) + 1 / len(new)) ** 0.5)
+    return round(float((before - now) / (1 / len(old) + 1 / len(new)) ** 0.5), 9)
 
 
 def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
@@ -529,6 +536,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
     parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
     args = parser.parse_intermixed_args(argv)
+    if args.at is not None and args.at < 1:
+        parser.error("--at wants a step from 1 on")
     if not args.logs and (args.plot or not args.diff):
         parser.error("name at least one log")
 
