@@ -1654,16 +1654,21 @@ class Optimizers:
                 bucket.grads, bucket.work = part, work
 
     def zero_grad(self, groups: list[tuple[Group, list[Bucket]]]) -> None:
-        """Empty the gradients of groups. If a step has one micro-batch, matrices' gradients are
-        dropped: the next backward pass makes new ones, and nothing is added. Of several
-        micro-batches, the first one's tensors would lie in the way of the next ones' large ones."""
-        sums = []
+        """Empty the gradients of groups. If a step has one micro-batch, those that are no tables'
+        are dropped: the next backward pass makes new ones, and nothing is added. Of several
+        micro-batches, the first one's tensors would lie in the way of the next ones' large ones.
+        ValueError if two gradients were one tensor, as compiled code makes equal ones."""
+        sums, dropped = [], {}
         for group, buckets in groups:
             for p in itertools.chain.from_iterable(bucket.params for bucket in buckets):
-                if group.row_ndim == 2 and not self.several:
-                    p.grad = None
-                else:
+                if group.row_ndim == 1 or self.several:
                     sums.append(gradient_buffer(p))
+                elif p.grad is not None:
+                    other = dropped.setdefault(p.grad.data_ptr(), p)
+                    if other is not p:
+                        both = f"{self.names[other]} and {self.names[p]}"
+                        raise ValueError(f"{both} always have equal gradients: leave one out")
+                    p.grad = None
         if sums:
             torch._foreach_zero_(sums)
 

@@ -942,15 +942,13 @@ class Head(t.Head):
         return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
 
 
-# Most layers differ: a graph for each would share nothing, and graphs cost the host time. With one
-# graph for all layers, no gradient would leave before the backward pass ends.
-LAYERS_A_GRAPH = 4
-
-
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
     attend = staticmethod(attend)
+    # Most layers differ: a graph for each would share nothing, and graphs cost the host time. With
+    # one graph for all layers, no gradient would leave before the backward pass ends.
+    layers_a_graph = 4
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts are others
@@ -1006,7 +1004,10 @@ class GPT(t.GPT):
         return tables
 
     def compile_layers(self) -> None:
-        """Compile LAYERS_A_GRAPH layers at a time, and what is made of two neighbouring tokens."""
+        """Compile several layers at a time, and what is made of two neighbouring tokens. Where
+        memory is small it is one layer: validation then keeps less at a time."""
+        if memory_is_small(self.lm_head.weight.device):
+            self.layers_a_graph = 1
         self.layers_from = self.compile_(self.layers_from)
         if self.smear_gate is not None or self.bigram_embed is not None:
             self.with_the_token_before = self.compile_(self.with_the_token_before)
@@ -1098,7 +1099,7 @@ class GPT(t.GPT):
         """Map embeddings (T, C), and what `embedded` returns besides, to what the head reads,
         (T, C). Masks come by their names, rotary tables as rotary_of returns them."""
         streams = {"x": x}
-        for start in range(0, len(self.layers), LAYERS_A_GRAPH):
+        for start in range(0, len(self.layers), self.layers_a_graph):
             streams = self.layers_from(start, streams, more, rotary, masks, attend)
         return streams["x"]
 
@@ -1115,7 +1116,7 @@ class GPT(t.GPT):
         x, x0, bigram = streams["x"], streams["x0"], more.get("bigram")
         weights = self.skip_weights.unbind()
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
-        end = min(start + LAYERS_A_GRAPH, len(self.layers))
+        end = min(start + self.layers_a_graph, len(self.layers))
         for i in range(start, end):
             layer, block = self.layers[i], self.blocks[i]
             own_bigram = bigram

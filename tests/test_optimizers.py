@@ -408,6 +408,19 @@ def test_of_one_micro_batch_matrices_gradients_are_those_that_backward_makes(cou
         assert len(kept) == 4 and set(kept) == {matrix.grad.data_ptr()} and not matrix.grad.any()
 
 
+def test_two_parameters_with_one_gradient_tensor_are_refused(tiny):
+    """In place, what is added to one would be added to the other."""
+    model = GPT(replace(tiny, batch_seqs=1))
+    optimizers = Optimizers(model, model.hp)
+    one, other = (model.blocks[i].lambdas for i in (0, 1))
+    one.grad, other.grad = (torch.ones(4)[:2].view(2) for _ in range(2))
+    optimizers.zero_grad(optimizers.groups)
+    shared = torch.ones(2)
+    one.grad, other.grad = shared.view(2), shared.view(2)
+    with pytest.raises(ValueError, match=r"blocks\.\d\.lambdas and .* have equal gradients"):
+        optimizers.zero_grad(optimizers.groups)
+
+
 def test_a_row_whose_gradients_the_forward_pass_makes_leaves_before_the_last_backward_pass(
     tiny, monkeypatch
 ):
