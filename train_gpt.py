@@ -1635,8 +1635,11 @@ class Optimizers:
                     bucket.grads = None
                 pending.append((same, arriving, take))
         for same, arriving, take in pending:
-            weights = [p for bucket in same for p in bucket.params]
-            take(weights, [sent for collected in arriving for sent in collected()])
+            weights, sent = [], []
+            for bucket, collected in zip(same, arriving, strict=True):
+                weights += bucket.params
+                sent += collected()
+            take(weights, sent)
         self.zero_grad(self.learning(now))
         return norms
 

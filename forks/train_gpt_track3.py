@@ -247,7 +247,7 @@ class Optimizers(t.Optimizers):
 
     @staticmethod
     def table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
-        """Return the groups, in the order in which gradients leave and weights are updated."""
+        """Return the groups, in the order in which gradients leave. No rule here is compiled."""
         adamw = partial(t.adam, eps=hp.adam_eps)
         rest = partial(adamw, betas=hp.adam_betas, decay=hp.adam_decay)
         matrices = partial(muon, hp=hp)
