@@ -23,9 +23,6 @@ from train_gpt import HERE  # noqa: E402
 
 SCRIPT, RUNS = str(HERE / "train_gpt.py"), __file__
 STEP = re.compile(r"step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
-VAL = re.compile(
-    r"step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-)
 HANGS = 300  # seconds; busy machines are slow
 
 # Importing torch takes seconds of a core: programs are forks of a process that has done it.
@@ -168,9 +165,11 @@ def rows(path: Path, killed: bool = False) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def val_losses(text: str) -> dict[int, float]:
-    """Return the validation losses in a run's log, or on its console, by steps."""
-    return {int(m[1]): float(m[3]) for m in VAL.finditer(text)}
+def val_losses(text: str, digits: int = 4) -> dict[int, float]:
+    """Return the validation losses in a run's log, or on its console, by steps. They have so many
+    digits after the point."""
+    line = rf"step:(\d+)/\d+ val_loss:(\d+\.\d{{{digits}}}) train_time:\d+ms step_avg:\d+\.\d\dms"
+    return {int(m[1]): float(m[2]) for m in re.finditer(line, text)}
 
 
 if __name__ == "__main__":

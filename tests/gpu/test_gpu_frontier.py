@@ -166,17 +166,28 @@ def test_all_kernels_are_found_right_for_the_record(record):
     assert lines == [f"kernels: {KERNELS}"]
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDS if name != "demo"])
-def test_fifty_steps_of_each_record_on_the_sample(name, capsys, monkeypatch, tmp_path):
-    """Its loss falls. Validation is on 65536 tokens of the sample."""
+@pytest.fixture
+def on_the_sample(capsys, monkeypatch, tmp_path):
+    """Return run(flags, run_class): it trains on the sample, prints that, and returns the losses of
+    validations, which are on 65536 tokens."""
     monkeypatch.chdir(tmp_path)
     files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
-    sizes = "--val_seq_len 65536 --val_tokens 65536 --num_iterations 50 --val_loss_every 25"
-    train_gpt.main(f"--record {name} {files} {sizes} --epochs 0".split(), Run)
-    text = capsys.readouterr().out
-    with capsys.disabled():
-        print(f"\n{text}")
-    losses = list(val_losses(text).values())
+
+    def run(flags: str, run_class) -> list[float]:
+        words = f"{files} --val_seq_len 65536 --val_tokens 65536 --epochs 0 {flags}".split()
+        train_gpt.main(words, run_class)
+        text = capsys.readouterr().out
+        with capsys.disabled():
+            print(f"\n{text}")
+        return list(val_losses(text, run_class.loss_digits).values())
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if name != "demo"])
+def test_fifty_steps_of_each_record_on_the_sample(name, on_the_sample):
+    """Its loss falls."""
+    losses = on_the_sample(f"--record {name} --num_iterations 50 --val_loss_every 25", Run)
     tied = RECORDS[name].tied_frac > 0  # then the head does not begin at zero
     assert losses[0] == pytest.approx(10.83 if tied else 10.8258, abs=0.01 if tied else 1e-3)
     assert losses[-1] < losses[1] < (9 if tied else 6.5)

@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import test_gpu_frontier
 import torch
-from runs import val_losses
 from test_gpu import documents, relative_error
 from train_gpt_track3 import GPT, RECORDS, Run, capped
 
 import train_gpt
-from train_gpt import HERE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+on_the_sample = test_gpu_frontier.on_the_sample
 
 
 @pytest.mark.parametrize("record", ["muon", "adamw"])
@@ -41,15 +41,9 @@ def test_logits_are_capped_as_in_float64():
 
 
 @pytest.mark.parametrize("record", ["muon", "adamw"])
-def test_twenty_steps_of_each_record_on_the_sample(record, capsys, monkeypatch, tmp_path):
-    """Its loss falls. Validation is on 65536 tokens of the sample."""
-    monkeypatch.chdir(tmp_path)
-    files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
-    sizes = "--val_tokens 65536 --num_iterations 20 --val_loss_every 10 --epochs 0 --save_last off"
-    train_gpt.main(f"--record {record} {files} {sizes}".split(), Run)
-    text = capsys.readouterr().out
-    with capsys.disabled():
-        print(f"\n{text}")
-    losses = list(val_losses(text).values())
+def test_twenty_steps_of_each_record_on_the_sample(record, on_the_sample):
+    """Its loss falls."""
+    steps = "--num_iterations 20 --val_loss_every 10 --save_last off"
+    losses = on_the_sample(f"--record {record} {steps}", Run)
     assert losses[0] == pytest.approx(10.8258, abs=1e-3)
     assert losses[-1] < losses[1] < 10
