@@ -1350,10 +1350,13 @@ def muon(
 
 def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
     """Take over what was sent as the new weights. Some of it may lie in its place already."""
-    pairs = zip(weights, sent, strict=True)
-    moved = [(weight, new) for weight, new in pairs if weight.data_ptr() != new.data_ptr()]
-    if moved:
-        torch._foreach_copy_(*zip(*moved, strict=True))
+    elsewhere, news = [], []
+    for weight, new in zip(weights, sent, strict=True):
+        if weight.data_ptr() != new.data_ptr():
+            elsewhere.append(weight)
+            news.append(new)
+    if elsewhere:
+        torch._foreach_copy_(elsewhere, news)
 
 
 def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float, decay: float = 0.0):
@@ -1546,7 +1549,7 @@ class Optimizers:
             self.groups.append((group, buckets))
         self.order = [bucket for _, buckets in self.groups for bucket in buckets]
         self.several = hp.batch_seqs > world_size  # micro-batches a step, on each rank
-        self.zero_grad(self.groups)
+        self.zero_grad(self.groups)  # sums get their places, also of what this model does not use
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
         for group, buckets in self.groups:
             if world_size == 1 or group.complete != "backward":

@@ -65,7 +65,8 @@ def test_aligned_the_sample_trains(capsys, monkeypatch):
 
 
 def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
-    """Loss and all gradients of two graphs: the later one reads what the first has left."""
+    """Loss and all gradients of two graphs: the later one reads what the first has left. The second
+    of two micro-batches is added to each gradient; two that were one tensor would get it twice."""
     hp = replace(
         bare,
         num_layers=6,
@@ -90,8 +91,9 @@ def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
     for compiled in (False, True):
         model = randomize(GPT(hp)).to_device(torch.device("cpu"), compiled)
         before = counters["stats"]["unique_graphs"]
-        loss = model(tokens[:-1].int(), tokens[1:], moment(0, hp))
-        loss.backward()
+        for _ in range(2):
+            loss = model(tokens[:-1].int(), tokens[1:], moment(0, hp))
+            loss.backward()
         made = counters["stats"]["unique_graphs"] - before
         assert made == (6 if compiled else 0)  # tokens, masks, layers twice, loss, its backward
         found.append({name: gradient_buffer(p) for name, p in model.named_parameters()})
