@@ -1,4 +1,4 @@
-"""The chunked head and loss against one unchunked float64 expression; gradients summed in place."""
+"""The chunked head and loss against float64, and gradients that are summed in place."""
 
 from collections import Counter
 from dataclasses import replace
@@ -53,16 +53,20 @@ def relative_error(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize("cap", [5.0, 15.0, 30.0, 38.0])
-@pytest.mark.parametrize("tokens", [1, 255, 256, 600])  # below, at and over a chunk's 256
-def test_chunked_loss_equals_the_unchunked_one(tokens, cap):
+@pytest.mark.parametrize("tokens, cap", [(1, 5.0), (255, 15.0), (256, 30.0), (600, 38.0)])
+def test_chunked_loss_and_its_summed_gradients_equal_the_unchunked_ones(tokens, cap):
+    """Tokens are fewer, as many and more than a chunk's 256."""
     x, head, targets = case(tokens)
-    loss = loss_of(x, head.weight, targets, cap)
-    loss.backward()
     value, grad_x, grad_w = in_float64(x, head.weight, targets, cap)
-    assert loss.item() == pytest.approx(value, rel=1e-6)
-    assert relative_error(x.grad, grad_x) < 2e-5
-    assert relative_error(head.weight.grad, grad_w) < 2e-5
+    with torch.no_grad():
+        loss = loss_of(x.detach(), head.weight, targets, cap)
+    assert loss.item() == pytest.approx(value, rel=1e-6) and head.weight.grad is None
+    for count in (1, 2):
+        loss = loss_of(x, head.weight, targets, cap)
+        loss.backward()
+        assert loss.item() == pytest.approx(value, rel=1e-6)
+        assert relative_error(x.grad, count * grad_x) < 2e-5
+        assert relative_error(head.weight.grad, count * grad_w) < 2e-5
 
 
 def test_bfloat16_input_as_on_a_gpu():
@@ -100,11 +104,10 @@ def test_a_cpu_that_can_trains_the_head_in_bfloat16_and_validates_in_float32(
     assert all(1e-4 < error < 1e-2 if can else error == 0 for error in errors), errors
 
 
-@pytest.mark.parametrize("cap", [15.0, 30.0])
-def test_compiled_loss_equals_float64(cap):
-    """Compiled code has another form of it: two passes over the logits. Here PyTorch executes what
+def test_compiled_loss_equals_float64():
+    """Compiled code makes two passes over the logits. The backend "eager" executes what
     torch.compile captured."""
-    x, head, targets = case(32)
+    (x, head, targets), cap = case(32), 30.0
     steps = tuple(torch.compile(step, backend="eager", dynamic=False) for step in HEAD_STEPS)
     loss = loss_of(x, head.weight, targets, cap, steps=steps)
     loss.backward()
@@ -126,23 +129,6 @@ def test_compiled_mlp_equals_float64():
     ((x @ w_in.T).clamp(min=0).pow(2) @ w_out.T).backward(grad.double())
     for found, expected in zip(inputs, exact, strict=True):
         assert relative_error(found.grad, expected.grad) < 1e-6
-
-
-def test_gradients_of_micro_batches_add_up():
-    x, head, targets = case(300)
-    loss_of(x, head.weight, targets, 15.0).backward()
-    once = head.weight.grad.clone()
-    for _ in range(2):
-        loss_of(x, head.weight, targets, 15.0).backward()
-    torch.testing.assert_close(head.weight.grad, 3 * once)
-
-
-def test_without_gradients_nothing_is_added():
-    x, head, targets = case(300)
-    with torch.no_grad():
-        loss = loss_of(x.detach(), head.weight, targets, 15.0)
-    assert head.weight.grad is None
-    assert loss.item() == pytest.approx(in_float64(x, head.weight, targets, 15.0)[0], rel=1e-6)
 
 
 def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pass():
@@ -169,7 +155,7 @@ class NewShapes(TorchDispatchMode):
 
 
 def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence(tiny):
-    """Not even for a moment: watched at the dispatcher, from the second micro-batch on."""
+    """Not even for a moment, from the second micro-batch on."""
     hp = replace(tiny, vocab_size=640, head_dim=32)
     model = GPT(hp)
     tokens = torch.randint(0, 640, (385,))

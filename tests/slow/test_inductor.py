@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_masks import check_flex_attention
 from torch._dynamo.utils import counters
 
 import train_gpt
@@ -13,12 +14,8 @@ from train_gpt import HEAD_STEPS, Head, HeadLoss
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 
 
-LAYERS = "short+v0,long"
-
-
 def training_losses(hp, compiled: bool) -> list[float]:
-    """Return the losses of six steps over growing windows, as a run makes them, and of a
-    validation."""
+    """Return the losses of six steps over growing windows, and of a validation."""
     torch.manual_seed(0)
     device = torch.device("cpu")
     model = train_gpt.GPT(hp).to_device(device, compiled)
@@ -40,16 +37,8 @@ def training_losses(hp, compiled: bool) -> list[float]:
 
 
 def test_compiled_training_equals_eager_without_graph_breaks_or_late_compilation(tiny):
-    hp = replace(
-        tiny,
-        num_layers=2,
-        layers=LAYERS,
-        seq_len=512,
-        val_seq_len=256,
-        window_span=384,
-        batch_seqs=2,
-    )
-    hp = replace(hp, num_iterations=6, adam_eps=1e-6)
+    hp = replace(tiny, num_layers=2, layers="short+v0,long", batch_seqs=2, adam_eps=1e-6)
+    hp = replace(hp, seq_len=512, val_seq_len=256, window_span=384, num_iterations=6)
     torch._dynamo.reset()
     counters.clear()
     assert training_losses(hp, compiled=True) == pytest.approx(training_losses(hp, False), abs=1e-4)
@@ -73,3 +62,7 @@ def test_compiled_fp8_loss_equals_eager(monkeypatch):
         results.append((loss.detach(), x.grad, weight.grad))
     for eager, compiled in zip(*results, strict=True):
         assert (eager - compiled).norm() / eager.norm() < 0.01
+
+
+def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, randomize):
+    check_flex_attention("inductor", tiny, randomize)
