@@ -48,13 +48,16 @@ def exact_loss(logits, targets, cap):
     return loss.item(), exact.grad
 
 
-SOFTCAPS = [(3, 1000, 15.0), (5, 8192, 30.0), (2, 20001, 38.0)]
-
-
 @interpreted
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("rows, vocab, cap", SOFTCAPS)
-def test_loss_equals_float64(dtype, rows, vocab, cap):
+@pytest.mark.parametrize(
+    ("dtype", "rows", "vocab", "cap", "tolerance"),
+    [
+        (torch.float32, 3, 1000, 15.0, 2e-6),
+        (torch.float16, 5, 8192, 30.0, 1e-3),
+        (torch.bfloat16, 2, 20001, 38.0, 5e-3),
+    ],
+)
+def test_loss_equals_float64(dtype, rows, vocab, cap, tolerance):
     """Logits reach one to three caps; gradients come in the logits' place, as they are used."""
     logits = (cap * randn(rows, vocab)).to(dtype)
     targets = torch.arange(rows) * (vocab // rows) + vocab % rows
@@ -62,7 +65,6 @@ def test_loss_equals_float64(dtype, rows, vocab, cap):
     assert kernels.fused_loss(logits, targets, cap).item() == pytest.approx(expected, rel=1e-6)
     loss = kernels.fused_loss(logits, targets, cap, 0.25, logits)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    tolerance = 5e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
     assert relative_error(logits, 0.25 * expected_grads) < tolerance
 
 
@@ -83,14 +85,17 @@ def test_loss_in_float8_clamps_where_the_cast_would_give_inf():
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "rows, width, hidden, narrow",
-    [(128, 64, 256, False), (130, 72, 300, False), (130, 72, 300, True), (1500, 8, 24, True)],
+    ("dtype", "rows", "width", "hidden", "narrow"),
+    [
+        (torch.float16, 128, 64, 256, False),
+        (torch.float32, 130, 72, 300, False),
+        (torch.float32, 1200, 8, 136, True),
+    ],
 )
 def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, monkeypatch):
-    """Tiles are wide, or narrow on cards with little shared memory; 1500 rows are more than one row
-    of tiles."""
+    """Tiles are narrow on cards with little shared memory; 1200 rows have more than eight rows of
+    tiles."""
     monkeypatch.setattr(kernels, "shared_memory_is_small", lambda device: narrow)
     inputs = [randn(1, rows, width), randn(hidden, width, seed=1), randn(width, hidden, seed=2)]
     inputs = [(t * t.size(-1) ** -0.5).to(dtype).requires_grad_() for t in inputs]
@@ -106,8 +111,10 @@ def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, m
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count, n, k", [(1, 128, 64), (3, 200, 72), (2, 24, 300), (1, 300, 300)])
+@pytest.mark.parametrize(
+    ("dtype", "count", "n", "k"),
+    [(torch.float16, 1, 128, 64), (torch.float32, 3, 200, 72), (torch.float32, 2, 24, 300)],
+)
 def test_symmetric_products_equal_float64_and_are_symmetric(dtype, count, n, k):
     a = (randn(count, n, k) * k**-0.5).to(dtype)
     found, exact = kernels.fused_symmetric(a), a.double() @ a.double().mT
@@ -172,7 +179,20 @@ def chosen(model, hp) -> tuple[list[str], list[str]]:
     return names_in_use(model.kernels), lines
 
 
-def test_auto_uses_kernels_that_build_and_agree_and_says_of_others_why(fake_kernels, tiny):
+class Shuffled(torch.autograd.Function):
+    """A square whose gradients are in wrong rows: these must differ to show it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad.roll(1, 0)
+
+
+def test_auto_uses_kernels_that_build_and_agree_and_says_why_others_are_off(fake_kernels, tiny):
     model = fake_kernels(
         good=torch.square,
         wrong=torch.abs,
@@ -180,20 +200,19 @@ def test_auto_uses_kernels_that_build_and_agree_and_says_of_others_why(fake_kern
         nan=lambda x: x * torch.nan,
         wrong_gradient=lambda x: x.detach().square() + (x - x.detach()),
         nan_gradient=lambda x: x.square() + 0 * (x - x.detach()).sqrt(),
+        shuffled=Shuffled.apply,
         slightly_off=lambda x: 1.005 * x.square(),
     )
     used, lines = chosen(model, tiny)
-    assert used == ["good", "slightly_off"] and len(lines) == 6
-    assert lines[0].startswith("kernel wrong is off: it deviates from the plain function by ")
-    assert lines[1] == "kernel broken is off: RuntimeError: PTX was invalid"
-    assert lines[2] == "kernel nan is off: it deviates from the plain function by nan"
-    assert lines[3].startswith("kernel wrong_gradient is off: it deviates")
-    assert lines[4] == "kernel nan_gradient is off: it deviates from the plain function by nan"
-    assert lines[5] == "kernels: good slightly_off"
+    off = ["wrong", "broken", "nan", "wrong_gradient", "nan_gradient", "shuffled"]
+    assert used == ["good", "slightly_off"] and len(lines) == 7
+    for name, line in zip(off, lines, strict=False):
+        reason = "RuntimeError: PTX was invalid" if name == "broken" else "it deviates"
+        assert line.startswith(f"kernel {name} is off: {reason}")
+    assert lines[6] == "kernels: good slightly_off"
 
 
-def test_a_kernel_that_only_compiles_wrongly_is_off(fake_kernels, tiny):
-    """What is compared is compiled as the run compiles it."""
+def test_what_is_compared_is_compiled_as_the_run_compiles_it(fake_kernels, tiny):
     model = fake_kernels(good=torch.square)
     compiled, lines = [], []
 
@@ -226,7 +245,7 @@ def test_a_kernel_is_on_only_if_it_agrees_on_all_ranks(fake_kernels, tiny, monke
 @interpreted
 @pytest.mark.parametrize("kernel", PLAIN, ids=lambda kernel: kernel.name)
 def test_twins_agree_on_the_examples_and_a_mistake_in_each_is_noticed(kernel, tiny, monkeypatch):
-    """In float32, in which the interpreter is exact; it is slow, and takes few rows of logits."""
+    """In float32, in which the interpreter is exact; of few rows of logits: it is slow."""
     name, plain = kernel.name, kernel.plain
     example = tiny, torch.device("cpu"), torch.float32, False
     assert kernel.fused is kernels.TWINS[name]
@@ -244,23 +263,6 @@ def test_twins_agree_on_the_examples_and_a_mistake_in_each_is_noticed(kernel, ti
     assert 0.09 < float(found.split()[-1]) < 0.3
 
 
-def test_the_comparison_notices_rows_that_change_places(fake_kernels, tiny):
-    """They do so in the gradients alone: what comes back from above must differ from row to row."""
-
-    class Shuffled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.square()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * ctx.saved_tensors[0] * grad.roll(1, 0)
-
-    used, lines = chosen(fake_kernels(shuffled=Shuffled.apply), tiny)
-    assert not used and lines[0].startswith("kernel shuffled is off: it deviates")
-
-
 def test_kernels_without_a_gpu_are_refused(monkeypatch, tiny):
     monkeypatch.delenv("TRITON_INTERPRET")
     model = train_gpt.GPT(tiny)
@@ -271,8 +273,7 @@ def test_kernels_without_a_gpu_are_refused(monkeypatch, tiny):
 
 @interpreted
 def test_steps_with_kernels_are_those_without(tiny, randomize):
-    """Three of a small model; tests/slow has a run of fifty. Adam's epsilon is as always where sums
-    differ."""
+    """Adam's epsilon is one at which rounding noise stays noise."""
     hp = replace(tiny, num_layers=2, layers="long,none", batch_seqs=1, adam_eps=1e-6)
     tokens = torch.randint(0, 512, (1, 129), generator=torch.Generator().manual_seed(0))
     losses = []
@@ -282,9 +283,9 @@ def test_steps_with_kernels_are_those_without(tiny, randomize):
         assert len(names_in_use(model.kernels)) == (3 if choice == "on" else 0)
         optimizers = train_gpt.Optimizers(model, hp)
         batch = tokens[:, :-1].int(), tokens[:, 1:]
-        moments = [train_gpt.moment(step, hp) for step in range(3)]
+        moments = [train_gpt.moment(step, hp) for step in range(2)]
         results = [train_gpt.train_step(model, optimizers, *batch, now) for now in moments]
         losses.append([result[0].item() for result in results])
     plain, fused = losses
-    assert plain[2] < plain[0] - 0.1
+    assert plain[1] < plain[0] - 0.1
     assert fused == pytest.approx(plain, abs=1e-4)

@@ -1,4 +1,4 @@
-"""A run's .jsonl: what its rows hold, and that it is in order again when a run goes on."""
+"""A run's .jsonl: what its rows hold, and that it is in order when a run goes on."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
 
 
 def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
-    """They are compared with autograd's gradient of all sequences' mean loss, with a plain head."""
+    """As autograd makes its gradient through a plain head."""
     hp = replace(tiny, batch_seqs=2, grad_clip=1e9)
     model, plain = randomize(GPT(hp)), randomize(GPT(hp))
     generator = torch.Generator().manual_seed(1)
@@ -76,10 +76,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        ("01234", [0, 1, 2, 3, 4]),
-        ("01234567", [0, 1, 2, 3, 4]),  # rows of steps that will come again
-        ("0123456/", [0, 1, 2, 3, 4]),  # half a row
-        ("0123/", [0, 1, 2, 3]),
+        ("0123456/", [0, 1, 2, 3, 4]),  # rows of steps that will come again, and half a row
         ("012/3456", [0, 1, 2]),  # a full disk cut one
         ("", []),
     ],
@@ -99,8 +96,9 @@ def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(
     assert all("train_loss" in row for row in found[-2:])
 
 
-def test_a_new_run_begins_with_no_row(flags, tmp_path):
+def test_a_new_run_begins_with_no_row(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/it.jsonl").write_text('{"step": 1}\n')
-    train_gpt.main([*flags, "--run_id", "it", "--num_iterations", "1"])
+    train_gpt.main([*saved[0], "--num_iterations", "1", "--save_every", "0"])
     assert [row["step"] for row in rows(tmp_path / "logs/it.jsonl")] == [0, 1]
