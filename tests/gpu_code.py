@@ -1,16 +1,16 @@
-"""Compile what a GPU would run, without one: each kernel of a layer, the loss or Muon's update.
+"""Compile, without a GPU, the kernels that one would run in a layer, the loss or Muon's update.
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
-The card is one of CARDS; on or off as in --kernels; with --no_fp8 the head is in bfloat16. Of
-Muon's update, `square` is that of square matrices alone.
-Prints a line of JSON for each kernel and each of the configurations that it may be launched in:
-graph, kernel, and either what it takes (shared memory, registers and stack in bytes, instructions),
-or that it does not fit the card ("too large": a GPU takes another configuration then, if there is
-one), or why it does not build ("error").
+The arguments are one of CARDS, a record, --kernels on or off, and parts: `square` is Muon's update
+of square matrices alone. With --no_fp8 the head is in bfloat16.
 
-torch.compile captures the graphs on a CPU, and nothing is computed. Their values then become fake
-tensors of a made-up GPU, Inductor lowers them to Triton, and Triton compiles that to machine code.
+A line of JSON for each kernel, in each configuration that a GPU would choose from, has its graph,
+its name, and one of three: what it takes (bytes of shared memory and of stack, registers,
+instructions); "too large", if it does not fit the card; or "error", if it does not build.
+
+torch.compile captures the graphs on a CPU. Their values become fake tensors of a made-up GPU,
+Inductor lowers them to Triton, and Triton compiles that to machine code. Nothing is computed.
 """
 
 import json
@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.utils._triton
 
-# Compute capability, bytes of shared memory that a program may have, gigabytes, multiprocessors.
+# Compute capability, bytes of shared memory for a program, gigabytes, multiprocessors.
 CARDS = {
     "h100": ((9, 0), 232448, 80, 132),
     "a100": ((8, 0), 166912, 80, 108),
@@ -37,41 +37,34 @@ CARDS = {
     "5090": ((12, 0), 101376, 32, 170),
     "b200": ((10, 0), 232448, 180, 148),
 }
+(major, minor), shared, memory, processors = CARDS[sys.argv[1]]
+CARD = SimpleNamespace(  # what torch.cuda.get_device_properties would return
+    name=sys.argv[1],
+    type="cuda",
+    index=0,
+    major=major,
+    minor=minor,
+    multi_processor_count=processors,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048 if minor == 0 else 1536,
+    max_threads_per_block=1024,
+    warp_size=32,
+    total_memory=memory << 30,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=shared,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+)
+CAPABILITY = 10 * major + minor
+lowering = False  # there is a GPU while a graph is lowered, not while it is captured
 
-
-def made_up(name: str) -> SimpleNamespace:
-    """Return what torch.cuda.get_device_properties would say of a card."""
-    (major, minor), shared, memory, processors = CARDS[name]
-    return SimpleNamespace(
-        name=name,
-        type="cuda",
-        index=0,
-        major=major,
-        minor=minor,
-        multi_processor_count=processors,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048 if minor == 0 else 1536,
-        max_threads_per_block=1024,
-        warp_size=32,
-        total_memory=memory << 30,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=shared,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
-    )
-
-
-CARD = made_up(sys.argv[1])
-CAPABILITY = 10 * CARD.major + CARD.minor
-lowering = False  # the GPU is there only then: not while a graph is captured
-
-torch.utils._triton.has_triton = lambda: True  # asked when torch.compile is imported
+torch.utils._triton.has_triton = lambda: True  # read when torch.compile is imported
 torch.utils._triton.has_triton_package = lambda: True
 torch.cuda.is_available = lambda: lowering
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_properties = lambda *device: CARD
-torch.cuda.get_device_capability = lambda *device: (CARD.major, CARD.minor)
+torch.cuda.get_device_capability = lambda *device: (major, minor)
 torch.version.cuda = torch.version.cuda or "13.0"
 
 import triton  # noqa: E402
@@ -137,7 +130,7 @@ def captured(function, *arguments, **named) -> list[torch.fx.GraphModule]:
     def keep(graph, inputs):
         graphs.append(graph)
         results = [getattr(n, "meta", {}).get("val") for n in graph.graph.output_node().args[0]]
-        # Called, it answers with memory as it is.
+        # Called, the graph returns uninitialized memory.
         empty = [v if v is None else (v.shape, v.stride(), v.dtype) for v in results]
         return make_boxed_func(
             lambda *inputs: [e and torch.empty_strided(e[0], e[1], dtype=e[2]) for e in empty]
@@ -161,7 +154,7 @@ def captured(function, *arguments, **named) -> list[torch.fx.GraphModule]:
 
 
 def moved(graph: torch.fx.GraphModule) -> list:
-    """Move all that is known of the graph's values to the made-up GPU; return its inputs there."""
+    """Make the graph's values fake tensors of the made-up GPU; return its inputs there."""
     there = {}
 
     def move(value):
@@ -186,7 +179,7 @@ def moved(graph: torch.fx.GraphModule) -> list:
 
 
 def source_of(graph: torch.fx.GraphModule) -> str:
-    """Return what Inductor writes for the graph."""
+    """Return the code that Inductor generates for the graph."""
     global lowering
     lowering = True
     mode = fake_tensor.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -204,7 +197,7 @@ def source_of(graph: torch.fx.GraphModule) -> str:
 
 
 def taken(kernel) -> dict:
-    """Return what a compiled kernel asks of the GPU."""
+    """Return the resources and the instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -221,7 +214,7 @@ def taken(kernel) -> dict:
 
 
 def compiled(source: str):
-    """Yield a row for each configuration of a kernel that Inductor wrote."""
+    """Yield a row for each configuration of a kernel that Inductor generated."""
     name = re.search(r"^def (\w+)\(", source, re.MULTILINE)[1]
     tuner = getattr(PyCodeCache.load(source), name)
     for config in tuner.configs:
@@ -248,15 +241,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
 import train_gpt  # noqa: E402
 
-# The functions by which a device is asked for, as they answer on the card.
+# These ask for the device; they answer as on the card.
 train_gpt.activation_dtype = lambda device: torch.bfloat16
 kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
-    lambda device: CARD.shared_memory_per_block_optin < 160_000
+    lambda device: shared < 160_000
 )
 
 
 def layer_graphs(hp):
-    """Yield the graphs of the layer that has most: values from elsewhere, an earlier output."""
+    """Yield the graphs of the last layer with values from elsewhere, which may have a skip."""
     table = train_gpt.layer_table(hp)
     attending = [i for i, row in enumerate(table) if row.window != "none"]
     last = max(attending, key=lambda i: (table[i].values is not None, i))
@@ -275,18 +268,22 @@ def layer_graphs(hp):
     yield "layer", captured(block, x, x0, value, skip, rotary, mask, train_gpt.attend, False)
 
 
+def same_loss(targets, hp):
+    """Return the targets and the options of the loss, in training and in validation."""
+    return [(targets, (hp.logit_softcap,))] * 2
+
+
 @torch.no_grad()
-def loss_graphs(hp):
+def loss_graphs(hp, head_class=train_gpt.Head, losses=same_loss, grad_scale=None):
     """Yield the graphs of the steps of the head and its loss, as a run compiles them."""
     with torch.device("meta"):
-        head = train_gpt.Head(hp)
+        head = head_class(hp)
     tokens, vocab = head.chunk_len(torch.device("cuda")), hp.padded_vocab
     train_gpt.LOSS_ROWS = tokens  # all rows of a chunk at once
     x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
-    targets = torch.zeros(tokens, dtype=torch.int64)
+    training, validation = losses(torch.zeros(tokens, dtype=torch.int64), hp)
     weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
     quantize, forward, backward = train_gpt.HEAD_STEPS
-    loss = partial(captured, forward, cross_entropy=head.cross_entropy, options=(hp.logit_softcap,))
     bfloat16 = weight.bfloat16()
     w, scales, inputs, dtype = bfloat16, None, x, torch.bfloat16
     if hp.fp8 and CAPABILITY >= 89:
@@ -295,23 +292,29 @@ def loss_graphs(hp):
         inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn)
         dtype = torch.float8_e5m2
     grads = torch.empty(tokens, vocab, dtype=dtype)
-    yield "loss", loss(x, w, targets, grad_scale=1 / hp.seq_len, scales=scales)
+
+    def loss(w, targets, options, grad_scale, scales):
+        arguments = head.cross_entropy, options, grad_scale, scales
+        return captured(forward, x, w, targets, *arguments)
+
+    yield "loss", loss(w, *training, grad_scale or 1 / hp.seq_len, scales)
     yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
-    yield "loss of validation", loss(x, bfloat16, targets, grad_scale=None, scales=None)
+    yield "loss of validation", loss(bfloat16, *validation, None, None)
 
 
 @torch.no_grad()
-def muon_graphs(hp, square_only: bool = False):
-    """Yield the graphs of all matrices of a shape, by the buckets in which one GPU has them all."""
+def muon_graphs(hp, square_only=False, run_class=train_gpt.Run, orthogonalise=None):
+    """Yield the graphs of all matrices of a shape, in the buckets of a run on one GPU."""
+    orthogonalise = orthogonalise or train_gpt.zeropower_via_newtonschulz5
     with torch.device("meta"):
-        optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp)
+        optimizers = run_class.optimizers_class(run_class.model_class(hp), hp)
     buckets = next(buckets for group, buckets in optimizers.groups if group.name == "muon")
     for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
         if square_only and shape[0] != shape[1]:
             continue
         counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
         grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
-        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped
+        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, orthogonalise
         name = " x ".join(map(str, shape))
         yield f"muon {name}", captured(train_gpt.muon_updates, *arguments)
 
@@ -325,7 +328,7 @@ GRAPHS = {
 
 
 def main(words: list[str], run_class=train_gpt.Run, graphs_of=GRAPHS) -> None:
-    """Report on what the words after the card name."""
+    """Report on the record and the parts that the words after the card name."""
     record, choice, *parts = words
     hp = run_class.records[record]
     if "--no_fp8" in parts:

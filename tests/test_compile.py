@@ -1,4 +1,4 @@
-"""Warm-up compiles all that a run needs. By a backend without C++; tests/slow has Inductor."""
+"""Warm-up compiles all that a run needs: here with aot_eager, in tests/slow with Inductor."""
 
 import gc
 import weakref
@@ -11,8 +11,8 @@ import train_gpt
 
 
 def graphs_of(run, monkeypatch, loss_rows: int) -> list[int]:
-    """Return the graphs that run() has compiled after its warm-up, and at its end. The loss takes
-    so many rows at a time: else a chunk is traced piece by piece."""
+    """Return how many graphs run() has compiled after its warm-up, and at its end. With loss_rows
+    as long as a chunk, a chunk's loss is one piece."""
     warm_up, graphs = train_gpt.warm_up, []
 
     def warm_up_and_count(*arguments):
@@ -30,7 +30,7 @@ def graphs_of(run, monkeypatch, loss_rows: int) -> list[int]:
 
 
 def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
-    """Windows of 128, 256 and 384 tokens, validations of another length, two layers of a kind."""
+    """With windows of 128, 256 and 384 tokens, and validations of another length."""
     layers = "long+v0,short+v1,none,short"
     more = f"--compile on --layers {layers} --num_iterations 6 --val_loss_every 2 --batch_seqs 2"
     sizes = "--seq_len 256 --val_seq_len 128 --window_span 384"
@@ -42,7 +42,7 @@ def test_a_run_compiles_nothing_after_warm_up(flags, monkeypatch):
 
 
 def test_warm_up_leaves_no_garbage_in_cycles(tiny, monkeypatch):
-    """torch.compile makes such: with tensors of a GPU in it, it would keep gigabytes."""
+    """torch.compile leaves some, which would keep gigabytes of a GPU."""
 
     class Cycle:
         def __init__(self):

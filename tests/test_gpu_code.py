@@ -1,5 +1,7 @@
-"""What a GPU would run is compiled without one: it builds, fits the card and spills no more than it
-did. tests/slow has other records and cards, and --kernels off."""
+"""A GPU's kernels, compiled without one, build, fit the card and spill no more than known.
+
+tests/slow has other records and cards, and --kernels off.
+"""
 
 import json
 import os
@@ -18,8 +20,7 @@ SCRIPT = Path(__file__).with_name("gpu_code.py")
 PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
 GRAPHS = {"layer", "layer backward", "head in float8", "loss", "loss backward"}
 GRAPHS |= {"loss of validation", "muon 768 x 768"}
-# Bytes of registers that are spilled there: by PyTorch's own attention kernels, whatever is fused
-# with them.
+# Bytes of registers that kernels spill: PyTorch's own attention kernel, whatever is fused with it.
 SPILLED = {"h100": {r"triton_tem_\w*flex_attention_backward": 48}}
 
 
@@ -29,7 +30,7 @@ def rows_of(card: str, record: str, kernels: str, *parts: str) -> list[dict]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     version = torch.__version__.split("+")[0]
-    if done.returncode and version != PINNED:  # it leans on what torch keeps to itself
+    if done.returncode and version != PINNED:  # gpu_code.py uses torch's internals
         pytest.skip(f"torch {version} instead of {PINNED}: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

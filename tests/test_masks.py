@@ -85,7 +85,7 @@ def query_blocks(mask: BlockMask) -> list[list[int]]:
 
 starts = st.sets(st.integers(0, LENGTH - 1), max_size=12)
 windows = st.one_of(st.integers(1, 700), st.sampled_from([BLOCK * b for b in range(1, 6)]))
-ENDLESS = 10**10  # does not fit int32, which positions are
+ENDLESS = 3 * 10**9  # as int32, which positions are, it would be negative
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,7 +1,6 @@
 """What a compiled model keeps for its backward pass, counted in the graphs that a GPU would run.
 
-The graphs are made on a CPU, in bfloat16 and with FlexAttention, and are never run: so the record's
-memory is known without a GPU.
+The graphs are captured on a CPU, in bfloat16 and with FlexAttention, and are never run.
 """
 
 from dataclasses import replace
@@ -18,7 +17,7 @@ VIEWS = ("view", "t", "transpose", "permute", "detach", "alias", "squeeze", "unb
 
 
 def storage(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node whose memory this one's result lies in."""
+    """Return the node in whose memory this one's result is."""
     name = getattr(node.target, "__name__", "").split(".")[0]
     if name in VIEWS or (name == "getitem" and "unbind" in node.args[0].name):
         return storage(node.args[0])
@@ -27,11 +26,8 @@ def storage(node: torch.fx.Node) -> torch.fx.Node:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Let torch.compile work as for a GPU; return two lists that grow: of each graph that it makes,
-    the gradients that come in, and of each that is called, the results.
-
-    Nothing is computed: graphs answer with zeros in the shapes of their results.
-    """
+    """Let torch.compile capture graphs as for a GPU, which return zeros. Return two lists that
+    grow: of each graph made, the gradients that come in; of each one called, the results."""
     made, called = [], []
     compile_ = torch.compile
 
@@ -72,7 +68,7 @@ def on_a_gpu(hp: train_gpt.Hyperparameters) -> train_gpt.GPT:
 
 
 def kept_by(hp, width: int) -> float:
-    """Return the bytes a token that layers keep. BENCHMARKS.md multiplies this by 49152 tokens."""
+    """Return the bytes that layers keep for each token. BENCHMARKS.md has them of 49152 tokens."""
     rows = train_gpt.layer_table(hp)
     layers, attending = len(rows), sum(row.window != "none" for row in rows)
     # The normed input; q, k, v; rotated q and k; the mixed v; the result; the stream after it.
@@ -85,8 +81,8 @@ def kept_by(hp, width: int) -> float:
 
 
 def kept(called: list, tokens: int) -> float:
-    """Return the bytes a token that the graphs called so far handed to their backward passes. The
-    first of them makes masks, and has none."""
+    """Return the bytes for each token that graphs handed to their backward passes. The first graph
+    makes masks, and has none."""
     values = []
     for results in called[1:]:
         values += [n.meta["val"] for n in {storage(n) for n in results} if n.op != "placeholder"]
@@ -95,8 +91,10 @@ def kept(called: list, tokens: int) -> float:
 
 def layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated: bool) -> None:
     """Check that a record's layers are compiled once for each of so many kinds, which differ in
-    value embeddings, skip connection and attention. Backward passes take one gradient, but for the
-    layer that gives its v to others. Validation has other lengths."""
+    value embeddings, skip connection and attention. Validation has other lengths.
+
+    Backward passes take one gradient, but for the layer that gives its v to others.
+    """
     model = on_a_gpu(train_gpt.RECORDS[record])
     made = []
     for window in (128, 256, 640, 512):
@@ -113,10 +111,12 @@ def layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated: bool) -
     assert [len(tangents) for tangents in graphs[0] if tangents].count(2) == giving_v
 
 
-def test_equal_layers_of_2024_and_new_windows_are_not_compiled_again(graphs):
-    layers_are_compiled_once("2024-11-24_WindowWarmup", 3, 1, graphs, evaluated=True)
-
-
-def test_equal_layers_of_2025_are_not_compiled_again_and_keep_what_is_counted(graphs):
-    """In training; tests/slow validates, too."""
-    layers_are_compiled_once("2025-01-26_BatchSize", 5, 0, graphs, evaluated=False)
+@pytest.mark.parametrize(
+    ("record", "kinds", "giving_v", "evaluated"),
+    [("2024-11-24_WindowWarmup", 3, 1, True), ("2025-01-26_BatchSize", 5, 0, False)],
+)
+def test_equal_layers_are_compiled_once_and_keep_what_is_counted(
+    record, kinds, giving_v, evaluated, graphs
+):
+    """tests/slow also validates the record of 2025."""
+    layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated)
