@@ -4,11 +4,11 @@
     python cached_fineweb.py 10       # 10 train shards: the records of 2024; there are 103
     python cached_fineweb.py --edu    # from FineWeb-Edu, 99 train shards, in data/finewebedu10B
     python cached_fineweb.py --100B   # from the larger sample, 1030, in data/fineweb100B
-    python cached_fineweb.py --verify 'data/fineweb10B/*.bin'  # is what is there still right?
+    python cached_fineweb.py --verify 'data/fineweb10B/*.bin'  # check downloaded shards
 
-A shard appears under its name when its checksum and its header are right. Until then it grows in
-NAME.part, where the next call goes on. SHA256SUMS lists what is complete, in sha256sum's form;
---verify compares any shards with the one beside them, without a network.
+A shard is downloaded into NAME.part, where an interrupted download continues. It gets its name when
+its checksum and its header are right. SHA256SUMS lists the complete shards, in sha256sum's format.
+--verify compares shards with the SHA256SUMS in their folder, without a network.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
-DATASETS = {  # the hub's repository, what its file names begin with, how many train shards it has
+DATASETS = {  # repository on the hub, prefix of its file names, number of train shards
     "10B": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
     "100B": ("kjj0/fineweb100B-gpt2", "fineweb", 1030),
     "edu": ("kjj0/finewebedu10B-gpt2", "finewebedu", 99),
 }
 DATA = Path(__file__).resolve().parent / "data"
 MANIFEST = "SHA256SUMS"
-WORKERS = 8  # shards at a time
-# One request each. A kill loses at most one a worker, and all of the 10B set stays below the 3000
-# requests in 5 minutes that the hub grants to those without a token.
+WORKERS = 8  # shards downloaded at a time
+# Bytes of a request. A kill loses at most one request's bytes for each worker. The whole 10B set
+# takes fewer than the 3000 requests in 5 minutes that the hub allows without a token.
 BLOCK_BYTES = 16 * 2**20
 
 
@@ -43,11 +43,11 @@ class UserError(Exception):
 
 
 # -----------------------------------------------------------------------------
-# Files here
+# Local files
 
 
 def is_shard(path: Path) -> bool:
-    """Whether it is there, with a shard's header, and as long as that says."""
+    """Say whether a file exists, has a shard's header, and is as long as the header says."""
     try:
         with path.open("rb") as file:
             magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
@@ -63,7 +63,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """{file name: sha256} as sha256sum writes them; empty where there is no manifest."""
+    """Return {file name: sha256} from a folder's SHA256SUMS; {} if there is none."""
     path = folder / MANIFEST
     text = path.read_text(errors="replace") if path.exists() else ""
     return {name: sha for sha, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", text, re.M)}
@@ -76,7 +76,7 @@ def write_manifest(folder: Path, sums: dict[str, str]) -> None:
 
 
 def lock(folder: Path) -> None:
-    """Keep other calls off the folder while this process lives: both would append to one .part."""
+    """Lock the folder while this process lives: two calls would append to the same .part."""
     try:
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,7 +91,7 @@ def lock(folder: Path) -> None:
 
 @contextmanager
 def asking(repository: str):
-    """Turn whatever layer of the library fails into a UserError."""
+    """Turn any error of the hub's library or the network into a UserError."""
     from huggingface_hub import constants
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -113,15 +113,15 @@ def asking(repository: str):
 class Hub:
     """One dataset on the hub.
 
-    It is read in blocks through HfFileSystem, which begins anywhere in a file: hf_hub_download (in
-    huggingface-hub 2.4) deletes what it has of a file when it fails, and begins it anew.
+    Files are read in blocks through HfFileSystem, which can start anywhere in a file.
+    hf_hub_download (in huggingface-hub 2.4) deletes a partial file when it fails, and starts again.
     """
 
     def __init__(self, repository: str):
         from huggingface_hub import HfFileSystem
         from huggingface_hub.utils import logging
 
-        logging.set_verbosity_error()  # its retries are not errors yet
+        logging.set_verbosity_error()  # no warnings about retries
         self.repository = repository
         self.root = f"datasets/{repository}"
         with asking(repository):
@@ -130,17 +130,17 @@ class Hub:
         self.listing = {Path(entry["name"]).name: entry for entry in listing}
 
     def find(self, name: str) -> tuple[int, str]:
-        """The size in bytes and the sha256 that the hub has for a file."""
+        """Return a file's size in bytes and its sha256, as the hub lists them."""
         entry = self.listing.get(name)
         if entry is None or not entry.get("lfs"):
             raise UserError(f"{self.repository} lists no {name} with a checksum: ask for fewer")
         return entry["size"], entry["lfs"].sha256
 
     def fetch(self, name: str, size: int, path: Path, advance) -> None:
-        """Append to `path` until it has `size` bytes; `advance` is told how many arrive."""
+        """Append to `path` until it has `size` bytes; call advance(n) when n bytes have arrived."""
         with asking(self.repository):
             source = self.files.open(f"{self.root}/{name}", "rb", size=size, cache_type="none")
-        with path.open("ab", buffering=0) as file:  # unbuffered: a kill keeps every whole block
+        with path.open("ab", buffering=0) as file:  # unbuffered: a kill loses no complete block
             while (start := path.stat().st_size) < size:
                 wanted = min(BLOCK_BYTES, size - start)
                 with asking(self.repository):
@@ -153,10 +153,10 @@ class Hub:
 
 
 def complete(hub: Hub, folder: Path, name: str, advance) -> str:
-    """Bring one shard into the folder, unless it is there already, and return its sha256."""
+    """Download one shard into the folder, unless it is there already, and return its sha256."""
     size, sha = hub.find(name)
     path, part = folder / name, folder / f"{name}.part"
-    if is_shard(path):  # from an earlier version of this script, or stopped before the manifest
+    if is_shard(path):  # complete, but not in the manifest
         if sha256_of(path) != sha:
             raise UserError(f"{path} is not what {hub.repository} has: move it away, start again")
         return sha
@@ -175,7 +175,7 @@ def complete(hub: Hub, folder: Path, name: str, advance) -> str:
 
 
 def download(names: list[str], repository: str, folder: Path) -> str:
-    """Complete all shards in the folder and return a line that says so."""
+    """Download the shards that the folder lacks, and return a line that says so."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = read_manifest(folder)
     todo = [name for name in names if name not in sums or not is_shard(folder / name)]
@@ -220,7 +220,10 @@ def download(names: list[str], repository: str, folder: Path) -> str:
 
 
 def verify(patterns: list[str]) -> str:
-    """Compare the shards that match with the SHA256SUMS beside them; a line says that all agree."""
+    """Compare the shards that match patterns with the SHA256SUMS in their folders.
+
+    Return a line that says that all agree; UserError if one does not.
+    """
     pool, jobs, wrong = ThreadPoolExecutor(WORKERS), {}, []
     for pattern in patterns:
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
@@ -243,7 +246,7 @@ def verify(patterns: list[str]) -> str:
 
 
 def parse_arguments() -> tuple:
-    """What is to be done, and with what: one of the functions above and its arguments."""
+    """Return `download` or `verify`, as the command line says, and its arguments."""
     parser = argparse.ArgumentParser(
         prog="cached_fineweb.py",
         description=__doc__,
@@ -255,8 +258,8 @@ def parse_arguments() -> tuple:
     choice = {"dest": "kind", "action": "store_const"}
     kind.add_argument("--edu", **choice, const="edu", default="10B", help="from FineWeb-Edu")
     kind.add_argument("--100B", **choice, const="100B", help="from the larger sample of FineWeb")
-    parser.add_argument("--dir", type=Path, help="where they go [data/ and the dataset's name]")
-    parser.add_argument("--verify", nargs="+", metavar="PATTERN", help="compare, fetch nothing")
+    parser.add_argument("--dir", type=Path, help="folder of shards [data/ and the dataset's name]")
+    parser.add_argument("--verify", nargs="+", metavar="PATTERN", help="check shards; no download")
     args = parser.parse_args()
     if args.verify:
         if vars(parser.parse_args([])) != vars(args) | {"verify": None}:
@@ -279,7 +282,7 @@ def main() -> None:
         status, line = 130, "interrupted: start again to go on"
     except UserError as error:
         status, line = 1, f"error: {error}"
-    except OSError as error:  # the network's come as UserError: this is the disk
+    except OSError as error:  # of the disk: the network's errors are UserErrors
         where = error.filename or arguments[-1]
         status, line = 1, f"error: cannot use {where}: {error.strerror}; what is complete stays: "
         line += "make room there or choose another folder with --dir"
@@ -287,7 +290,7 @@ def main() -> None:
         status, line = 1, f"error: {error.name} is missing: {sys.executable} -m pip install -r "
         line += "requirements.txt"
     print(f"cached_fineweb.py: {line}", file=sys.stderr, flush=True)
-    os._exit(status)  # without waiting for the blocks that are on their way
+    os._exit(status)  # without waiting for the blocks that are being downloaded
 
 
 if __name__ == "__main__":

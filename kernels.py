@@ -1,9 +1,9 @@
-"""Functions of train_gpt.py and of forks/train_gpt_2026.py as Triton kernels, forward and backward.
+"""Triton kernels, forward and backward, for train_gpt.py and forks/train_gpt_2026.py.
 
-Both run without this file. Their plain functions, marked @Kernel there, say what each twin here
-computes; a run uses a twin if the twin builds and agrees with the plain function (see
-choose_kernels). Floats are constants of the kernels, because torch.compile would pass them as
-float64.
+Both scripts run without this file. Each function here is the twin of a plain function, which is
+marked @Kernel there and says what is computed. A run uses a twin if the twin builds and agrees with
+the plain function (see choose_kernels). Kernels take floats as constants, because torch.compile
+would pass them as float64.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def obstacle(device: torch.device) -> str:
-    """Say why Triton cannot run there; nothing if it can."""
+    """Return why Triton cannot run on a device, or "" if it can."""
     if device.type == "cuda":
         old = torch.cuda.get_device_capability(device) < (8, 0)
         return "Triton wants a GPU with bfloat16, from Ampere on" if old else ""
@@ -27,7 +27,8 @@ def obstacle(device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result
 def shared_memory_is_small(device: torch.device) -> bool:
-    """Say whether a program has 99 KB of it (RTX 3090, 4090, 5090, A6000), not 163 or 227."""
+    """Say whether a program has only 99 KB of shared memory (RTX 3090, 4090, 5090, A6000): an A100
+    has 163, an H100 227."""
     if device.type == "cpu":
         return False
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
@@ -43,9 +44,9 @@ def softcap_kernel(
     C: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr,
     TARGETS: tl.constexpr, WITH_SHARES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a row, twice: from memory for the sum, then from the cache.
+    """Each program reads one row twice: from memory for the sum, then from the cache.
 
-    z = A sigmoid((logit + B) / C) is at most A, so softmax subtracts A instead of the maximum.
+    z = A sigmoid((logit + B) / C) is at most A, so softmax subtracts A, not the maximum.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
@@ -61,7 +62,7 @@ def softcap_kernel(
     tl.store(losses + row, tl.log(total) - A * (of_target - 1))
     if WITH_GRAD:
         weight = 1.0
-        if WITH_SHARES:  # a row's softmax counts once for each of its targets, by their shares
+        if WITH_SHARES:  # the softmax is weighted by the sum of the shares of the row's targets
             weight = 0.0
             for k in tl.static_range(TARGETS):
                 weight += tl.where(tl.load(targets + k) >= 0, tl.load(shares + k), 0.0)
@@ -78,11 +79,11 @@ def softcap_kernel(
 
 
 def fused_losses(logits, targets, sigmoid_form, shares=None, grad_scale=None, grads=None):
-    """Compute weighted_cross_entropy, of the fork, in one kernel."""
+    """Compute the fork's weighted_cross_entropy in one kernel."""
     losses = torch.empty(len(logits), device=logits.device)
     a, b, c = sigmoid_form
     with_grad = grads is not None
-    out = grads if with_grad else logits  # a kernel wants a tensor, even where it writes nothing
+    out = grads if with_grad else logits  # a kernel takes a tensor even if it does not write it
     softcap_kernel[(len(logits),)](
         logits,
         targets,
@@ -105,14 +106,16 @@ def fused_losses(logits, targets, sigmoid_form, shares=None, grad_scale=None, gr
 
 
 def fused_loss(logits, targets, softcap, grad_scale=None, grads=None):
-    """Compute softcapped_cross_entropy in one kernel: cap * tanh(logit / cap) is the sigmoid form
-    (2 cap, 0, cap / 2) less a constant."""
+    """Compute softcapped_cross_entropy in one kernel.
+
+    cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap.
+    """
     sigmoid_form = 2 * softcap, 0.0, softcap / 2
     return fused_losses(logits, targets, sigmoid_form, None, grad_scale, grads)
 
 
 def loss_example(hp, device, dtype, fp8):
-    """Make some rows of logits, their targets, and a place for the gradient."""
+    """Return example arguments: rows of logits, targets, the cap, and memory for gradients."""
     logits = 4 * torch.randn(1024, hp.padded_vocab, device=device, dtype=dtype)
     targets = torch.randint(hp.vocab_size, (1024,), device=device)
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
@@ -121,7 +124,7 @@ def loss_example(hp, device, dtype, fp8):
 
 
 def losses_example(hp, device, dtype, fp8):
-    """Make the same, with as many targets for each row as hp ever has."""
+    """Return the same with the largest number of targets that a row has in a run of hp."""
     logits, _, _, grad_scale, grads = loss_example(hp, device, dtype, fp8)
     count = hp.most_targets
     targets = torch.randint(hp.vocab_size, (1024, count), device=device)
@@ -141,7 +144,7 @@ def relu2_kernel(
     a, b, post, out, M, N, K, stride_k, stride_n, BACKWARD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A program computes a tile; eight rows of tiles run together and share the cache."""
+    """Each program computes one tile. Eight rows of tiles run together, to share the cache."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (8 * tiles_n) * 8
     height = min(tiles_m - first, 8)
@@ -169,9 +172,10 @@ def relu2_kernel(
 
 
 def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
-    """relu(a @ b)^2 of (M, K) and (K, N); or of such a post, (a @ b) times its derivative.
+    """Return relu(a @ b)^2 of a (M, K) and b (K, N).
 
-    Narrow tiles fit where a program has little shared memory.
+    With post, which is such a square, return (a @ b) times the square's derivative instead. Tiles
+    are narrow where a program has little shared memory.
     """
     (M, K), N, backward = a.shape, b.size(1), post is not None
     block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
@@ -182,8 +186,8 @@ def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp. Between forward and backward it keeps the squares alone: their roots are what the
-    derivative needs."""
+    """Compute relu2_mlp. For the backward pass it keeps only the squares: the derivative is twice
+    their roots."""
 
     @staticmethod
     def forward(ctx, x, w_in, w_out):
@@ -201,12 +205,12 @@ class FusedMLP(torch.autograd.Function):
 
 
 def fused_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """Compute relu2_mlp, in two kernels and three plain matmuls."""
+    """Compute relu2_mlp, with ReLU squared inside two of the six matmuls."""
     return FusedMLP.apply(x, w_in, w_out)
 
 
 def mlp_example(hp, device, dtype, fp8):
-    """Some rows of activations, and a layer's weights."""
+    """Return example arguments: rows of activations, and a layer's weights."""
     C, H, rows = hp.model_dim, 4 * hp.model_dim, min(hp.seq_len, 4096)
     shapes = (rows, C), (H, C), (C, H)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
@@ -222,7 +226,7 @@ def symmetric_kernel(
     a, c, out, n, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
     WITH_C: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A program computes a tile on or below the diagonal, and stores it and its mirror image."""
+    """Each program computes one tile on or below the diagonal, and stores it and its transpose."""
     if tl.program_id(0) < tl.program_id(1):
         return
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -249,7 +253,7 @@ def symmetric_kernel(
 
 
 def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
-    """Compute symmetric_matmul from half of the tiles; c is contiguous."""
+    """Compute symmetric_matmul from half of the tiles. c must be contiguous."""
     a = a.contiguous()
     count, n, K = a.shape
     out, tiles, block = a.new_empty(count, n, n), -(-n // 128), {"TILE": 128, "TILE_K": 64}
@@ -259,13 +263,13 @@ def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
 
 
 def symmetric_example(hp, device, dtype, fp8):
-    """A layer's square matrices, and their products."""
+    """Return example arguments: a layer's square matrices, and their products."""
     a = torch.randn(4, hp.model_dim, hp.model_dim, device=device).to(dtype) * hp.model_dim**-0.5
     return a, a @ a.mT, 2.0315, -4.7750
 
 
 # -----------------------------------------------------------------------------
-# The twins by the names of their plain functions, and whether they agree
+# The twins by the names of their plain functions, and the comparison of the two
 
 TWINS = {
     "softcapped_cross_entropy": fused_loss,
@@ -279,8 +283,8 @@ EXAMPLES = {
     "relu2_mlp": mlp_example,
     "symmetric_matmul": symmetric_example,
 }
-# What a twin computes is what its plain function computed when the twin was written. An edited
-# function, in a fork, may differ by less than the trial in `fault` sees.
+# Digests of the plain functions for which the twins were written. A fork may edit a plain function
+# by less than the comparison in `fault` can detect.
 WRITTEN_FOR = {
     "softcapped_cross_entropy": "39cdad440ffe",
     "weighted_cross_entropy": "95760738f658",
@@ -290,30 +294,30 @@ WRITTEN_FOR = {
 
 
 def digest(plain) -> str:
-    """Return a digest of a function's source, whatever its white space."""
+    """Return a digest of a function's source, ignoring white space."""
     words = inspect.getsource(plain).split()
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
 
 
 def outcome(function, arguments) -> list[Tensor]:
-    """Return what a call gives: its result, and the gradients of arguments that want them, or else
-    what it left in the last argument."""
+    """Return the result of a call, and the gradients of the arguments that require them. If none
+    does, return the result and the last argument, which the function may have written."""
     given = [
         a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
         for a in arguments
     ]
     out, leaves = function(*given), [a for a in given if torch.is_tensor(a) and a.requires_grad]
     if leaves:
-        out.backward(out.detach())  # of ones, it would hide rows that change places
+        out.backward(out.detach())  # equal gradients would hide a permutation of the rows
     more = [leaf.grad for leaf in leaves] or [a for a in given[-1:] if torch.is_tensor(a)]
     return [t.detach().float() for t in (out, *more)]
 
 
 def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bool) -> str:
-    """Say why the twin of a plain function cannot take its place here; nothing if it can.
+    """Return why the twin of a plain function cannot replace it here, or "" if it can.
 
     Both are compiled as the run compiles them, and compared on an example of the run's widths, in
-    the dtype of activations and, if fp8, with the loss's gradient in float8.
+    the dtype of activations. With fp8, the loss's gradient is in float8.
     """
     name = plain.__name__
     if name not in TWINS:
@@ -325,6 +329,6 @@ def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bo
         twins = [outcome(compile_(twin), arguments) for twin in (plain, TWINS[name])]
         deviations = [(b - a).norm() / a.norm() for a, b in zip(*twins, strict=True)]
         deviation = torch.stack(deviations).max().item()  # NaN, if one is
-    except Exception as error:  # whatever a compiler or a driver does not like
+    except Exception as error:  # any error of a compiler or a driver
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return "" if deviation < 0.02 else f"it deviates from the plain function by {deviation:.1e}"

@@ -125,10 +125,10 @@ def test_a_cut_of_ones_own_makes_sequences_of_pieces_and_a_length_for_each_step(
 def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, tmp_path):
     write_shard("a.bin", range(50))
     tokens = np.arange(200) % 50
-    tokens[150] = 77
+    tokens[150] = 50
     path = write_shard("b.bin", tokens)
     for rank in range(2):  # every rank stops, whichever share it has
-        with pytest.raises(UserError, match=f"{path}: token 77 at position 150 is outside .* 50"):
+        with pytest.raises(UserError, match=f"{path}: token 50 at position 150 is outside .* 50"):
             distributed_data_generator(str(tmp_path / "*.bin"), 8, 2, rank, 2, vocab_size=50)
 
 
