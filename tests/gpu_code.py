@@ -3,7 +3,7 @@
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
 The arguments are one of CARDS, a record, --kernels on or off, and parts: `square` is Muon's update
-of square matrices alone. With --no_fp8 the head is in bfloat16.
+of square matrices alone.
 
 A line of JSON for each kernel, in each configuration that a GPU would choose from, has its graph,
 its name, and one of three: what it takes (bytes of shared memory and of stack, registers,
@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,9 +330,6 @@ def main(words: list[str], run_class=train_gpt.Run, graphs_of=GRAPHS) -> None:
     """Report on the record and the parts that the words after the card name."""
     record, choice, *parts = words
     hp = run_class.records[record]
-    if "--no_fp8" in parts:
-        parts.remove("--no_fp8")
-        hp = replace(hp, fp8=False)
     with torch.device("meta"):
         model = run_class.model_class(hp)
     for kernel in model.kernels:

@@ -1,4 +1,4 @@
-"""The published models read from their specification in plain float64, sharing no code with them.
+"""The published models, written from their specification in plain float64; no code is shared.
 
 `year` is 2024 for the records of 2024-11-19 and 2024-11-24, whose models are the same, and 2025 for
 2025-01-26.
@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-# window (the long one, "half" of it and at least a block, or no attention), what is mixed into v,
-# and the earlier layer whose output is added to the input
+# The window (long, "half" of it but at least a block, or None: no attention), what is mixed into v,
+# and the earlier layer whose output is added to the input.
 FIRST = [("long", 0), ("half", 1), ("half", 2), ("half", None), ("long", None), ("half", None)]
 SECOND = [("half", None), (None, None), ("half", None), ("half", 0), ("half", 1), ("long", 2)]
 SKIPS = [None] * 6 + [5, 4, 3, 2, 1, 0]
@@ -20,6 +20,11 @@ LAYERS = {
 }
 CAP = {2024: 30.0, 2025: 15.0}
 END_OF_TEXT = 50256
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 def rms_norm(x: Tensor) -> Tensor:

