@@ -168,13 +168,3 @@ def test_what_is_no_layer_is_refused_with_the_form_of_a_row(text):
 def test_num_layers_is_even_and_at_most_the_rows(count):
     with pytest.raises(UserError, match=f"--num_layers {count}: must be even, and at most the 4"):
         layer_table(replace(RECORDS["demo"], num_layers=count, layers="long,long,long,long"))
-
-
-def test_a_later_token_changes_no_earlier_output(tiny, randomize):
-    model = randomize(GPT(tiny)).eval()
-    tokens = torch.randint(0, 512, (256,), dtype=torch.int32)
-    changed = tokens.clone()
-    changed[150:] = torch.randint(0, 512, (106,), dtype=torch.int32)
-    with torch.no_grad():
-        a, b = (model.logits(t, 256) for t in (tokens, changed))
-    assert torch.equal(a[:150], b[:150]) and not torch.equal(a[150:], b[150:])

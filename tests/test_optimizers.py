@@ -272,10 +272,8 @@ def test_shares_of_a_table_arrive_in_the_table_if_they_are_equal(rows, on_ranks)
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_updates_of_another_dtype_are_subtracted_as_in_float64(compiled):
-    """From float32 weights of two shapes; compiled code has another formula."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (3, 5), (2, 4, 4)
-    weights, updates = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in "wu")
+    """Of two shapes; compiled code has another formula."""
+    weights, updates = ([torch.randn(3, 5), torch.randn(2, 4, 4)] for _ in range(2))
     updates = [update.bfloat16() for update in updates]
     expected = [w.double() - 0.3 * u.double() for w, u in zip(weights, updates, strict=True)]
     step_ = torch.compile(subtract_, backend="aot_eager") if compiled else subtract_
@@ -359,34 +357,25 @@ def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_of_one_micro_batch_matrices_gradients_are_those_that_backward_makes(count, tiny, batch):
-    """Of two micro-batches they are summed in one place, as those of tables always are."""
+def test_gradients_of_matrices_are_dropped_after_a_step_of_one_micro_batch(count, tiny, batch):
+    """Those of two micro-batches are summed in one place, as those of tables always are."""
     hp = replace(tiny, batch_seqs=count)
     model = GPT(hp)
     optimizers = Optimizers(model, hp)
     matrix, table = model.blocks[0].mlp.c_fc.weight, model.embed.weight
-    made, kept = [], []
-    matrix.register_hook(lambda grad: made.append(grad.data_ptr()))
-    matrix.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.data_ptr()))
     place = gradient_buffer(table).data_ptr()
     for step in range(2):
         train_gpt.train_step(model, optimizers, *(t[:count] for t in batch), moment(step, hp))
         assert (matrix.grad is None) == (count == 1)
         assert gradient_buffer(table).data_ptr() == place and not gradient_buffer(table).any()
-    if count == 1:
-        assert len(kept) == 2 and kept == made
-    else:
-        assert len(kept) == 4 and set(kept) == {matrix.grad.data_ptr()} and not matrix.grad.any()
 
 
 def test_two_parameters_with_one_gradient_tensor_are_refused(tiny):
     """In place, what is added to one would be added to the other."""
     model = GPT(replace(tiny, batch_seqs=1))
     optimizers = Optimizers(model, model.hp)
-    one, other = (model.blocks[i].lambdas for i in (0, 1))
-    one.grad, other.grad = (torch.ones(4)[:2].view(2) for _ in range(2))
-    optimizers.zero_grad(optimizers.groups)
     shared = torch.ones(2)
-    one.grad, other.grad = shared.view(2), shared.view(2)
+    for i in (0, 1):
+        model.blocks[i].lambdas.grad = shared.view(2)
     with pytest.raises(ValueError, match=r"blocks\.\d\.lambdas and .* have equal gradients"):
         optimizers.zero_grad(optimizers.groups)
