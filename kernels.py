@@ -115,7 +115,7 @@ def fused_loss(logits, targets, softcap, grad_scale=None, grads=None):
 
 
 def loss_example(hp, device, dtype, fp8):
-    """Return example arguments: rows of logits, targets, the cap, and memory for gradients."""
+    """Return example arguments of fused_loss."""
     logits = 4 * torch.randn(1024, hp.padded_vocab, device=device, dtype=dtype)
     targets = torch.randint(hp.vocab_size, (1024,), device=device)
     grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
@@ -124,7 +124,7 @@ def loss_example(hp, device, dtype, fp8):
 
 
 def losses_example(hp, device, dtype, fp8):
-    """Return the same with the largest number of targets that a row has in a run of hp."""
+    """Return example arguments of fused_losses, with the most targets a row that hp ever has."""
     logits, _, _, grad_scale, grads = loss_example(hp, device, dtype, fp8)
     count = hp.most_targets
     targets = torch.randint(hp.vocab_size, (1024, count), device=device)
@@ -210,7 +210,7 @@ def fused_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
 
 
 def mlp_example(hp, device, dtype, fp8):
-    """Return example arguments: rows of activations, and a layer's weights."""
+    """Return example arguments of fused_mlp: rows of activations, and a layer's weights."""
     C, H, rows = hp.model_dim, 4 * hp.model_dim, min(hp.seq_len, 4096)
     shapes = (rows, C), (H, C), (C, H)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
@@ -263,7 +263,7 @@ def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
 
 
 def symmetric_example(hp, device, dtype, fp8):
-    """Return example arguments: a layer's square matrices, and their products."""
+    """Return example arguments of fused_symmetric: square matrices, and their products."""
     a = torch.randn(4, hp.model_dim, hp.model_dim, device=device).to(dtype) * hp.model_dim**-0.5
     return a, a @ a.mT, 2.0315, -4.7750
 
@@ -283,8 +283,8 @@ EXAMPLES = {
     "relu2_mlp": mlp_example,
     "symmetric_matmul": symmetric_example,
 }
-# Digests of the plain functions for which the twins were written. A fork may edit a plain function
-# by less than the comparison in `fault` can detect.
+# Digests of the plain functions for which the twins were written. A fork may edit one by less than
+# the comparison in `fault` can detect; its twin is then not used.
 WRITTEN_FOR = {
     "softcapped_cross_entropy": "39cdad440ffe",
     "weighted_cross_entropy": "95760738f658",
@@ -323,7 +323,7 @@ def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bo
     if name not in TWINS:
         return "kernels.py has no twin"
     if digest(plain) != WRITTEN_FOR[name]:
-        return "the plain function was edited: change its twin in kernels.py, and WRITTEN_FOR"
+        return "the plain function was edited: change its twin and its digest in kernels.py"
     try:
         arguments = EXAMPLES[name](hp, device, dtype, fp8)
         twins = [outcome(compile_(twin), arguments) for twin in (plain, TWINS[name])]

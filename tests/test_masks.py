@@ -121,6 +121,7 @@ def check_flex_attention(backend: str, tiny, randomize) -> None:
     hp = replace(tiny, vocab_size=50257, num_layers=2, layers="long+v0,short")
     model = randomize(GPT(hp).eval())
     generator, length = torch.Generator().manual_seed(1), 1024
+    torch._dynamo.reset()  # what other tests have compiled
     flex = torch.compile(attend, dynamic=False, backend=backend)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for starts, window in (((0, 100, 400, 401, 700), 128), ((0,), 640), ((5, 640), 1792)):
