@@ -1,10 +1,11 @@
-"""torch.compile changes no result, leaves no graph break, and compiles nothing after warm-up."""
+"""Inductor on a CPU changes no result and leaves no graph break."""
 
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from runs import rows
 from test_masks import check_flex_attention
 from torch._dynamo.utils import counters
 
@@ -14,34 +15,21 @@ from train_gpt import HEAD_STEPS, Head, HeadLoss
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 
 
-def training_losses(hp, compiled: bool) -> list[float]:
-    """Return the losses of six steps over growing windows, and of a validation."""
-    torch.manual_seed(0)
-    device = torch.device("cpu")
-    model = train_gpt.GPT(hp).to_device(device, compiled)
-    optimizers = train_gpt.Optimizers(model, hp)
-    moments = [train_gpt.moment(step, hp) for step in range(hp.num_iterations + 1)]
-    if compiled:
-        train_gpt.warm_up(model, optimizers, moments, device)
-    warm = counters["stats"]["unique_graphs"]
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    tokens = torch.randint(0, hp.vocab_size, (2, hp.seq_len + 1), generator=generator)
-    inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
-    for now in moments[:-1]:
-        losses.append(train_gpt.train_step(model, optimizers, inputs, targets, now)[0].item())
-    batch = inputs[:1, : hp.val_seq_len], targets[:1, : hp.val_seq_len]
-    losses.append(train_gpt.evaluate(model, batch, 256, device))
-    assert counters["stats"]["unique_graphs"] == warm and not counters["graph_break"]
-    return losses
-
-
-def test_compiled_training_equals_eager_without_graph_breaks_or_late_compilation(tiny):
-    hp = replace(tiny, num_layers=2, layers="short+v0,long", batch_seqs=2, adam_eps=1e-6)
-    hp = replace(hp, seq_len=512, val_seq_len=256, window_span=384, num_iterations=6)
+def test_a_compiled_run_has_the_losses_of_eager_and_no_graph_break(flags, tmp_path, monkeypatch):
+    """With windows of 128, 256 and 384 tokens, and validations of another length."""
+    sizes = "--seq_len 512 --val_seq_len 256 --window_span 384 --num_iterations 6 --batch_seqs 2"
+    more = "--num_layers 2 --layers short+v0,long --adam_eps 1e-6"
+    monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)  # a chunk's loss is one piece
     torch._dynamo.reset()
     counters.clear()
-    assert training_losses(hp, compiled=True) == pytest.approx(training_losses(hp, False), abs=1e-4)
+    losses = []
+    for choice in ("off", "on"):
+        words = ["--compile", choice, "--run_id", choice]
+        train_gpt.main([*flags, *sizes.split(), *more.split(), *words])
+        steps = rows(tmp_path / f"logs/{choice}.jsonl")
+        losses.append([row.get("val_loss", row.get("train_loss")) for row in steps])
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    assert len(losses[0]) == 7 and losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 def test_compiled_fp8_loss_equals_eager(monkeypatch):
