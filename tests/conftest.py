@@ -1,4 +1,4 @@
-"""Shared by all tests: the project on the import path, and small models and shards."""
+"""Shared by all tests: the import path, and fixtures for small models and shards."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models: others would wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow such small models down
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools", "forks")]
 
-if not torch.cuda.is_available():  # kernels run in Triton's interpreter: it asks when imported
+if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
 from runs import console_of  # noqa: E402
@@ -29,7 +29,7 @@ VOCAB = 512
 
 @pytest.fixture
 def tiny() -> train_gpt.Hyperparameters:
-    """Return the demo with a vocabulary, a width and a batch that cost nothing, in float32."""
+    """Return the settings of a very small demo in float32."""
     return replace(
         train_gpt.RECORDS["demo"],
         bfloat16_head=False,
@@ -58,18 +58,14 @@ def shard(path: Path, tokens, magic=20240520, version=1, count=None, cut=0) -> P
 
 @pytest.fixture
 def write_shard(tmp_path):
-    """Return write(name, tokens, **header): it writes a shard into tmp_path, returns its path."""
-
-    def write(name: str, tokens, **header) -> Path:
-        return shard(tmp_path / name, tokens, **header)
-
-    return write
+    """Return write(name, tokens, **header), which writes a shard into tmp_path."""
+    return lambda name, tokens, **header: shard(tmp_path / name, tokens, **header)
 
 
 @pytest.fixture
 def randomize():
-    """Return apply(model), which gives every parameter values that no test can mistake for its
-    initial ones, and returns the model."""
+    """Return apply(model), which draws all parameters, also those that begin at 0 or 1, and returns
+    the model."""
 
     def apply(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
         generator = torch.Generator().manual_seed(seed)
@@ -87,52 +83,37 @@ def randomize():
 
 
 def language(folder: Path) -> list[str]:
-    """Return flags of a run of seconds, in float32, on a made-up language of 512 words whose shards
-    are written into the folder."""
+    """Write shards of a made-up language of 512 words into the folder. Return the flags of a run of
+    seconds on them, in float32."""
     rng = np.random.default_rng(0)
     follower = rng.permutation(512)
     words = [0]
-    for noise in rng.random(40000):  # mostly, a word has one follower: learnable
+    for noise in rng.random(40000):  # four words of five follow from the word before
         words.append(follower[words[-1]] if noise < 0.8 else int(noise * 1e6) % 512)
     shard(folder / "train_1.bin", words[:30000])
     shard(folder / "val_0.bin", words[30000:])
-    sizes = {
-        "record": "demo",
-        "bfloat16_head": "off",
-        "vocab_size": 512,
-        "model_dim": 64,
-        "num_heads": 2,
-        "head_dim": 32,
-        "num_layers": 4,
-        "seq_len": 128,
-        "val_seq_len": 256,
-        "val_tokens": 2048,
-        "num_iterations": 4,
-        "val_loss_every": 2,
-        "train_files": str(folder / "train_*.bin"),
-        "val_files": str(folder / "val_*.bin"),
-        "epochs": 0,
-        "device": "cpu",
-        "seed": 1,
-    }
-    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    flags = "--record demo --bfloat16_head off --device cpu --seed 1 --epochs 0 --vocab_size 512"
+    flags += " --model_dim 64 --num_heads 2 --head_dim 32 --num_layers 4 --num_iterations 4"
+    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 2048 --val_loss_every 2"
+    files = ["--train_files", f"{folder}/train_*.bin", "--val_files", f"{folder}/val_*.bin"]
+    return [*flags.split(), *files]
 
 
 @pytest.fixture
 def flags(tmp_path, monkeypatch) -> list[str]:
-    """Return the flags of `language`, in an empty folder, where the test runs."""
+    """Return the flags of `language` in an empty folder, which becomes the current one."""
     monkeypatch.chdir(tmp_path)
     return language(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> SimpleNamespace:
-    """Train a small demo for eight steps; return its folder, its checkpoint's path and what it
+    """Train a small demo for eight steps. Return its folder, its checkpoint's path and what it
     printed."""
-    sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
-    length = "--batch_seqs 2 --num_iterations 8 --val_tokens 1024 --val_loss_every 0 --run_id it"
+    flags = "--record demo --bfloat16_head off --device cpu --model_dim 32 --num_heads 2"
+    flags += " --head_dim 16 --seq_len 128 --val_seq_len 128 --batch_seqs 2 --num_iterations 8"
+    flags += " --val_tokens 1024 --val_loss_every 0 --run_id it"
     folder = tmp_path_factory.mktemp("trained")
-    record = "--record demo --bfloat16_head off --device cpu"
-    console = console_of(f"{record} {sizes} {length}".split(), folder)
+    console = console_of(flags.split(), folder)
     path = folder / "logs/it/state_step000008.pt"
     return SimpleNamespace(folder=folder, path=path, console=console)

@@ -1,4 +1,4 @@
-"""Whole runs of the command line, and the community's lines that they print."""
+"""Helpers for tests of whole runs: start them, wait for them, read what they print."""
 
 import contextlib
 import importlib
@@ -23,18 +23,16 @@ from train_gpt import HERE  # noqa: E402
 
 SCRIPT, RUNS = str(HERE / "train_gpt.py"), __file__
 STEP = re.compile(r"step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
-HANGS = 300  # seconds; busy machines are slow
+HANGS = 300  # seconds after which a test fails; a busy machine is slow
 
-# Importing torch takes seconds of a core: programs are forks of a process that has done it.
+# Importing torch takes seconds, so programs are forks of a process that has imported it.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "train_gpt"])
 
 
 def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
-    """Run a script, under torchrun if there are ranks; return its finished process.
-
-    This file is a script, too: its first argument names other work, as MODULE:FUNCTION.
-    """
+    """Run a script, under torchrun if there are ranks, and return its finished process. With this
+    file as the script, the first argument names what to run, as MODULE:FUNCTION."""
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -44,8 +42,8 @@ def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
 
 
 def console_of(arguments: list, folder: Path, main=train_gpt.main) -> str:
-    """Return what main prints in a folder, in this process; without pytest's fixtures, so that
-    tests can share it. Another main is that of a fork: partial(train_gpt.main, run_class=...)."""
+    """Call main in this process, in a folder, and return what it prints. Fixtures of any scope can
+    use this. A fork's main is partial(train_gpt.main, run_class=...)."""
     console = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(console):
         main([str(a) for a in arguments])
@@ -53,7 +51,7 @@ def console_of(arguments: list, folder: Path, main=train_gpt.main) -> str:
 
 
 def error_of(arguments: list, capsys, main=train_gpt.main) -> tuple[int, str]:
-    """Return exit status and standard error of main in this process, which must be one line."""
+    """Call main in this process; return its exit status and its one line on standard error."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
@@ -63,7 +61,7 @@ def error_of(arguments: list, capsys, main=train_gpt.main) -> tuple[int, str]:
 
 
 def begin(work, arguments: tuple, environment: dict[str, str], output: Path) -> None:
-    """Do, in a forked process, work as a program in this environment."""
+    """Call work(*arguments) in a forked process, as a program in this environment."""
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -71,11 +69,11 @@ def begin(work, arguments: tuple, environment: dict[str, str], output: Path) -> 
 
 
 class Program:
-    """train_gpt.py's main, or other work, in a process for each rank, here and now.
+    """train_gpt.py's main, or other work, in a new process for each rank, in the current folder.
 
-    Ranks meet as under torchrun, in a store that none of them keeps; but nobody stops the others if
-    one ends, unless the test calls `fail`. `work` is a function of a module, or a partial of one;
-    it is called with the arguments as words, and with `more`.
+    Ranks meet as under torchrun, in a store of this process. Unlike torchrun, nothing stops the
+    other ranks when one ends, but `fail` does. `work` is a function of a module, or a partial of
+    one. It is called with the list of arguments as strings, and with `more`.
     """
 
     def __init__(self, arguments: list, ranks: int = 0, work=train_gpt.main, more=(), nodes=1):
@@ -92,7 +90,7 @@ class Program:
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks // nodes),
             }
-        with contextlib.chdir(HERE):  # there the server finds train_gpt.py, when it begins
+        with contextlib.chdir(HERE):  # where the server finds train_gpt.py when it starts
             multiprocessing.forkserver.ensure_running()
         for rank in range(max(ranks, 1)):
             if ranks:
@@ -101,7 +99,7 @@ class Program:
             words = [str(a) for a in arguments], *more
             output = Path(self.outputs.name, str(rank))
             process = FORKS.Process(target=begin, args=(work, words, environment, output))
-            process.daemon = True  # ends with the tests
+            process.daemon = True  # so that it ends with the tests
             process.start()
             self.ranks.append(process)
 
@@ -111,7 +109,7 @@ class Program:
         return path.read_text() if path.exists() else ""
 
     def fail(self) -> list[int]:
-        """Wait for a rank to fail, end the others as torchrun does, and return the statuses."""
+        """Wait until a rank fails, end the others as torchrun does, and return the statuses."""
         end = time.monotonic() + HANGS
         while not any(process.exitcode for process in self.ranks) and time.monotonic() < end:
             time.sleep(0.1)
@@ -135,7 +133,7 @@ class Program:
                 os.kill(process.pid, number)
 
     def end(self, ranks: slice = slice(None)) -> list[int]:
-        """Wait for ranks to end; return their statuses, -n for a signal, as subprocess has them."""
+        """Wait until ranks end, and return their statuses: -n is signal n."""
         for process in self.ranks[ranks]:
             process.join(HANGS)
             if process.exitcode is None:
@@ -145,8 +143,8 @@ class Program:
 
 
 def before_step(number: int, action) -> None:
-    """Let action() come before a step of the run, but the last one, which the warm-up makes, too.
-    This is for a process of its own."""
+    """Call action() before a step of the run; not the last one, which the warm-up makes, too. Only
+    for a process of its own, because the patch stays."""
     step_of = train_gpt.train_step
 
     def train_step(model, optimizers, inputs, targets, now, **options):
@@ -157,17 +155,24 @@ def before_step(number: int, action) -> None:
     train_gpt.train_step = train_step
 
 
+def wait_at_most(seconds: float) -> None:
+    """Shorten time.sleep: a rank that has failed sleeps for 5 seconds or more, until torchrun ends
+    it. Only for a process of its own, because the patch stays."""
+    sleep = time.sleep
+    time.sleep = lambda wanted: sleep(min(wanted, seconds))
+
+
 def rows(path: Path, killed: bool = False) -> list[dict]:
-    """Return all rows of a run's .jsonl. One that is not whole raises, but not the last one of a
-    killed run."""
+    """Return all rows of a run's .jsonl, which must be whole. Of a killed run, the last one need
+    not be."""
     *lines, rest = path.read_text().split("\n")
     assert killed or not rest
     return [json.loads(line) for line in lines]
 
 
 def val_losses(text: str, digits: int = 4) -> dict[int, float]:
-    """Return the validation losses in a run's log, or on its console, by steps. They have so many
-    digits after the point."""
+    """Return the validation losses in a run's log or console, by step. They must have this number
+    of decimal places."""
     line = rf"step:(\d+)/\d+ val_loss:(\d+\.\d{{{digits}}}) train_time:\d+ms step_avg:\d+\.\d\dms"
     return {int(m[1]): float(m[2]) for m in re.finditer(line, text)}
 

@@ -1,4 +1,4 @@
-"""Signals, kills, other ranks: no run is lost, and a resumed run is the uninterrupted one."""
+"""Signals, kills, locks, other ranks: a resumed run is the uninterrupted one."""
 
 import contextlib
 import errno
@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import language
-from runs import SCRIPT, Program, before_step, console_of, rows, val_losses
+from runs import SCRIPT, Program, before_step, console_of, rows, val_losses, wait_at_most
 
 import train_gpt
-from train_gpt import Run, UserError, load_checkpoint, main
+from train_gpt import Run, UserError, load_checkpoint, main, parse_args
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
 LAST = 40 if KILLS < 5 else 200
+AUTO = ["--device", "cpu", "--resume", "auto"]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,9 +52,19 @@ def elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def steps_of(path: str) -> list[int]:
+    return [row["step"] for row in rows(Path(path))]
+
+
+def chosen(words: list[str]) -> str | None:
+    """Return the run of the checkpoint that flags choose."""
+    _, args = parse_args(words, Run)
+    return args.checkpoint and Path(args.checkpoint).parent.name
+
+
 def stopped(words: list[str], number: int, step: int, delay: float) -> None:
-    """Run main, which gets a signal `delay` seconds after a step began, or three steps later at
-    last: then it waits."""
+    """Run main, which gets a signal `delay` seconds after a step began. Three steps later it waits
+    for the signal, if that has not come."""
     sent = threading.Event()
 
     def send() -> None:
@@ -68,7 +79,7 @@ def stopped(words: list[str], number: int, step: int, delay: float) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_stopped_at_random_moments_ends_bit_identical(flags, whole, tmp_path, number):
-    """Half of the moments are around a step that is saved, or while it saves."""
+    """Half of the moments are at a step that is saved, or while it is being saved."""
     rng = random.Random(int(number))
     begun = 0
     for stops in range(KILLS):
@@ -129,7 +140,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(flags, tmp_path):
 # ---- signals
 
 
-def twice(words: list[str]) -> None:
+def interrupted_twice(words: list[str]) -> None:
     """Run main, which gets two SIGINTs at once: torchrun repeats what the terminal sends."""
 
     def interrupt():
@@ -140,13 +151,8 @@ def twice(words: list[str]) -> None:
     main(words)
 
 
-@pytest.mark.parametrize("work", [main, twice])
-def test_ctrl_c_saves_and_leaves_with_130(work, flags, tmp_path):
-    long = ["--save_every", "0", "--num_iterations", "100000"]
-    run = Program([*flags, *long], work=work)
-    if work is main:
-        run.wait_for("step:3/")
-        run.send(signal.SIGINT)
+def test_ctrl_c_saves_and_leaves_with_130(flags, tmp_path):
+    run = Program([*flags, "--save_every", "0"], work=interrupted_twice)
     assert run.end() == [130] and run.text("err") == ""
     said = r"stopped by SIGINT and saved; --resume auto goes on after step (\d+)"
     step = int(re.search(said, run.text("out"))[1])
@@ -154,7 +160,7 @@ def test_ctrl_c_saves_and_leaves_with_130(work, flags, tmp_path):
 
 
 def saving_for_ever(words: list[str]) -> None:
-    """Run main, which never ends to save."""
+    """Run main, whose first save never ends."""
 
     def save(*arguments):
         print("saving", flush=True)
@@ -164,8 +170,7 @@ def saving_for_ever(words: list[str]) -> None:
     main(words)
 
 
-def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
-    """It counts from a second after the first one on."""
+def test_a_second_ctrl_c_leaves_at_once_if_a_second_has_passed(flags, tmp_path):
     run = Program(flags, work=saving_for_ever)
     run.wait_for("step:2/")
     run.send(signal.SIGINT)
@@ -174,27 +179,7 @@ def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
     time.sleep(1.1)
     assert run.ranks[0].is_alive()
     run.send(signal.SIGINT)
-    run.ranks[0].join(5)
-    assert not run.ranks[0].is_alive()
     assert run.end() == [130] and not list(tmp_path.glob("logs/it/*.pt"))
-
-
-def test_before_training_ctrl_c_leaves_with_a_line(flags):
-    run = Program(flags, work=waiting_to_begin)
-    run.wait_for("ready")
-    run.send(signal.SIGINT)
-    assert run.end() == [130] and run.text("err").strip() == "train_gpt.py: interrupted"
-
-
-def waiting_to_begin(words: list[str]) -> None:
-    """Run main, which never ends to warm up."""
-
-    def warm_up(*arguments):
-        print("ready", flush=True)
-        time.sleep(1e6)
-
-    train_gpt.warm_up = warm_up
-    main(words)
 
 
 # ---- ranks
@@ -208,7 +193,7 @@ def rank_0_stopped(words: list[str]) -> None:
 
 
 def test_another_number_of_ranks_takes_over(flags, whole, tmp_path):
-    """The first half is on two ranks, the second on one; it is compared with all on one."""
+    """The first half runs on two ranks, the second on one; the reference runs on one."""
     run = Program(flags, 2, rank_0_stopped)
     assert run.end() == [143, 143], run.text("err")
     assert "stopped by SIGTERM and saved" in run.text("out")
@@ -218,9 +203,10 @@ def test_another_number_of_ranks_takes_over(flags, whole, tmp_path):
 
 
 def hanging(words: list[str]) -> None:
-    """Run main; rank 1 sleeps in its third step."""
+    """Run main; rank 1 hangs in its third step."""
     if os.environ["RANK"] == "1":
-        before_step(3, lambda: time.sleep(1e6))
+        before_step(3, signal.pause)
+    wait_at_most(0.1)
     main(words)
 
 
@@ -232,20 +218,12 @@ def test_a_rank_that_hangs_ends_the_run_by_the_timeout(flags):
     run.end()
 
 
-def test_ranks_without_rank_0_s_checkpoint_stop(flags, tmp_path):
-    """So it is on two machines whose logs/ is not one folder."""
-    run = Program([*flags, "--resume", "auto"], 2, in_own_folder)
-    assert run.end(slice(1, 2)) == [2]
-    run.fail()
-    said = r"rank 0 chose logs/it/state_step\d+.pt, which is not here: logs/ must be one folder"
-    assert re.search(said, run.text("err", 1))
-
-
 def in_own_folder(words: list[str]) -> None:
     """Run main, where only rank 0 finds a checkpoint."""
     folder = Path(os.environ["RANK"])
     folder.mkdir()
     os.chdir(folder)
+    wait_at_most(0.1)
     if os.environ["RANK"] == "0":
         alone = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
         with contextlib.suppress(SystemExit):
@@ -255,6 +233,15 @@ def in_own_folder(words: list[str]) -> None:
     main(words)
 
 
+def test_ranks_without_rank_0_s_checkpoint_stop(flags, tmp_path):
+    """As on two machines whose logs/ are two folders."""
+    run = Program([*flags, "--resume", "auto"], 2, in_own_folder)
+    assert run.end(slice(1, 2)) == [2]
+    run.fail()
+    said = r"rank 0 chose logs/it/state_step\d+.pt, which is not here: logs/ must be one folder"
+    assert re.search(said, run.text("err", 1))
+
+
 # ---- which run goes on
 
 
@@ -262,7 +249,7 @@ def waiting(words: list[str], step: int, go: str) -> None:
     """Run main, which waits before a step until there is a file `go`."""
 
     def wait() -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ["RANK"] == "0":
             print("waiting", flush=True)
         while not os.path.exists(go):
             time.sleep(0.01)
@@ -271,165 +258,135 @@ def waiting(words: list[str], step: int, go: str) -> None:
     main(words)
 
 
-def steps_of(path: Path) -> list[int]:
-    return [row["step"] for row in rows(path)]
+def impatient(words: list[str]) -> None:
+    wait_at_most(0.1)
+    main(words)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_live_run_is_not_joined(ranks, flags, tmp_path):
-    """Another process begins a run of its own; one that names the live run is refused. When the
-    live run has ended, nothing is left to do."""
+def test_a_live_run_is_not_joined(flags, tmp_path):
+    """Another process that names the live run is refused, and one that names none begins a run of
+    its own. When the live run has ended, nothing is left to do."""
     flags = [*flags, "--num_iterations", "9"]
-    work = functools.partial(waiting, step=7, go=str(tmp_path / "go"))
-    live = Program(flags, ranks, work)
+    live = Program(flags, 2, functools.partial(waiting, step=7, go=str(tmp_path / "go")))
     live.wait_for("waiting")
     assert Path("logs/it/state_step000005.pt").exists()
     holder = f"the run it goes on in process {live.ranks[0].pid} on "
 
-    named = Program([*flags, "--resume", "auto"], ranks)
-    assert set(named.end()) == {2} and holder in named.text("err")  # on all ranks
+    named = Program([*flags, "--resume", "auto"], 2, impatient)
+    assert named.end() == [2, 2]
+    assert all(holder in named.text("err", rank) for rank in (0, 1))
 
-    other = Program([*flags, "--run_id", "", "--resume", "auto"], ranks)
-    assert set(other.end()) == {0}, other.text("err")
+    other = Program([*flags, "--run_id", "", "--resume", "auto"], 2)
+    assert other.end() == [0, 0], other.text("err")
     assert holder in other.text("out") and "a new one begins" in other.text("out")
 
     assert live.ranks[0].is_alive()
     Path("go").touch()
-    assert set(live.end()) == {0}, live.text("err")
-    first, second = sorted(tmp_path.glob("logs/*.jsonl"), key=lambda path: path.name == "it.jsonl")
-    assert steps_of(first) == steps_of(second) == list(range(1, 10))
+    assert live.end() == [0, 0], live.text("err")
+    for path in tmp_path.glob("logs/*.jsonl"):
+        assert steps_of(path) == list(range(1, 10))
+    assert len(list(tmp_path.glob("logs/*.jsonl"))) == 2
     assert "\nresumed at step" not in Path("logs/it.txt").read_text()
-
     out = console_of([*flags, "--resume", "auto"], tmp_path)
     assert "the run had finished: step 9 of 9 is saved" in out
 
 
-@pytest.fixture
-def stopped_runs(flags, tmp_path) -> list[str]:
-    """Leave two runs unfinished, "old" and the newer "new", which has another seed; return the
-    flags of both, without their seed."""
-    flags = [*flags[: flags.index("--seed")], *flags[flags.index("--seed") + 2 :]]
-    flags += ["--num_iterations", "9"]
+def test_resume_auto_goes_on_with_the_run_that_is_asked_for(flags, tmp_path):
+    """Without flags about learning, that is the newest unfinished run; else the one with these
+    settings. If there is none, a new one begins."""
+    flags = [*flags, "--num_iterations", "9"]
     for name, seed in (("old", 1), ("new", 2)):
         words = [*flags, "--run_id", name, "--seed", seed]
         run = Program(words, work=functools.partial(stopped, number=15, step=4, delay=0))
         assert run.end() == [128 + 15]
-    return flags[: flags.index("--run_id")] + flags[flags.index("--run_id") + 2 :]
-
-
-def test_resume_auto_goes_on_with_the_run_that_is_asked_for(stopped_runs, flags, tmp_path):
-    """Without a word of what is learned, that is the newest one; else the one with these settings;
-    if there is none, a new one begins; a finished one is no such run."""
-    machine = ["--device", "cpu", "--resume", "auto"]
-    _, args = train_gpt.parse_args(machine, Run)
-    assert Path(args.checkpoint).parent.name == "new"
-    found = {}
-    for seed in (1, 2, 3):
-        _, args = train_gpt.parse_args([*stopped_runs, *machine, "--seed", str(seed)], Run)
-        found[seed] = args.checkpoint and Path(args.checkpoint).parent.name
-    assert found == {1: "old", 2: "new", 3: None}
-
-    assert "resumed at step" in console_of(machine, tmp_path)
-    assert steps_of(Path("logs/new.jsonl")) == list(range(1, 10))
-    _, args = train_gpt.parse_args(machine, Run)
-    assert Path(args.checkpoint).parent.name == "old"
+    assert chosen(AUTO) == "new"
+    anyone = [*flags, "--run_id", "", *AUTO]
+    found = {seed: chosen([*anyone, "--seed", seed]) for seed in ("1", "2", "3")}
+    assert found == {"1": "old", "2": "new", "3": None}
+    assert "resumed at step" in console_of(AUTO, tmp_path)
+    assert steps_of("logs/new.jsonl") == list(range(1, 10))
+    assert chosen(AUTO) == "old"
     with pytest.raises(UserError, match=re.escape("seed 1 -> 3; --resume_force goes on")):
-        train_gpt.parse_args([*machine, "--run_id", "old", "--seed", "3"], Run)
-    hp, args = train_gpt.parse_args([*machine, "--resume_force", "--seed", "3"], Run)
+        parse_args([*AUTO, "--run_id", "old", "--seed", "3"], Run)
+    hp, args = parse_args([*AUTO, "--resume_force", "--seed", "3"], Run)
     assert Path(args.checkpoint).parent.name == "old" and hp.seed == 3
-    _, args = train_gpt.parse_args([*machine, "--record", "demo"], Run)
-    assert args.checkpoint is None  # the demo's own settings are not those of either
-
-
-def test_a_published_checkpoint_among_the_runs_is_none_of_them(tmp_path):
-    Path("logs/it").mkdir(parents=True)
-    torch.save({"step": 9, "code": "", "model": {}}, "logs/it/state_step000009.pt")
-    _, args = train_gpt.parse_args(["--device", "cpu", "--resume", "auto"], Run)
-    assert args.checkpoint is None
+    assert chosen([*AUTO, "--record", "demo"]) is None  # neither run has the demo's own settings
 
 
 def test_a_run_that_fails_before_it_trains_is_unlocked(flags, monkeypatch):
-    """So it may begin again in the same process, as a notebook's."""
+    """So it can begin again in the same process, as in a notebook."""
     flags = [*flags, "--num_iterations", "1", "--save_every", "0", "--save_last", "off"]
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "warm_up", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError) as error:
             main(flags)
     main([*flags, "--resume", "auto"])
-    assert error.tb is not None and steps_of(Path("logs/it.jsonl")) == [1]
+    assert error.tb is not None and steps_of("logs/it.jsonl") == [1]
+    assert not Path("logs/it").exists()  # --save_last off
 
 
-def test_a_finished_run_s_weights_are_saved_unless_off_and_cannot_train_on(flags, tmp_path):
-    flags = [*flags, "--num_iterations", "2", "--save_every", "0"]
-    console_of([*flags, "--run_id", "none", "--save_last", "off"], tmp_path)
-    assert not Path("logs/none").exists()
-    words = [*flags, "--run_id", "way", "--save_last", "off", "--save_every", "1"]
-    console_of(words, tmp_path)
-    assert "the run had finished" in console_of([*words, "--resume", "auto"], tmp_path)
+def test_a_finished_run_is_saved_without_optimizers_and_cannot_train_on(flags, tmp_path):
+    """A run that saves on the way saves its end even with --save_last off."""
+    flags = [*flags, "--num_iterations", "3", "--save_every", "2", "--save_last", "off"]
     console_of(flags, tmp_path)
-    path = "logs/it/state_step000002.pt"
+    assert "the run had finished" in console_of([*flags, "--resume", "auto"], tmp_path)
+    path = "logs/it/state_step000003.pt"
     saved = load_checkpoint(path, Run)
-    assert saved["optimizers"] == {} and saved["step"] == 2
-    words = ["--resume", path, "--num_iterations", "3", "--resume_force", "--device", "cpu"]
-    with pytest.raises(
-        UserError, match="of a finished run, which holds weights only; name an earlier"
-    ):
-        train_gpt.parse_args(words, Run)
+    assert saved["optimizers"] == {} and saved["step"] == 3
+    words = ["--resume", path, "--num_iterations", "4", "--resume_force", "--device", "cpu"]
+    with pytest.raises(UserError, match="which holds weights only; name an earlier"):
+        parse_args(words, Run)
 
 
-def holding(words: list[str], seconds: float) -> None:
-    """Hold the run that is named."""
+def holding(words: list[str]) -> None:
+    """Hold the run that is named for longer than a start waits, unless torchrun restarted it."""
     with train_gpt.lock_run(*words):
         print("held", flush=True)
-        time.sleep(seconds)
+        time.sleep(1.5)
 
 
-def test_a_restart_waits_for_the_processes_before(tmp_path, monkeypatch):
-    holder = Program(["it"], work=functools.partial(holding, seconds=2.5))
+def test_a_restart_waits_for_the_processes_before(monkeypatch):
+    holder = Program(["it"], work=holding)
     holder.wait_for("held")
-    with pytest.raises(UserError, match=f"the run it goes on in process {holder.ranks[0].pid}"):
-        train_gpt.lock_run("it")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train_gpt.lock_run("it").close()
     assert holder.end() == [0]
 
 
-def test_where_files_cannot_be_locked_a_note_is_all(tmp_path, monkeypatch, capsys):
-    """So it is on some disks of clusters."""
+def test_a_disk_without_locks_is_noted_and_one_without_rights_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    """Some disks of clusters have no locks."""
 
     def flock(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(train_gpt.fcntl, "flock", flock)
-    train_gpt.lock_run("it").close()
-    said = "note: logs/it.lock cannot be locked (No locks available): start no run twice"
-    assert capsys.readouterr().out == f"{said}\n"
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt.fcntl, "flock", flock)
+        train_gpt.lock_run("it").close()
+    assert "logs/it.lock cannot be locked (No locks available)" in capsys.readouterr().out
+    Path("logs").rename("others")
     Path("logs").write_text("a file, where a folder is wanted")
     with pytest.raises(UserError, match=f"cannot write logs/it.lock in {tmp_path}: "):
         train_gpt.lock_run("it")
 
 
-def test_another_script_s_run_is_not_joined(flags, tmp_path, capsys):
-    """A fork may have the same settings and another model. To evaluate one that is named, a note is
-    all."""
+def test_another_script_s_run_and_a_published_checkpoint_are_not_joined(flags, tmp_path, capsys):
+    """A fork can have the same settings and another model. --eval of a named one prints a note."""
     flags = [*flags, "--num_iterations", "3", "--save_every", "2", "--keep", "9"]
     console_of(flags, tmp_path)
-    Path("logs/it/state_step000003.pt").unlink()
     path = Path("logs/it/state_step000002.pt")
-    torch.save(torch.load(path, weights_only=True) | {"script": "my_fork.py"}, path)
-    machine = ["--device", "cpu"]
-    _, args = train_gpt.parse_args([*machine, "--resume", "auto"], Run)
-    assert args.checkpoint is None
+    saved = torch.load(path, weights_only=True)
+    Path("logs/it/state_step000003.pt").unlink()
+    torch.save({"step": 2, "code": "", "model": {}}, path)
+    assert chosen(AUTO) is None
+    torch.save(saved | {"script": "my_fork.py"}, path)
+    assert chosen(AUTO) is None
     for words in (["--eval", "auto"], ["--resume", "auto", "--run_id", "it"]):
         with pytest.raises(UserError, match="no intact checkpoint of train_gpt.py is among 1"):
-            train_gpt.parse_args([*machine, *words], Run)
-    with pytest.raises(
-        UserError, match="script my_fork.py -> train_gpt.py; --resume_force goes on"
-    ):
-        train_gpt.parse_args([*machine, "--resume", str(path)], Run)
+            parse_args([*words, "--device", "cpu"], Run)
+    with pytest.raises(UserError, match="script my_fork.py -> train_gpt.py; --resume_force goes"):
+        parse_args(["--device", "cpu", "--resume", str(path)], Run)
     capsys.readouterr()
-    train_gpt.parse_args([*machine, "--eval", str(path)], Run)
+    parse_args(["--device", "cpu", "--eval", str(path)], Run)
     assert f"note: {path} is of my_fork.py; train_gpt.py evaluates it" in capsys.readouterr().out

@@ -21,4 +21,4 @@ def test_two_nodes_of_two_ranks_equal_one(flags, unclipped, tmp_path):  # noqa: 
     assert [node.returncode for node in nodes] == [0, 0]
     found = outcome(tmp_path, "".join(texts))
     assert_same(found, unclipped, 4)
-    assert_shared(flags, found[2], 4)
+    assert_shared(flags, found.reports, 4)
