@@ -1,6 +1,7 @@
 """train_gpt.py alone: copied, or cut out of a log, it trains in an empty folder."""
 
 import ast
+import contextlib
 import os
 import re
 import runpy
@@ -8,34 +9,44 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import language
 from runs import SCRIPT, Program, val_losses
 
 from train_gpt import HERE
 
 RULE = "=" * 100
 SOURCE = Path(SCRIPT).read_text()
-STEPS = ["--num_iterations", "4", "--val_loss_every", "2", "--save_every", "2"]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    flags = [*language(tmp_path_factory.mktemp("data")), "--save_every", "2"]
+    return [*flags, "--batch_seqs", "2", "--val_tokens", "512", "--run_id", "it"]
+
+
+@pytest.fixture(scope="module")
+def own(flags, tmp_path_factory) -> SimpleNamespace:
+    """Run the project's own script without Triton twins; return its losses and its log."""
+    folder = tmp_path_factory.mktemp("own")
+    losses = val_losses(printed([*flags, "--kernels", "off"], folder, Path(SCRIPT)))
+    assert list(losses) == [0, 2, 4]
+    return SimpleNamespace(losses=losses, log=(folder / "logs/it.txt").read_text())
 
 
 @pytest.fixture
-def flags(flags) -> list[str]:
-    return [*flags, *STEPS, "--batch_seqs", "2", "--val_tokens", "512"]
-
-
-@pytest.fixture
-def empty(tmp_path) -> Path:
-    """Return an empty folder."""
-    path = tmp_path / "empty"
-    path.mkdir()
-    return path
+def copy(tmp_path) -> Path:
+    """Return a copy of train_gpt.py in an empty folder."""
+    (tmp_path / "empty").mkdir()
+    return Path(shutil.copy(SCRIPT, tmp_path / "empty"))
 
 
 def as_script(words: list[str], script: str, packages: tuple[str, ...] = ()) -> None:
-    """Run a script as Python does that is started with it: nothing of the project is known, and
-    modules are found beside the script, in folders of packages, and in the environment."""
+    """Run a script as `python script` does: it finds modules beside it, in folders of packages, and
+    in the environment, and not in the project."""
     for name in ("train_gpt", "kernels"):
         sys.modules.pop(name, None)
     others = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(HERE)]
@@ -48,59 +59,36 @@ def as_script(words: list[str], script: str, packages: tuple[str, ...] = ()) -> 
 def printed(words: list[str], folder: Path, script: Path, packages: tuple[Path, ...] = ()) -> str:
     """Run a script in a folder; return what it prints."""
     more = str(script), tuple(map(str, packages))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         program = Program(words, work=as_script, more=more)
         assert program.end() == [0], program.text("err")
     return program.text("out")
 
 
-@pytest.fixture
-def expected(flags, tmp_path) -> dict[int, float]:
-    """Return the losses of the project's own script, without twins, from another folder."""
-    folder = tmp_path / "own"
-    folder.mkdir()
-    losses = val_losses(printed([*flags, "--kernels", "off"], folder, Path(SCRIPT)))
-    assert list(losses) == [0, 2, 4]
-    return losses
-
-
-def test_copied_alone_it_trains_resumes_and_evaluates(flags, expected, empty):
-    """As a program of its own: python train_gpt.py."""
-    shutil.copy(SCRIPT, empty)
+def test_copied_alone_it_trains_resumes_and_evaluates(flags, own, copy):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-
-    def python(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "train_gpt.py", *words],
-            cwd=empty,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
-
-    out = python(*flags, "--run_id", "it")
-    assert val_losses(out) == expected
-    assert "run.sh" not in out and "tools/" not in out  # it is not there
-    assert {path.name for path in empty.iterdir()} == {"train_gpt.py", "logs"}
-    path = empty / "logs/it/state_step000004.pt"
+    command = [sys.executable, copy.name, *flags]
+    options = {"cwd": copy.parent, "env": environment, "text": True}
+    done = subprocess.run(command, capture_output=True, **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert val_losses(done.stdout) == own.losses
+    assert "run.sh" not in done.stdout and "tools/" not in done.stdout  # there are none
+    assert {path.name for path in copy.parent.iterdir()} == {"train_gpt.py", "logs"}
+    path = copy.parent / "logs/it/state_step000004.pt"
     path.unlink()
-    out = python("--resume", "auto", "--run_id", "it", "--device", "cpu")
-    assert "\nresumed at step 2\n" in out and val_losses(out) == {4: expected[4]}
-    out = python("--eval", str(path), "--device", "cpu")
-    assert f"val_loss:{expected[4]:.4f} over 512 tokens" in out
+    out = printed(["--resume", "auto", "--run_id", "it", "--device", "cpu"], copy.parent, copy)
+    assert "\nresumed at step 2\n" in out and val_losses(out) == {4: own.losses[4]}
+    out = printed(["--eval", str(path), "--device", "cpu"], copy.parent, copy)
+    assert f"val_loss:{own.losses[4]:.4f} over 512 tokens" in out
 
 
-def test_the_first_part_of_a_log_is_a_script_with_the_losses_of_that_log(flags, empty, tmp_path):
-    printed([*flags, "--run_id", "it"], tmp_path, Path(SCRIPT))
-    first, rest = (tmp_path / "logs/it.txt").read_text().split(f"\n{RULE}\n", 1)
+def test_the_first_part_of_a_log_is_a_script_with_the_losses_of_that_log(flags, own, tmp_path):
+    first, rest = own.log.split(f"\n{RULE}\n", 1)
     assert first == SOURCE and "kernels.py:\n" in rest
-    (empty / "cut_out.py").write_text(first)
-    out = printed([*flags, "--run_id", "again"], empty, empty / "cut_out.py")
-    assert val_losses(out) == val_losses(rest) and list(val_losses(out)) == [0, 2, 4]
-    again = (empty / "logs/again.txt").read_text()
+    script = tmp_path / "cut_out.py"
+    script.write_text(first)
+    assert val_losses(printed(flags, tmp_path, script)) == own.losses == val_losses(rest)
+    again = (tmp_path / "logs/it.txt").read_text()
     assert again.startswith(f"{SOURCE}\n{RULE}\n")
     assert again.count(f"\n{RULE}\n") == 4  # source, software, machine, settings: no kernels.py
 
@@ -108,15 +96,14 @@ def test_the_first_part_of_a_log_is_a_script_with_the_losses_of_that_log(flags, 
 def test_an_edited_copy_beside_the_original_has_its_own_name_and_the_project_s_kernels(
     flags, tmp_path
 ):
-    """Its log begins with it and has kernels.py, its checkpoints name it."""
-    project = tmp_path / "project"
-    project.mkdir()
-    shutil.copy(HERE / "kernels.py", project)
-    script = project / "my_fork.py"
+    """Its log begins with it and has kernels.py. Its checkpoints and messages name it."""
+    (tmp_path / "project").mkdir()
+    shutil.copy(HERE / "kernels.py", tmp_path / "project")
+    script = tmp_path / "project/my_fork.py"
     script.write_text(
         SOURCE.replace("muon_lr: float = setting(0.05", "muon_lr: float = setting(0.06")
     )
-    printed([*flags, "--run_id", "it"], tmp_path, script)
+    printed(flags, tmp_path, script)
     log = (tmp_path / "logs/it.txt").read_text()
     assert log.startswith(f"{script.read_text()}\n{RULE}\n") and "\nmuon_lr: 0.06\n" in log
     path = tmp_path / "logs/it/state_step000004.pt"
@@ -127,22 +114,17 @@ def test_an_edited_copy_beside_the_original_has_its_own_name_and_the_project_s_k
         printed(["--nope"], tmp_path, script)
 
 
-def test_with_another_package_named_kernels_there_are_no_twins(flags, expected, empty, tmp_path):
-    """PyPI has one."""
+@pytest.mark.parametrize("other_package", [False, True])
+def test_without_kernels_py_there_are_no_twins(other_package, flags, own, copy, tmp_path):
+    """PyPI has another package of that name."""
     package = tmp_path / "packages/kernels"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("def get_kernel(name):\n    raise RuntimeError\n")
-    shutil.copy(SCRIPT, empty)
-    out = printed(flags, empty, empty / "train_gpt.py", (package.parent,))
-    assert val_losses(out) == expected
+    if other_package:
+        text = "def get_kernel(name):\n    raise RuntimeError\n"
+        (package / "__init__.py").write_text(text)
+        assert val_losses(printed(flags, copy.parent, copy, (package.parent,))) == own.losses
     with pytest.raises(AssertionError, match="--kernels on: kernels.py or Triton is missing"):
-        printed([*flags, "--kernels", "on"], empty, empty / "train_gpt.py", (package.parent,))
-
-
-def test_kernels_on_without_kernels_py_is_refused(flags, empty):
-    shutil.copy(SCRIPT, empty)
-    with pytest.raises(AssertionError, match="--kernels on: kernels.py or Triton is missing"):
-        printed([*flags, "--kernels", "on"], empty, empty / "train_gpt.py")
+        printed([*flags, "--kernels", "on"], tmp_path, copy, (package.parent,))
 
 
 def packages_of(path: Path) -> set[str]:
@@ -158,13 +140,9 @@ def packages_of(path: Path) -> set[str]:
 
 
 def test_it_imports_torch_numpy_tqdm_and_kernels_alone():
-    """kernels.py wants Triton, too, and nothing of the project."""
+    """kernels.py imports torch and Triton alone."""
     assert packages_of(HERE / "train_gpt.py") == {"torch", "numpy", "tqdm", "kernels"}
     assert packages_of(HERE / "kernels.py") == {"torch", "triton"}
     requirements = (HERE / "requirements.txt").read_text()
-    assert {*re.findall(r"(?m)^[\w-]+", requirements)} == {
-        "torch",
-        "numpy",
-        "tqdm",
-        "huggingface-hub",
-    }
+    names = {*re.findall(r"(?m)^[\w-]+", requirements)}
+    assert names == {"torch", "numpy", "tqdm", "huggingface-hub"}

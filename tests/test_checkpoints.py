@@ -5,6 +5,7 @@ import dataclasses
 import os
 import random
 import re
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def write(path: Path, state: dict) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """Train for eight steps, save in the middle; return flags, losses, and checkpoints by step."""
+    """Train for eight steps and save twice. Return flags, losses, and checkpoints by step."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*language(folder), "--num_iterations", "8", "--val_loss_every", "4"]
     flags += ["--window_span", "256", "--seq_len", "256"]
@@ -64,7 +65,7 @@ def saved(run) -> dict:
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_a_checkpoint_evaluates_to_the_loss_of_its_step(step, run, tmp_path, monkeypatch, capsys):
-    """Under the window of that step. It knows its model and not its places."""
+    """Under the window of that step, wherever the checkpoint and the data are."""
     monkeypatch.chdir(tmp_path)
     Path("elsewhere.pt").write_bytes(run.paths[step].read_bytes())
     Path("other.bin").write_bytes((run.folder / "val_0.bin").read_bytes())
@@ -75,7 +76,7 @@ def test_a_checkpoint_evaluates_to_the_loss_of_its_step(step, run, tmp_path, mon
 
 
 def test_a_published_checkpoint_loads(flags, tmp_path, capsys, randomize):
-    """Names with torch.compile's prefix, bfloat16 embeddings, and no settings of ours inside."""
+    """It has torch.compile's prefix in its names, bfloat16 embeddings, and no settings."""
     hp, _ = parse_args(flags, Run)
     model = randomize(GPT(hp))
     model.embed.bfloat16().float()  # so that saving in bfloat16 loses nothing
@@ -116,7 +117,7 @@ TEXTS = {"layers": LAYERS_2024}
 
 
 def another(name: str, hp: Hyperparameters, texts=TEXTS, check=train_gpt.check):
-    """Return another value of the setting than hp's, legal by `check`; of texts, the one given."""
+    """Return a legal value of the setting that differs from hp's; of a text, that in `texts`."""
     (f,) = (f for f in dataclasses.fields(hp) if f.name == name)
     value = getattr(hp, name)
     if f.type is bool:
@@ -144,8 +145,8 @@ def typed(name: str, value) -> list[str]:
 
 
 def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
-    """A run in which each of them is another one than the record's, but for two that do not fit the
-    others; what a machine has is gone."""
+    """In this run all of them differ from the record's but two, which do not fit the others.
+    Settings about the machine are not kept."""
     monkeypatch.chdir(tmp_path)
     own = RECORDS["demo"]
     others = [name for name in LEARNING if name not in ("rope", "grad_clip", *TINY)]
@@ -189,13 +190,6 @@ def test_a_run_may_go_on_with_other_settings_of_the_run_and_of_the_machine(run):
         assert getattr(hp, name) == value
 
 
-def test_a_new_setting_is_one_of_learning_unless_it_says_otherwise():
-    (f,) = dataclasses.fields(
-        dataclasses.make_dataclass("New", [("it", float, train_gpt.setting(1.0, "a new one"))])
-    )
-    assert f.metadata["about"] == "learning"
-
-
 # ---- checkpoints of other programs, and of other versions of this one
 
 
@@ -203,7 +197,7 @@ def test_a_new_setting_is_one_of_learning_unless_it_says_otherwise():
 def test_a_checkpoint_of_another_script_is_refused_and_the_script_is_named(
     flag, saved, tmp_path, capsys
 ):
-    """Its record is not there, or a record of that name has other settings."""
+    """This script lacks its record, or one of its settings."""
     saved["script"] = "train_gpt_2026.py"
     settings = saved["hyperparameters"]
     for record, more in (("2026-03-06_SimplifyHC", {}), ("demo", {"stages": "window=256"})):
@@ -222,7 +216,7 @@ def test_a_checkpoint_with_settings_that_cannot_be_is_refused(saved, tmp_path, c
 
 
 def test_a_setting_that_a_checkpoint_lacks_is_that_of_its_record(run, saved, tmp_path):
-    """So what becomes a setting later is as it was."""
+    """As in a checkpoint that is older than the setting."""
     lost = ("norm_eps", "momentum_damped", "muon_lr")
     for name in lost:
         del saved["hyperparameters"][name]
@@ -234,37 +228,32 @@ def test_a_setting_that_a_checkpoint_lacks_is_that_of_its_record(run, saved, tmp
     assert found == replace(whole, **own) and not record.momentum_damped
 
 
-def test_to_go_on_after_a_change_of_the_source_is_said_in_the_log(
+def test_to_go_on_with_other_source_or_kernels_is_said_and_ends_alike(
     run, saved, tmp_path, monkeypatch, capsys
 ):
-    """The run ends as it would have."""
     monkeypatch.chdir(tmp_path)
     assert saved["code"] == Path(train_gpt.__file__).read_text()
-    write(Path("logs/it/state_step000004.pt"), saved | {"code": "another"})
-    main(["--resume", "auto", "--device", "cpu"])
-    out = capsys.readouterr().out
-    assert "\nresumed at step 4; the source has changed since\n" in out
-    assert val_losses(out) == {8: run.losses[8]}
     ours = load_checkpoint(run.paths[8], Run)["model"]
-    for name, weight in load_checkpoint("logs/it/state_step000008.pt", Run)["model"].items():
-        assert torch.equal(weight, ours[name]), name
-
-
-def test_to_go_on_under_other_kernels_is_said_in_the_log(saved, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for former, said in ((["relu2_mlp", "x"], "; its kernels were: relu2_mlp x\n"), ([], "\n")):
-        write(Path("logs/it/state_step000004.pt"), saved | {"kernels": former})
-        main(["--resume", "auto", "--device", "cpu", "--num_iterations", "5", "--resume_force"])
-        line = f"\nresumed at step 4{said}"
-        assert line in capsys.readouterr().out and line in Path("logs/it.txt").read_text()
-        Path("logs/it.txt").unlink()
+    for more, said in (
+        ({"code": "another"}, "; the source has changed since"),
+        ({"kernels": ["relu2_mlp", "x"]}, "; its kernels were: relu2_mlp x"),
+        ({}, ""),
+    ):
+        write(Path("logs/it/state_step000004.pt"), saved | more)
+        main(["--resume", "auto", "--device", "cpu"])
+        out, line = capsys.readouterr().out, f"\nresumed at step 4{said}\n"
+        assert line in out and line in Path("logs/it.txt").read_text()
+        assert val_losses(out) == {8: run.losses[8]}
+        found = load_checkpoint("logs/it/state_step000008.pt", Run)["model"]
+        assert all(torch.equal(found[name], weight) for name, weight in ours.items())
+        shutil.rmtree("logs")
 
 
 # ---- damage
 
 
 def places(path: Path) -> dict[str, range]:
-    """Return where in the file the bytes of each of a checkpoint's records are."""
+    """Return the positions in the file of the bytes of each of a checkpoint's records."""
     found = {}
     data = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -283,50 +272,27 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def equal(a, b) -> bool:
-    """Say whether two checkpoints hold the same, bit for bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 def test_a_flipped_byte_in_any_record_of_a_checkpoint_is_noticed(run, tmp_path):
     path = tmp_path / "state_step000001.pt"
     whole = run.paths[4].read_bytes()
     rng = random.Random(0)
-    found = places(run.paths[4])
+    found = {name: where for name, where in places(run.paths[4]).items() if where}
     assert len(found) > 50  # a record for each tensor, and the pickle
     for name, where in found.items():
         path.write_bytes(whole)
-        if not where:
-            continue
         flip(path, rng.choice(where))
         with pytest.raises(UserError, match=re.escape(f"its part {name} is damaged")) as error:
             load_checkpoint(path, Run)
         assert f"{path} is not a whole checkpoint" in str(error.value)
 
 
-def test_a_cut_checkpoint_is_refused_and_no_flipped_byte_changes_what_it_holds(run, tmp_path):
-    """Between the records there are bytes that nothing reads."""
+def test_a_cut_checkpoint_is_refused(run, tmp_path):
     path = tmp_path / "state_step000001.pt"
     whole = run.paths[4].read_bytes()
-    rng = random.Random(0)
-    lengths = [0, 1, len(whole) // 2, len(whole) - 22, len(whole) - 1]
-    for length in lengths + [rng.randrange(len(whole)) for _ in range(15)]:
+    for length in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 22, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(UserError, match="state_step000001.pt is not a whole checkpoint"):
             load_checkpoint(path, Run)
-    expected = load_checkpoint(run.paths[4], Run)
-    refused = 0
-    for _ in range(100):
-        path.write_bytes(whole)
-        flip(path, rng.randrange(len(whole)))
-        try:
-            assert equal(load_checkpoint(path, Run), expected)
-        except UserError as error:
-            assert f"{path} is " in str(error)
-            refused += 1
-    assert refused > 50
 
 
 class Bomb:
@@ -346,13 +312,9 @@ def test_a_pickle_bomb_executes_nothing(tmp_path, monkeypatch):
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    folder = Path("logs/it")
-    folder.mkdir(parents=True)
-    for step in (4, 8):
-        (folder / f"state_step{step:06}.pt").write_bytes(run.paths[step].read_bytes())
-    newest = folder / "state_step000008.pt"
-    place = max(places(newest).values(), key=len)[7]
-    flip(newest, place)
+    shutil.copytree(run.folder / "logs/it", "logs/it")
+    newest = Path("logs/it/state_step000008.pt")
+    flip(newest, max(places(newest).values(), key=len)[7])
     words = ["--resume", "auto", "--run_id", "it", "--device", "cpu"]
     main(words)
     out, err = capsys.readouterr()
@@ -361,7 +323,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     assert "resumed at step 4" in out and val_losses(out) == {8: run.losses[8]}
     main(words)  # it is whole again
     assert "the run had finished: step 8 of 8 is saved" in capsys.readouterr().out
-    for path in folder.glob("*.pt"):
+    for path in Path("logs/it").glob("*.pt"):
         path.write_bytes(b"nothing")
     with pytest.raises(SystemExit) as stop:
         main(words)
@@ -370,7 +332,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
 
 
 def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, capsys):
-    """Of a run that goes on from an older checkpoint, those of the abandoned branch go first."""
+    """When a run goes on from an older checkpoint, those of the abandoned branch go first."""
     monkeypatch.chdir(tmp_path)
     flags = [*run.flags, "--val_loss_every", "0", "--run_id", "it"]
     main([*flags, "--keep", "9", "--save_every", "2"])
@@ -382,17 +344,8 @@ def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, c
     assert kept == ["state_step000006.pt", "state_step000008.pt"]
 
 
-def test_an_empty_run_id_is_that_of_no_run(run, monkeypatch):
-    """It comes from a variable of the shell that is not set: any run is meant."""
+def test_an_empty_run_id_means_any_run(run, monkeypatch):
+    """As from a variable of the shell that is not set."""
     monkeypatch.chdir(run.folder)
     _, args = parse_args(["--eval", "auto", "--run_id", ""], Run)
     assert args.checkpoint == str(run.paths[8].relative_to(run.folder))
-
-
-def test_without_a_checkpoint_a_new_run_begins_and_says_so(flags, capsys):
-    main([*flags, "--resume", "auto", "--num_iterations", "2"])
-    out = capsys.readouterr().out
-    assert (
-        "no unfinished run of these settings is there, a new one begins" in out
-        and "step:2/2 val_loss" in out
-    )

@@ -67,7 +67,7 @@ def assert_same(found, alone, ranks: int):
 
 
 def expected_bytes(model: torch.nn.Module, ranks: int) -> int:
-    """Return the bytes of a step's reduce-scatters and all-gathers, by the formula of BENCHMARKS.md.
+    """Return the bytes of a step's reduce-scatters and all-gathers, as in BENCHMARKS.md.
 
     Rows of tables are padded to a multiple of the ranks, and so are buckets of matrices, which have
     at least 8 and one a rank. Each travels once as gradient and once as weight or update, in

@@ -79,9 +79,11 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
 def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = f"--record {record} --train_files {HERE}/data/kjv_train_*.bin"
-    flags += f" --val_files {HERE}/data/kjv_val_*.bin --val_loss_every 4 --epochs 0 --save_every 0"
-    flags += " --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32 --batch_seqs 2 --device cpu"
-    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_last off"
+    flags += f" --val_files {HERE}/data/kjv_val_*.bin --val_loss_every 4 --epochs 0 --device cpu"
+    flags += (
+        " --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32 --batch_seqs 2 --seq_len 128"
+    )
+    flags += " --val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_last off"
     main(flags.split())
     console = capsys.readouterr().out
     losses = val_losses(console)

@@ -1,22 +1,19 @@
-"""Bad input ends a program within 30 seconds, alone and under torchrun, on a quiet machine."""
+"""Bad input, a full disk and a kill end real processes and torchruns with one line."""
 
 import resource
-import time
 
 import pytest
 from runs import RUNS, SCRIPT, run
 from test_errors import CHECKPOINTS, FLAGS, RUNNING, SHARDS, folder  # noqa: F401
 
-ALONE = [FLAGS[0], FLAGS[4], FLAGS[7], *SHARDS, *CHECKPOINTS, *RUNNING]
-RANKS = [FLAGS[0], FLAGS[7], SHARDS[0], SHARDS[2], SHARDS[-1], CHECKPOINTS[2], *RUNNING]
+ALONE = [FLAGS[0], FLAGS[7], SHARDS[0], SHARDS[-1], CHECKPOINTS[2], *RUNNING]
+RANKS = [FLAGS[0], SHARDS[1], CHECKPOINTS[2], *RUNNING]
 RANKS += [("--batch_seqs 3", 1, "2 ranks cannot share 3 sequences: use a divisor")]
 
 
 def ended(words: list[str], ranks: int, script=SCRIPT, **options) -> tuple[int, list[str]]:
     """Return the status, and the lines of train_gpt.py's own on standard error."""
-    began = time.monotonic()
     done = run(words, ranks, script, **options)
-    assert time.monotonic() - began < 30
     assert f'File "{script}"' not in done.stderr  # torchrun's report has none
     return done.returncode, [x for x in done.stderr.splitlines() if x.startswith("train_gpt.py:")]
 
@@ -32,18 +29,17 @@ def test_bad_input(ranks, words, status, message, folder):  # noqa: F811
     assert len(lines) == 1 and message in lines[0]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_full_disk_while_saving(ranks, flags, tmp_path):
+def test_a_full_disk_while_saving(flags, tmp_path):
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
-    status, lines = ended([*flags, "--save_every", "2"], ranks, preexec_fn=small_files)
+    status, lines = ended([*flags, "--save_every", "2"], 2, preexec_fn=small_files)
     assert status == 1 and len(lines) == 1 and "is the disk full?" in lines[0]
     assert not list(tmp_path.glob("logs/*/*"))
 
 
 def test_a_rank_that_is_killed(flags):
-    words = ["test_errors:killed", *flags, "--num_iterations", "100000"]
+    words = ["test_errors:killed", *flags, "--num_iterations", "9"]
     status, lines = ended(words, 2, script=RUNS)
     assert status == 1
     # torchrun may stop rank 0 before it has noticed and said so.
