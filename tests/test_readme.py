@@ -1,14 +1,18 @@
-"""The fork that README shows is a fork: its very text trains, as it says."""
+"""The fork that README shows trains as it says; files and flags that README names exist."""
 
 import re
 
 import torch
-from runs import rows, run
+import train_gpt_2026
+import train_gpt_track3
+from runs import rows
+from test_scripts import launched
 
 import train_gpt
 from train_gpt import HERE
 
-FORK = re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text("utf-8"), re.S)[1]
+README = (HERE / "README.md").read_text("utf-8")
+FORK = re.search(r"```python\n(.*?)```", README, re.S)[1]
 STEPS = 4
 
 
@@ -22,19 +26,25 @@ def gelu_mlp(mlp):
     return forward
 
 
-def test_the_fork_in_readme_has_at_most_25_lines():
-    assert FORK.count("\n") <= 25
+def test_files_and_flags_that_readme_names_exist():
+    for path in set(re.findall(r"\b(?:forks|tests|tools)/(?!my_)[\w/]+\.\w+", README)):
+        assert (HERE / path).exists(), path
+    known = set()
+    for script in (train_gpt, train_gpt_2026, train_gpt_track3):
+        known |= vars(script.Hyperparameters()).keys()
+    for path in (HERE / "train_gpt.py", *HERE.glob("tools/*.py"), *HERE.glob("data/*.py")):
+        known |= {*re.findall(r'"--(\w+)', path.read_text("utf-8"))}
+    commands = " ".join(re.findall(r"\./run\.sh[^`\n]*", README))
+    assert {*re.findall(r"--(\w+)", commands)} <= known
 
 
 def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_path):
-    """In the last step its matrices change by 0.02 of the learning rate, and the loss is that of a
-    GPT whose MLP has GELU."""
+    """In its last step, matrices change by 0.02 of the learning rate, and the loss is that of a GPT
+    whose MLP has GELU."""
     (tmp_path / "my_fork.py").write_text(FORK)
     flags = [*flags, "--num_iterations", str(STEPS)]
     saving = ["--save_every", "1", "--keep", "9", "--run_id", "it", "--val_loss_every", "0"]
-    launcher = str(HERE / "tools/launch.py")
-    found = run(["my_fork.py", *flags, *saving], script=launcher)
-    assert found.returncode == 0, found.stderr
+    launched(["my_fork.py", *flags, *saving], tmp_path)
     before, after = (
         torch.load(tmp_path / f"logs/it/state_step00000{step}.pt", weights_only=True)
         for step in (STEPS - 1, STEPS)
@@ -55,15 +65,7 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     for block in model.blocks:
         block.mlp.forward = gelu_mlp(block.mlp)
     batches = train_gpt.distributed_data_generator(
-        hp.train_files,
-        hp.seq_len,
-        hp.batch_seqs,
-        0,
-        1,
-        start_step=STEPS - 1,
-        num_batches=STEPS,
-        epochs=0,
-        vocab_size=hp.vocab_size,
+        hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1, start_step=STEPS - 1, epochs=0
     )
     inputs, targets = next(batches)
     with torch.no_grad():
