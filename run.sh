@@ -1,30 +1,33 @@
 #!/usr/bin/env bash
 # Set up and train, with one command on any machine.
 #
-#   ./run.sh [SCRIPT.py] [flags]       train: the record on GPUs, a demo of minutes without one.
-#                                      SCRIPT.py is a fork, such as forks/train_gpt_2026.py; if none
-#                                      is named, train_gpt.py. Flags are the script's: see --help
+#   ./run.sh [SCRIPT.py] [flags]       train: a record on GPUs, a demo of a few minutes without one.
+#                                      SCRIPT.py is a fork, such as forks/train_gpt_2026.py; the
+#                                      default is train_gpt.py. --help lists the script's flags
 #   ./run.sh [SCRIPT.py] --runs N [flags]
-#                                      N runs with seeds from --seed on, then their statistics;
-#                                      their weights are saved only with --save_last on
-#   ./run.sh --compare "A" "B" [flags] runs with flags A and with flags B in turn, until it is known
-#                                      which are better; A and B may begin with a SCRIPT.py
+#                                      make N runs with seeds from --seed on, then print statistics;
+#                                      weights are saved only with --save_last on
+#   ./run.sh --compare "A" "B" [flags] make runs with flags A and with flags B in turn, until the
+#                                      difference is significant; A and B may begin with a SCRIPT.py
 #   ./run.sh --ablate [SCRIPT.py] [flags]
-#                                      runs without a technique of the record each: its worth
-#   ./run.sh tools/NAME.py [flags]     set up, add what this tool needs, and run it
+#                                      make runs without each technique of the record, to measure
+#                                      what each is worth
+#   ./run.sh tools/NAME.py [flags]     set up, install what this tool needs, and run it
 #   ./run.sh setup                     only set up
-#   ./run.sh test [PATH] [flags]       set up, add what the tests need, and run them, or those of
-#                                      PATH, such as tests/test_model.py; flags are pytest's
-#   ./run.sh test slow | gpu           the long tests | only those that need a GPU
+#   ./run.sh test                      set up, install what the tests need, and run all tests but
+#                                      the slow ones, in a process for each core (at most 4)
+#   ./run.sh test [PATH] [flags]       the same in one process: the tests of PATH, such as
+#                                      tests/test_model.py, with flags of pytest's
+#   ./run.sh test slow | gpu           only the slow tests | only those that need a GPU
 #
-# NPROC=n uses n GPUs; PYTHON=path makes the environment from another Python (3.11 or later).
+# NPROC=n uses n GPUs. PYTHON=path makes the environment with another Python (3.11 or later).
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
 venv="$here/.venv"
 
-# Compiled code is kept in the project: that outlasts a reboot, which /tmp does not.
+# Compiled code is cached in the project, because /tmp is often emptied by a reboot.
 if [ -w "$here" ]; then
     export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache/inductor}"
     export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$here/.cache/triton}"
@@ -39,14 +42,14 @@ has_gpu() {
     command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU
 }
 
-has_torch() { # whether that Python can train as it is, like a container's
+has_torch() { # whether this Python can train without .venv, as in many containers
     "$1" - <<'EOF' 2>/dev/null
 import numpy, torch, tqdm
 assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 EOF
 }
 
-must_write() { # before something is installed
+must_write() { # stop if nothing can be installed
     local place="$here"
     [ ! -e "$venv" ] || place="$venv"
     if [ ! -w "$place" ]; then
@@ -57,14 +60,14 @@ must_write() { # before something is installed
 
 make_venv() { # make_venv [flags of venv]
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        die "$python is not a Python 3.11 or later: install one, or name it with PYTHON=path"
+        die "$python is not Python 3.11 or later: install that, or name one with PYTHON=path"
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install python3-venv (Debian, Ubuntu)," \
-            "or the package of that name of your system, then try again"
+            "or your system's package for it, then try again"
     "$python" -m venv "$@" "$venv"
 }
 
-# Each set of packages is installed once: a mark in .venv holds the requirements it was made from.
+# Each requirements.txt is installed once: .venv keeps a copy to tell whether it has changed.
 marked() { cmp -s "$1" "$venv/.installed-$2"; }
 mark() { cp "$1" "$venv/.installed-$2"; }
 
@@ -76,7 +79,7 @@ setup() {
         echo "run.sh: setting up $venv (once)" >&2
         make_venv --clear
         python="$venv/bin/python"
-        if ! has_gpu; then # PyTorch's CPU build; the plain package if that cannot be had
+        if ! has_gpu; then # PyTorch's smaller CPU build; if that fails, pip's build follows
             "$python" -m pip install --quiet --retries 1 --timeout 20 \
                 --index-url https://download.pytorch.org/whl/cpu \
                 "$(grep '^torch==' "$here/requirements.txt")" 2>/dev/null || true
@@ -87,20 +90,20 @@ setup() {
     fi
 }
 
-setup_more() { # setup_more FOLDER: also what FOLDER/requirements.txt names
+setup_more() { # setup_more FOLDER: set up, and install FOLDER/requirements.txt
     setup
     local requirements="$1/requirements.txt"
     marked "$here/$requirements" "$1" && python="$venv/bin/python" && return
     must_write
     echo "run.sh: installing $requirements (once)" >&2
-    if [ "$python" != "$venv/bin/python" ]; then # beside a Python that is used as it is
+    if [ "$python" != "$venv/bin/python" ]; then # that Python has torch: .venv is for the rest
         [ -x "$venv/bin/python" ] || make_venv --system-site-packages
         python="$venv/bin/python"
-        # A virtual environment does not pass its packages on: then this one needs its own.
+        # If that Python is itself a virtual environment, .venv does not see its packages.
         has_torch "$python" || "$python" -m pip install --quiet -r "$here/requirements.txt" ||
             die "pip could not install requirements.txt: see its message above"
     fi
-    # PyTorch's CUDA build brings the Triton that it wants; the tests' own is for its CPU build.
+    # PyTorch's CUDA build brings its own Triton. The tests' Triton is for the CPU build.
     local wanted="$venv/.wanted"
     if "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
         grep -v '^triton' "$here/$requirements" >"$wanted"
@@ -121,11 +124,16 @@ test)
     shift
     setup_more tools
     setup_more tests
-    if [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then
+    # All tests share the cores. Each process gets one run of neighbouring tests, so that it seldom
+    # makes a module's fixtures that another one has made, and takes tests of another one when its
+    # own are done. On a GPU all tests would share its memory: there, one process runs them.
+    if [ $# = 0 ] && ! has_gpu; then
+        set -- -n auto --maxprocesses 4 --dist worksteal
+    elif [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then
         set -- "tests/$1" "${@:2}"
     fi
-    # pytest is started in the project, where pyproject.toml names the tests. So a path that is
-    # there from the current folder alone is made absolute.
+    # pytest starts in the project, where pyproject.toml names the tests. So a path that exists only
+    # relative to the current folder is made absolute.
     words=()
     for word in "$@"; do
         case "$word" in
@@ -138,7 +146,7 @@ test)
         words+=("$word")
     done
     cd "$here"
-    exec "$python" -m pytest ${words[@]+"${words[@]}"} # bash 3 takes no empty list for one
+    exec "$python" -m pytest ${words[@]+"${words[@]}"} # bash 3 rejects a plain empty list
     ;;
 tools | tools/* | ./tools/*)
     tool="${1#./}"
@@ -149,7 +157,7 @@ tools | tools/* | ./tools/*)
         die "there is no $tool; there are" $known
     fi
     case "$tool $*" in
-    tools/records*.txt*) setup_more tools ;; # it reads a log with leaderboard.py
+    tools/records*.txt*) setup_more tools ;; # leaderboard.py reads the log
     tools/records* | tools/bench* | tools/bundle*) setup ;;
     tools/sample* | tools/hellaswag*) setup_more data ;;
     *) setup_more tools ;;
@@ -161,7 +169,7 @@ tools | tools/* | ./tools/*)
     case " $* " in
     *" --compare "*) start=tools/compare.py with=tools ;;
     *" --ablate "*) start=tools/ablate.py with=tools ;;
-    *" --runs"*) with=tools ;; # their statistics are a tool's
+    *" --runs"*) with=tools ;; # leaderboard.py prints the statistics
     esac
     if [ -n "$with" ]; then setup_more "$with"; else setup; fi
     exec "$python" "$here/$start" "$@"
