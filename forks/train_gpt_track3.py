@@ -1,11 +1,12 @@
-"""Train for the speedrun's optimizer benchmark: the fewest steps to a validation loss of 3.28.
+"""Train for the speedrun's optimizer benchmark: reach a validation loss of 3.28 in few steps.
 
     ./run.sh forks/train_gpt_track3.py                    # Muon, 3250 steps; on a CPU, a demo
     ./run.sh forks/train_gpt_track3.py --record adamw     # AdamW, 5625 steps
 
-Model, data, batch, and one backward pass a step are fixed. Optimizer, schedule and first weights
-are free. The records are results 36 (muon) and 2 (adamw) of github.com/KellerJordan/modded-nanogpt,
-records/track_3_optimization. README.md shows how to add an optimizer.
+The benchmark fixes the model, the data, the batch and one backward pass a step. Optimizer, schedule
+and initial weights are free. The records here are results 36 (muon) and 2 (adamw) of
+github.com/KellerJordan/modded-nanogpt, records/track_3_optimization. README.md shows how to add an
+optimizer.
 """
 
 import math
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
-import train_gpt as t  # before torch: it sees to OpenMP's threads
+import train_gpt as t  # before torch, because it configures OpenMP
 from train_gpt import Group, UserError, main, setting
 
 # isort: split
@@ -24,28 +25,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # -----------------------------------------------------------------------------
-# Settings and data. A sequence of train_gpt.py is a micro-batch here: consecutive contexts
+# Settings and data. What train_gpt.py calls a sequence is a micro-batch of several contexts here
 
 
 @dataclass(frozen=True)
 class Hyperparameters(t.Hyperparameters):
     """train_gpt.py's settings, and those of the benchmark."""
 
-    muon_lr: float = setting(0.025, "learning rate of matrices, whatever their rule")
+    muon_lr: float = setting(0.025, "learning rate of hidden matrices (Muon or AdamW)")
     muon_decay: float = setting(0.05, "weight decay of matrices, times muon_lr", group="benchmark")
-    adam_decay: float = setting(0.001, "weight decay of all else, times its learning rate")
-    all_adamw: bool = setting(False, "matrices learn by AdamW, not by Muon")
-    matrix_betas: t.Pair = setting((0.9, 0.95), "AdamW's betas for matrices", 0, 0.9999)
-    init_std: float = setting(0.33**0.5, "q, k, v, fc: deviation * sqrt(fan_in); 0: torch's")
-    float32_gains: bool = setting(False, "multiply by norms' gains in float32")
-    context_len: int = setting(1024, "tokens that attention sees together", 128, multiple_of=128)
+    adam_decay: float = setting(0.001, "weight decay of other parameters, times their rate")
+    all_adamw: bool = setting(False, "train hidden matrices with AdamW, not Muon")
+    matrix_betas: t.Pair = setting((0.9, 0.95), "AdamW's betas for hidden matrices", 0, 0.9999)
+    init_std: float = setting(0.33**0.5, "q, k, v, fc: initial std * sqrt(fan_in); 0: torch's")
+    float32_gains: bool = setting(False, "apply RMSNorm's gains in float32")
+    context_len: int = setting(1024, "tokens in an attention context", 128, multiple_of=128)
 
 
 MUON = Hyperparameters(
     num_iterations=3250,
     cooldown_frac=0.7,
     lr_final=0.0,
-    window_min=65536,  # one value for all steps; masks have contexts instead
+    window_min=65536,  # constant, and unused: masks follow contexts instead
     seq_len=65536,
     val_seq_len=65536,
     vocab_size=50304,
@@ -56,7 +57,8 @@ MUON = Hyperparameters(
     momentum_start=0.95,
     fp8=False,
 )
-DEMO = vars(t.RECORDS["demo"]).items()  # what it changes is sizes, steps, and data
+# The settings that make train_gpt.py's demo small: sizes, steps and data.
+DEMO = vars(t.RECORDS["demo"]).items()
 SMALL = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
 RECORDS = {
     "muon": MUON,
@@ -79,7 +81,7 @@ RECORDS = {
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that no run can have, or that have no effect here."""
+    """Raise UserError for illegal settings, and for settings that have no effect here."""
     t.check(hp)
     for name in ("layers", "window_rule", "window_min", "window_step", "init_bound", "fp8"):
         if getattr(hp, name) != getattr(MUON, name):
@@ -90,7 +92,7 @@ def check(hp: Hyperparameters) -> None:
 
 
 def cut(shard: t.Shard, position: int, now: t.Moment, hp: Hyperparameters):
-    """Cut the batch of a moment. As published, a token must be left behind its last target."""
+    """Cut one step's batch. As published, a token must be left in the shard after it."""
     if position + hp.batch_seqs * now.seq_len + 1 >= len(shard.tokens):
         return None
     return t.cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
@@ -146,7 +148,7 @@ class Block(nn.Module):
 
 
 def capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Return cap l / sqrt(l^2 + cap^2) of logits l, in float32, and the cube root of its slope."""
+    """Return cap * l / sqrt(l^2 + cap^2) of logits l in float32, and the cube root of its slope."""
     ratio = cap * (logits.float().square() + cap**2).rsqrt()
     return logits.float() * ratio, ratio
 
@@ -154,8 +156,9 @@ def capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 def capped_cross_entropy(logits, targets, cap, bias, bias_grad, grad_scale=None, grads=None):
     """Return the summed loss () of capped logits (T, V) + bias (V,) for targets (T,).
 
-    The logits' gradient * grad_scale goes to grads (T, V), which may be the logits' own memory. Its
-    sum is added to bias_grad (V,). Softmax subtracts cap, which no capped logit exceeds.
+    The gradient of the logits, times grad_scale, is written to grads (T, V), which may be the same
+    tensor as logits. Its sum over T is added to bias_grad (V,). Softmax subtracts cap, the upper
+    bound of capped logits, in place of their maximum.
     """
     targets = targets[:, None]
     right, _ = capped(logits.gather(1, targets) + bias[targets], cap)
@@ -170,8 +173,8 @@ def capped_cross_entropy(logits, targets, cap, bias, bias_grad, grad_scale=None,
 
 
 class Head(t.Head):
-    """train_gpt.py's head with a bias. Gradients are of the loss summed over a batch: Optimizers
-    divides them by the number of micro-batches, so the loss multiplies them by it."""
+    """train_gpt.py's head with a bias. The benchmark's gradients are of the loss summed over the
+    batch. Optimizers divides gradients by batch_seqs, so the loss multiplies them by it."""
 
     cross_entropy = staticmethod(capped_cross_entropy)
 
@@ -194,11 +197,11 @@ class GPT(t.GPT):
     """The benchmark's language model."""
 
     def __init__(self, hp: Hyperparameters):
-        nn.Module.__init__(self)  # not train_gpt.py's, whose parts differ
+        nn.Module.__init__(self)  # skip t.GPT's, which makes other layers
         self.hp, self.layers = hp, (t.Layer("long"),) * hp.num_layers
         self.kernels = (t.symmetric_matmul,)
         self.embed, self.lm_head = nn.Embedding(hp.vocab_size, hp.model_dim), Head(hp)
-        self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict()})  # none
+        self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict()})  # this model has none
         self.norm1, self.norm2 = RMSNorm(hp), RMSNorm(hp)
         self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
         self.use_flex, self.compiled, self.compile_, self.rotary = False, False, t.as_is, {}
@@ -209,17 +212,17 @@ class GPT(t.GPT):
                 p.data.normal_(std=hp.init_std / math.sqrt(p.size(1)))
 
     def make_masks(self, input_seq: Tensor, windows: dict, make_mask) -> dict:
-        """Return the mask of input_seq (T,): a token sees its context up to itself."""
+        """Return the mask of input_seq (T,): causal, and within each context."""
         position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
         return {"long": make_mask(position - position % self.hp.context_len)}
 
     def rotary_of(self, length: int, when, device: torch.device, start: int = 0):
-        """Return the rotary_table of so many tokens from `start` on; each context starts at 0."""
+        """Return the rotary_table of `length` tokens from `start` on; each context begins at 0."""
         places = torch.arange(start, start + length, device=device) % self.hp.context_len
         return [table[places] for table in super().rotary_of(self.hp.context_len, when, device)]
 
     def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
-        """Map embeddings (T, C) to what the head reads, (T, C)."""
+        """Map embeddings (T, C) to the head's input (T, C)."""
         x = self.norm1(x)[None]  # (1, T, C): attention wants a batch axis
         for block in self.blocks:
             x = block(x, rotary, masks["long"], attend)
@@ -231,7 +234,7 @@ class GPT(t.GPT):
 
 
 def muon(buckets, lr: float, now: t.Moment, hp: Hyperparameters):
-    """Step by Muon, after decoupled weight decay. Twelve iterations take singular values to 1."""
+    """Muon with decoupled weight decay. Twelve iterations bring singular values close to 1."""
     polar = partial(t.zeropower_via_newtonschulz5, steps=12, coefficients=((2.0, -1.5, 0.5),) * 12)
     updates, add = t.muon(buckets, lr, now, hp, orthogonalise=polar)
 
@@ -243,11 +246,11 @@ def muon(buckets, lr: float, now: t.Moment, hp: Hyperparameters):
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's optimizers: the rule `muon` for matrices, AdamW for all else."""
+    """train_gpt.py's optimizers: Muon or AdamW for hidden matrices, AdamW for the rest."""
 
     @staticmethod
     def table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
-        """Return the groups, in the order in which gradients leave. No rule here is compiled."""
+        """Return the groups, in the order in which gradients are sent. No rule here is compiled."""
         adamw = partial(t.adam, eps=hp.adam_eps)
         rest = partial(adamw, betas=hp.adam_betas, decay=hp.adam_decay)
         matrices = partial(muon, hp=hp)
@@ -269,7 +272,7 @@ class Run(t.Run):
     check, cut = staticmethod(check), staticmethod(cut)
 
     def validates(self, step: int) -> bool:
-        """Say whether the run validates after a step: five times as often in the last tenth."""
+        """Return whether the run validates after a step: five times as often in the last tenth."""
         every = self.hp.val_loss_every
         if step >= 0.9 * self.hp.num_iterations:
             every = -(-every // 5)

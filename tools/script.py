@@ -1,7 +1,7 @@
-"""Scripts that train: which one is meant, and what tools use of it.
+"""Find and import the script that a tool works on.
 
-A script is train_gpt.py, an edited copy of it, or a fork that imports it. Tools read its class Run,
-and call functions of the module that defines the first Run among that class's parents.
+A script is train_gpt.py, an edited copy of it, or a fork that imports it. Tools use its class Run
+and the functions of its core: train_gpt.py, or the edited copy, in which Run's base class is.
 """
 
 import importlib.util
@@ -13,12 +13,12 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]] 
 import train_gpt  # noqa: E402
 from train_gpt import HERE, UserError  # noqa: E402
 
-OWN = Path(train_gpt.__file__).resolve()  # the script where none is named
+OWN = Path(train_gpt.__file__).resolve()  # the default script
 
 
 def find(name: str | Path) -> Path:
-    """Return the script that a path names; a file name alone is looked for in the project, in
-    forks/ and in the current folder. UserError if there is none, or more than one."""
+    """Return the path of a script. A file name without a folder is looked for in the project, in
+    forks/ and in the current folder. UserError if no script is found, or more than one."""
     path = Path(name).expanduser()
     if path.name == str(name):
         places = [folder / name for folder in (HERE, HERE / "forks", Path.cwd())]
@@ -37,31 +37,31 @@ def find(name: str | Path) -> Path:
 
 
 def show(script: Path) -> str:
-    """Return a script's path as it is typed: relative to the project, if it lies there."""
+    """Return a script's path, relative to the project if it lies there."""
     return str(script).removeprefix(f"{HERE}/")
 
 
 def load(path: Path) -> type[train_gpt.Run]:
-    """Import a script and return its Run. UserError if it has none of its own."""
+    """Import a script and return its class Run. UserError if it does not define one."""
     if path == OWN:
         return train_gpt.Run
     name = path.stem
     while getattr(sys.modules.get(name), "__file__", str(path)) != str(path):
-        name += "_"  # that is another file's, such as an edited copy's in another folder
+        name += "_"  # another file's module has this name, such as an edited copy's
     if name not in sys.modules:
         check_imports(path)
         import_file(path, name)
     run_class = getattr(sys.modules[name], "Run", None)
     if getattr(run_class, "__module__", None) != name:
         raise UserError(f'{path} has no Run of its own: "class Run(train_gpt.Run)" is wanted')
-    # An edited copy has an error for people of its own: let all of them be one class.
+    # An edited copy defines its own UserError: replace that by the one that tools catch.
     core(run_class).UserError = UserError
     return run_class
 
 
 def check_imports(path: Path) -> None:
-    """Raise UserError where Python, started with that script, would import another file than the
-    one that is imported already: modules of one name are one in a process."""
+    """Raise UserError if the script, started by Python, would import a file that differs from the
+    module of that name in this process. A process has one module of a name."""
     above = [path.parent.parent] if path.parent.name == "forks" else []
     for other in train_gpt.project_files(path)[1:]:
         imported = getattr(sys.modules.get(other.stem), "__file__", None)
@@ -74,7 +74,7 @@ def check_imports(path: Path) -> None:
 
 
 def import_file(path: Path, name: str) -> None:
-    """Import a file as a module of that name. What it imports is looked for beside it first, then
+    """Import a file as a module of that name. Its own imports are looked for beside it first, then
     in the project."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -91,14 +91,14 @@ def import_file(path: Path, name: str) -> None:
 
 
 def core(run_class: type[train_gpt.Run]) -> ModuleType:
-    """Return the module that defines the first Run: train_gpt, or an edited copy of it."""
+    """Return the module that defines Run's base class: train_gpt, or an edited copy of it."""
     root = next(one for one in reversed(run_class.__mro__) if hasattr(one, "records"))
     return sys.modules[root.__module__]
 
 
 def take_script(argv: list[str]) -> tuple[Path, list[str]]:
-    """Return the script that --script names, or else a first word that ends in .py, or else
-    train_gpt.py of the project; and the other words. UserError."""
+    """Return the script to work on, and the other words: that of --script, or the first word if it
+    ends in .py, or the project's train_gpt.py. UserError if it cannot be found."""
     rest = list(argv)
     for i, word in enumerate(rest):
         if word == "--script":
