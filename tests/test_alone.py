@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import language
 from runs import SCRIPT, Program, val_losses
 
@@ -91,27 +90,6 @@ def test_the_first_part_of_a_log_is_a_script_with_the_losses_of_that_log(flags, 
     again = (tmp_path / "logs/it.txt").read_text()
     assert again.startswith(f"{SOURCE}\n{RULE}\n")
     assert again.count(f"\n{RULE}\n") == 4  # source, software, machine, settings: no kernels.py
-
-
-def test_an_edited_copy_beside_the_original_has_its_own_name_and_the_project_s_kernels(
-    flags, tmp_path
-):
-    """Its log begins with it and has kernels.py. Its checkpoints and messages name it."""
-    (tmp_path / "project").mkdir()
-    shutil.copy(HERE / "kernels.py", tmp_path / "project")
-    script = tmp_path / "project/my_fork.py"
-    script.write_text(
-        SOURCE.replace("muon_lr: float = setting(0.05", "muon_lr: float = setting(0.06")
-    )
-    printed(flags, tmp_path, script)
-    log = (tmp_path / "logs/it.txt").read_text()
-    assert log.startswith(f"{script.read_text()}\n{RULE}\n") and "\nmuon_lr: 0.06\n" in log
-    path = tmp_path / "logs/it/state_step000004.pt"
-    assert torch.load(path, weights_only=True)["script"] == "my_fork.py"
-    kernels = (HERE / "kernels.py").read_text()
-    assert f"\n{RULE}\nkernels.py:\n{kernels}\n{RULE}\n" in log
-    with pytest.raises(AssertionError, match="my_fork.py: error: unrecognized arguments: --nope"):
-        printed(["--nope"], tmp_path, script)
 
 
 @pytest.mark.parametrize("other_package", [False, True])

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import compare
 import launch
 import pytest
 import script
-from runs import SCRIPT, Program, val_losses
+import torch
+from runs import SCRIPT, Program, run, val_losses
 
 import train_gpt
 from train_gpt import HERE, UserError
@@ -235,25 +235,30 @@ def test_several_processes_find_the_project_from_a_fork_elsewhere(
     assert len(alone) == 3 and beginning("alone") == fork.read_text()
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    done = subprocess.run([sys.executable, launch.__file__, *words], capture_output=True, text=True)
+    done = run(words, script=launch.__file__)
     assert done.returncode == 0, done.stderr
     assert "on 2 x CPU" in done.stdout
     assert val_losses(done.stdout) == pytest.approx(alone, abs=1.5e-4)
 
 
 def test_a_copy_beside_the_original_trains_with_what_lies_there(flags, copy, tmp_path):
-    """In a whole project, started by its own launcher; the log holds the modules, too."""
+    """Its project's launcher starts it. Its log begins with it and has kernels.py. Its checkpoints
+    and messages name it."""
     project = tmp_path / "project"
     shutil.copytree(HERE / "tools", project / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_gpt.py", "kernels.py"):
         shutil.copy(HERE / name, project / name)
     shutil.copy(copy, project / "faster.py")
-    command = [sys.executable, str(project / "tools" / "launch.py"), "faster.py", *flags]
-    done = subprocess.run([*command, *SIZES.split(), "--run_id", "it"], capture_output=True)
+    launcher = str(project / "tools" / "launch.py")
+    done = run(["faster.py", *flags, "--run_id", "it"], script=launcher)
     assert done.returncode == 0, done.stderr
-    log = Path("logs/it.txt").read_text()
-    assert beginning("it") == copy.read_text() and f"\n{RULE}\nkernels.py:\n" in log
-    assert "\nmuon_lr: 0.2\n" in log
+    log, kernels = Path("logs/it.txt").read_text(), (HERE / "kernels.py").read_text()
+    assert beginning("it") == copy.read_text() and "\nmuon_lr: 0.2\n" in log
+    assert f"\n{RULE}\nkernels.py:\n{kernels}\n{RULE}\n" in log
+    saved = torch.load("logs/it/state_step000004.pt", weights_only=True)
+    assert saved["script"] == "faster.py"
+    done = run(["faster.py", "--no"], script=launcher)
+    assert done.stderr == "faster.py: error: unrecognized arguments: --no\n"
 
 
 def test_a_comparison_has_a_script_and_flags_of_its_own_for_each_side(fork):
@@ -273,21 +278,3 @@ def test_a_comparison_has_a_script_and_flags_of_its_own_for_each_side(fork):
     ):
         with pytest.raises(UserError, match=said):
             compare.parse_args(["--compare", side_a, side_b])
-
-
-def test_several_runs_are_of_the_script_that_is_named(fork, monkeypatch, tmp_path):
-    calls = []
-
-    def run(command):
-        calls.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(launch.signal, "signal", lambda number, action: None)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["launch.py", str(fork), "--runs", "2", "--device", "cpu"])
-    with pytest.raises(SystemExit) as end:
-        launch.main()
-    assert end.value.code == 0
-    assert [command[1:3] for command in calls[:-1]] == [[launch.__file__, str(fork)]] * 2
-    assert calls[-1][1] == f"{HERE}/tools/leaderboard.py"

@@ -1,14 +1,12 @@
-"""Twenty kills and twenty SIGTERMs, each with a resume; a SIGTERM to torchrun; its restarts."""
+"""Twenty kills and twenty SIGTERMs, each with a resume; a restart by torchrun."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
-from runs import HANGS, SCRIPT, console_of, rows, val_losses
+from runs import HANGS, SCRIPT, rows
 
 
 def test_twenty_stops_of_each_kind_change_no_bit():
@@ -18,28 +16,10 @@ def test_twenty_stops_of_each_kind_change_no_bit():
     assert done.returncode == 0, done.stdout
 
 
-def test_a_run_whose_torchrun_gets_sigterm_goes_on(flags, tmp_path):
-    """On one rank then; it ends as the run that nothing stopped."""
-    flags += ["--num_iterations", "200", "--val_loss_every", "0", "--adam_eps", "1e-6"]
-    flags += ["--batch_seqs", "2", "--run_id", "it"]
-    (tmp_path / "whole").mkdir()
-    expected = val_losses(console_of([*flags, "--save_every", "0"], tmp_path / "whole"))[200]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.Popen([*launcher, SCRIPT, *flags], stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step:20/"):
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(HANGS) != 0
-    out = console_of([*flags, "--resume", "auto"], tmp_path)
-    assert int(re.search(r"resumed at step (\d+)", out)[1]) in range(20, 199)
-    assert val_losses(out)[200] == pytest.approx(expected, abs=1.5e-4)
-
-
-@pytest.mark.parametrize("name", [[], ["--run_id", "it"]])
-def test_a_run_that_torchrun_starts_again_goes_on(name, flags, tmp_path):
+def test_a_run_that_torchrun_starts_again_goes_on(flags, tmp_path):
     """One of two ranks is killed; torchrun ends the other one and starts both anew."""
     flags += ["--num_iterations", "200", "--val_loss_every", "0", "--adam_eps", "1e-6"]
-    flags += ["--batch_seqs", "2", "--save_every", "5", "--resume", "auto", *name]
+    flags += ["--batch_seqs", "2", "--save_every", "5", "--resume", "auto"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launcher, "--max_restarts=1", SCRIPT, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
