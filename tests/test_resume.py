@@ -175,8 +175,9 @@ def test_a_second_ctrl_c_leaves_at_once_if_a_second_has_passed(flags, tmp_path):
     run.wait_for("step:2/")
     run.send(signal.SIGINT)
     run.wait_for("saving")
-    run.send(signal.SIGTERM)
     time.sleep(1.1)
+    run.send(signal.SIGTERM)  # which does not
+    time.sleep(0.3)
     assert run.ranks[0].is_alive()
     run.send(signal.SIGINT)
     assert run.end() == [130] and not list(tmp_path.glob("logs/it/*.pt"))
