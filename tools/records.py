@@ -1,13 +1,13 @@
-"""The records of a script, and what is published of them.
+"""Prints the records of a script, and their published results.
 
-    ./run.sh tools/records.py [SCRIPT.py]              a line of each: steps, published time, loss
-    ./run.sh tools/records.py [SCRIPT.py] --all        all of them side by side, with their numbers
-    ./run.sh tools/records.py [SCRIPT.py] --diff A B   two of them, where they differ
-    ./run.sh tools/records.py logs/RUN.txt             a run's losses beside published ones
+    ./run.sh tools/records.py [SCRIPT.py]              a line for each: steps, published time, loss
+    ./run.sh tools/records.py [SCRIPT.py] --all        every setting of every record
+    ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings in which two records differ
+    ./run.sh tools/records.py logs/RUN.txt             a run's losses beside the published ones
 
-Losses are published of FineWeb. If the run was on one GPU, it is compared with a run on one H100,
-too, where there is a public log of one. A last loss is inside the published spread if it is at most
-two deviations from the mean of the record's runs.
+The published losses are those on FineWeb. A run on one GPU is also compared with a run on one H100,
+if there is a public log of one. The last loss is inside the published spread if it is at most two
+standard deviations from the mean of the record's runs.
 """
 
 import argparse
@@ -28,25 +28,25 @@ from train_gpt import HERE, UserError, fail, names_about, show  # noqa: E402
 
 @cache
 def published() -> dict[str, dict]:
-    """Return what records reached on 8 H100s, by their names; {} without the file.
+    """Return the published results of records on 8 H100s, by name; {} if the file is missing.
 
-    minutes, by the clock of their day; mean and deviation of the last validation loss over so many
-    runs (2024-11-19: of one, and about; adamw: of one, with the deviation that the optimizer
-    benchmark takes as known); and by step, losses and seconds of training. Where all runs have
-    public logs these are means, and losses have deviations; else they are one run's.
-    one_h100 has what a run on one of them reached, where there is such a log.
+    minutes: the official time. mean, deviation, runs: the last validation loss over that many runs.
+    (2024-11-19 has one run, and an estimated deviation; adamw has one run, and the deviation that
+    the optimizer benchmark takes as known.) losses, seconds: by step, the means of all runs if all
+    logs are public, and then with deviations; else those of one run. one_h100: the result of a run
+    on one H100, if its log is public.
     """
     path = HERE / "tools" / "published.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def on_fineweb(*patterns: str) -> bool:
-    """Say whether patterns of shards name FineWeb's, on which losses are published."""
+    """Return whether patterns of shards are those of FineWeb."""
     return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
 
 
 # -----------------------------------------------------------------------------
-# Records below each other, and side by side
+# A table of records, and two or more side by side
 
 
 def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
@@ -63,7 +63,7 @@ def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
 
 
 def print_records(run_class: type[train_gpt.Run], names: list[str], differing: bool) -> None:
-    """Print some of a script's records, a column each; or only the rows that differ."""
+    """Print records of a script in columns: all settings, or only those that differ."""
     records = [vars(run_class.records[name]) for name in names]
     rows = {}
     for setting in records[0]:
@@ -71,7 +71,7 @@ def print_records(run_class: type[train_gpt.Run], names: list[str], differing: b
         if not any("," in cell for cell in cells):
             rows[setting] = cells
             continue
-        # Such a setting is a table, like `layers`: each of its rows is one here.
+        # A setting that is a table, such as `layers`, has a row here for each of its rows.
         tables = [cell.split(",") for cell in cells]
         for i, parts in enumerate(itertools.zip_longest(*tables, fillvalue="")):
             rows[f"{setting.removesuffix('s')} {i}"] = [part or "-" for part in parts]
@@ -85,12 +85,12 @@ def print_records(run_class: type[train_gpt.Run], names: list[str], differing: b
 
 
 # -----------------------------------------------------------------------------
-# A run beside what is published
+# A run beside the published results
 
 
 def print_against_published(log: Path) -> None:
-    """Print a run's losses beside those of its record; UserError if there is nothing to compare."""
-    import leaderboard  # which imports this file, and wants scipy
+    """Print a run's losses beside those of its record; UserError if none are published."""
+    import leaderboard  # here, because it imports this file, and needs scipy
 
     try:
         run = leaderboard.read_log(log, whole=False)
@@ -101,7 +101,7 @@ def print_against_published(log: Path) -> None:
         raise UserError(f"{log}: nothing is published of {run.record or 'its record'}")
     if not run.on_fineweb:
         raise UserError(f"{log}: the run was not on FineWeb, on which losses are published")
-    # A public log of one H100 is not that of the record's runs: times of eight say nothing here.
+    # Times on eight H100s tell nothing about one: these are of a public log of one H100.
     on_one = known.get("one_h100") if (run.gpu or "").startswith("1 x NVIDIA") else None
     form = f".{run.digits}f"
     rows = [["step", "loss", "published", "deviation", "difference"]]
@@ -129,7 +129,7 @@ def print_against_published(log: Path) -> None:
         place = "inside" if inside else "outside"
         spread = f"{mean:{form}} +- 2 x {deviation:{form}}"
         print(f"{run.loss:{form}} is {place} the published spread, {spread}")
-    # Of settings that are no learning's, a fork has none of its own.
+    # A fork has no such settings of its own.
     others = {"seed", *names_about(train_gpt.Hyperparameters, "run", "machine")}
     changed = sorted(set(re.findall(r" --(\w+) ", run.flags)) - others)
     if changed:
@@ -143,9 +143,11 @@ def parse_args(argv: list[str] | None) -> tuple:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = fail
-    parser.add_argument("log", nargs="*", type=Path, help="a run's, logs/RUN.txt")
-    parser.add_argument("--all", action="store_true", help="every number of every record")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="names of two records")
+    parser.add_argument("log", nargs="*", type=Path, help="a run's log, logs/RUN.txt")
+    parser.add_argument("--all", action="store_true", help="print every setting of every record")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="print the settings in which two records differ"
+    )
     args = parser.parse_args(words)
     if len(args.log) > 1:
         raise UserError(f"{len(args.log)} logs: name one; tools/leaderboard.py takes several")
