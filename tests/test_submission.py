@@ -1,7 +1,6 @@
 """tools/submission.py: the folder of a pull request to the public project."""
 
 import json
-import math
 import os
 import re
 import shlex
@@ -9,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import leaderboard
-import numpy as np
 import pytest
 import submission
+from scipy import stats
 from test_leaderboard import GPUS, of_2025, ours
 
 import train_gpt
@@ -19,8 +18,8 @@ import train_gpt
 NAME = "2026-11-22_Trick"
 FLAGS = " --muon_lr 0.06"
 
-# Of the README of the public record 2026-01-18_UnifiedOptimizers: losses, times in milliseconds,
-# and its table (runs, time, loss, p), but for the steps, which here are 4.
+# From the README of the public record 2026-01-18_UnifiedOptimizers: losses, times in milliseconds,
+# and its table (runs, steps, time, loss, p); the steps are 4 here.
 PUBLISHED = {
     "baseline": (
         [3.2777, 3.2785, 3.2790, 3.2785, 3.2788, 3.2791, 3.2766, 3.2784],
@@ -56,8 +55,8 @@ def paths() -> set[str]:
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch, capsys):
-    """Return call(files, *flags), which writes the logs, makes the folder of all of them, and
-    returns status (text is an error's), README.md or "", and the console's lines."""
+    """Return call(files, *flags), which writes the logs, makes the folder, and returns the status
+    (a text is an error), README.md or "", and the console's lines."""
     monkeypatch.chdir(tmp_path)
 
     def call(files: dict[str, str], *flags, folder=NAME) -> tuple[int | str, str, str]:
@@ -81,22 +80,13 @@ def row(readme: str, name: str) -> list[str]:
     return next(line.split()[1:] for line in readme.splitlines() if line.startswith(f"{name} "))
 
 
-def p_by_hand(mean: float, sd: float, n: int) -> float:
-    """Return the tail of Student's distribution beyond t, by integration; x = tan(a) makes it
-    finite."""
-    t = (mean - 3.28) / (sd / math.sqrt(n))
-    angles = np.linspace(-math.pi / 2, math.atan(t), 100001)[1:]
-    x = np.tan(angles)
-    scale = math.gamma(n / 2) / math.sqrt((n - 1) * math.pi) / math.gamma((n - 1) / 2)
-    return np.trapezoid(scale * (1 + x**2 / (n - 1)) ** (-n / 2) * (1 + x**2), angles)
-
-
 def test_the_folder_holds_logs_of_both_groups_readme_and_diff(submit):
     files = pair()
-    status, _, out = submit(files)
+    status, readme, out = submit(files)
     logs = [f"baseline/a{i}.txt" for i in range(3)] + [f"this_pr/b{i}.txt" for i in range(3)]
     folder = {f"{NAME}/{path}" for path in [*logs, "baseline", "this_pr"]}
     folder |= {f"{NAME}/README.md", f"{NAME}/changes.diff"}
+    assert readme.startswith("# Trick\n") and "the public form" not in readme
     assert status == 0 and paths() == {NAME, "logs", *files, *folder}
     for copy, text in zip(logs, files.values(), strict=True):
         assert Path(NAME, copy).read_text() == text
@@ -110,18 +100,16 @@ def test_an_empty_folder_is_used_and_its_logs_give_the_same_folder_again(submit)
     assert first and submit(logs, folder="2026-11-23_Trick")[1] == first
 
 
-def test_a_single_run_is_enough_for_a_folder(submit):
-    status, readme, _ = submit(group("b", FLAGS, losses=(3.27,)))
-    assert status == 0 and "one run, or runs of equal losses, have no p" in readme
-
-
 def test_without_a_baseline_the_logs_lie_beside_the_readme_and_the_lack_is_named(submit):
     status, readme, out = submit(group("b", FLAGS))
     assert status == 0
     assert {*os.listdir(NAME)} == {"README.md", "b0.txt", "b1.txt", "b2.txt"}
     for text in (readme, out):
-        assert "- No baseline: rule 4 wants" in text and "./run.sh --compare" in text
-    assert "baseline " not in readme.split("```")[1] and "no diff was made" in readme
+        assert "- No baseline: rule 4 needs" in text and "./run.sh --compare" in text
+    assert "baseline " not in readme.split("```")[1] and "there is no diff" in readme
+    status, readme, _ = submit(group("b", FLAGS, losses=(3.27,)), folder="Trick")
+    assert readme.startswith("# Trick\n") and "- Name: Trick does not have" in readme
+    assert status == 0 and "one run, or runs with equal losses, have no p" in readme
 
 
 def test_figures_are_those_of_a_public_readme(submit):
@@ -134,8 +122,8 @@ def test_figures_are_those_of_a_public_readme(submit):
     for name, (losses, times, published) in PUBLISHED.items():
         *cells, p = row(readme, name)
         assert [*cells, f"{float(p):.4f}"] == published.split()
-        by_hand = p_by_hand(np.mean(losses), np.std(losses, ddof=1), 8)
-        assert float(p) == pytest.approx(by_hand, rel=0.01)
+        by_scipy = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
+        assert float(p) == pytest.approx(by_scipy, rel=0.01)
         listed = readme.split(f"\n{name}:\n")[1].splitlines()
         assert [json.loads(line.split(" = ")[1]) for line in listed[:2]] == [
             losses,
@@ -145,32 +133,22 @@ def test_figures_are_those_of_a_public_readme(submit):
     assert "this_pr is 1.0 % ± 0.1 % faster than baseline; its loss is 0.0001 " in readme
 
 
-def test_a_sample_that_does_not_meet_rule_2_is_not_to_be_made_longer(submit):
-    """In README.md and on the console."""
-    losses = (3.2785, 3.2800, 3.2792, 3.2798)
-    p = p_by_hand(np.mean(losses), np.std(losses, ddof=1), 4)
-    files = group("a", losses=losses) | group("b", FLAGS, losses, ms=90.0)
-    lack = f"Rule 2 is not met: p = {p:.3f} is not below 0.01. Runs that are added until p is low "
-    for text in submit(files)[1:]:
-        assert lack in text and "more runs" not in text
-
-
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        ((3.279, 3.2800), "Runs that are added until p is low prove nothing: plan a number"),
+        ((3.279, 3.2800), "To add runs until p is low proves nothing"),
         ((3.281, 3.2815), "is not below 0.01. The mean loss is above 3.28. The rule is waived"),
-        ((3.279,), "one run, or runs of equal losses, have no p"),
-        ((3.279, 3.279), "one run, or runs of equal losses, have no p"),
+        ((3.279,), "one run, or runs with equal losses, have no p"),
         ((3.2701, 3.2702), "Rule 2 is met: the mean loss is at most 3.28 with p = "),
     ],
 )
-def test_the_verdict_on_rule_2_is_one_of_four(losses, words):
+def test_the_verdict_on_rule_2_is_one_of_four(losses, words, submit):
     assert words in submission.verdict(losses)
+    assert all(words in text for text in submit(group("a", losses=losses))[1:])
 
 
 def with_date(text: str, second: int) -> str:
-    """Return the log with nvidia-smi's first line, so many seconds after ten past one."""
+    """Return the log with nvidia-smi's first line, at this second."""
     return text.replace(GPUS, f"Thu Jan  1 01:10:{second:02d} 2026       \n{GPUS}")
 
 
@@ -180,8 +158,7 @@ def listed_runs(readme: str) -> list[str]:
 
 
 def test_runs_are_listed_by_the_dates_in_their_logs(submit):
-    """By nvidia-smi's date, whatever dates their source has; runs that took turns are not warned
-    about."""
+    """The date is nvidia-smi's, not one in the source."""
     files = pair(source="born = [\nThu Jan  1 01:00:00 2026\n]")
     begin = dict(zip(files, (0, 20, 40, 10, 30, 50), strict=True))
     files = {name: with_date(text, begin[name]) for name, text in files.items()}
@@ -196,7 +173,7 @@ def test_runs_are_listed_by_the_dates_in_their_logs(submit):
     assert "- Not in turn: " in out
 
 
-def test_dates_in_names_and_times_of_files_tell_the_order_of_other_logs(submit):
+def test_dates_in_names_or_times_of_files_give_the_order_of_other_logs(submit):
     """Runs of one --runs share a date, and their seeds count up, past 9 too."""
     date = "2026-11-22_02-00-0"
     files = {
@@ -206,57 +183,44 @@ def test_dates_in_names_and_times_of_files_tell_the_order_of_other_logs(submit):
     _, readme, _ = submit(files)
     assert listed_runs(readme) == [f"{date}{end}" for end in ("3_seed2", "5_seed9", "5_seed10")]
     assert "by the dates in the names of the logs." in readme
-    files = group("a") | group("b", FLAGS, ms=90.0)
+    files = pair()
     for name, text in files.items():
         Path(name).write_text(text)
         os.utime(name, (0, 100 * int(name[-5]) + (name[-6] == "a")))
-    runs = [leaderboard.read_log(Path(name)) for name in files]
-    order, clock = submission.in_order(runs)
+    order, clock = submission.in_order([leaderboard.read_log(Path(name)) for name in files])
     assert [r.path.stem for r in order] == ["b0", "a0", "b1", "a1", "b2", "a2"]
     assert clock.startswith("times of the log files")
 
 
-@pytest.mark.parametrize(
-    ("order", "turns"),
-    [
-        ("ab", 1),
-        ("abab", 1),
-        ("abba", 1),
-        ("aabb", 0),
-        ("ababbb", 1),
-        ("bbabab", 0),
-        ("abaabb", 0),
-        ("a", 0),
-    ],
-)
-def test_runs_took_turns_where_each_two_in_a_row_are_one_of_each(order, turns):
-    assert submission.in_turn([*order]) is bool(turns)
+def test_runs_took_turns_if_each_two_in_a_row_are_one_of_each():
+    for order in ("ab", "abba", "ababbb"):
+        assert submission.in_turn([*order])
+    for order in ("aabb", "bbabab", "abaabb", "a"):
+        assert not submission.in_turn([*order])
 
 
-def test_the_diff_leads_from_the_baselines_source_to_the_submissions(submit):
-    """In so short a source all lines are context; settings are comments before the diff."""
+def test_the_diff_leads_from_the_baseline_to_the_submission(submit):
+    """In all files; settings and kernels are comments before it."""
     old, new = "import torch\nx = 1\ny = 2", "import torch\n\ny = 2\nz = 3"
-    other_seed = {"logs/b.txt": ours(3.27, 90.0, new, f"{FLAGS} --seed 7 --val_loss_every 4")}
-    _, readme, _ = submit(group("a", source=old) | other_seed)
+    base = group("a", source=old, files={"kernels.py": "x = 1\n--y"})
+    more = {"files": {"kernels.py": "x = 1\n++z\ny = 2"}, "kernels": "relu2 xxt"}
+    seed = f"{FLAGS} --seed 7 --val_loss_every 4"
+    readme = submit(base | {"logs/b.txt": ours(3.27, 90.0, new, seed, **more)})[1]
     lines = Path(NAME, "changes.diff").read_text().splitlines()
-    assert lines[:3] == ["# muon_lr: 0.05 -> 0.06", "--- baseline", "+++ this_pr"]
+    assert lines[:2] == ["# muon_lr: 0.05 -> 0.06", "# kernels: none -> relu2 xxt"]
+    of_kernels = lines.index("--- baseline/kernels.py")
+    assert lines[of_kernels + 1] == "+++ this_pr/kernels.py"
+    assert lines[of_kernels + 3 :] == [" x = 1", "---y", "+++z", "+y = 2"]
+    script = lines[2:of_kernels]  # so short that all lines are context
+    assert script[:2] == ["--- baseline", "+++ this_pr"]
     for source, signs in ((old, " -"), (new, " +")):
-        assert [line[1:] for line in lines[4:] if line[0] in signs] == source.splitlines()
-    assert "Lines of source: 2 added, 1 removed (`changes.diff`)." in readme
+        assert [line[1:] for line in script[3:] if line[0] in signs] == source.splitlines()
+    assert "Lines of source: 4 added, 2 removed (`changes.diff`)." in readme
     assert "| muon_lr | `0.05` | `0.06` |" in readme and "| seed | `" not in readme
 
 
-def test_a_difference_in_flags_or_machine_alone_has_no_lines_of_source(submit):
-    files = group("a", kernels="none, on a CPU") | group("b", ms=90.0, kernels="relu2 xxt")
-    _, readme, _ = submit(files)
-    diff = Path(NAME, "changes.diff").read_text()
-    assert diff == "# kernels: none -> relu2 xxt\n# the sources are equal\n"
-    assert "The source is the same" in readme and "| kernels | `none` | `relu2 xxt` |" in readme
-
-
 def test_the_commands_of_the_readme_make_the_runs_again(submit):
-    """train_gpt.py, in a file of the group's name, reads them; the shell must not expand the
-    pattern."""
+    """The shell must not expand the pattern."""
     flags = " --train_files data/kjv_train_*.bin --adam_betas 0.9 0.99 --val_files "
     _, readme, _ = submit(group("a") | group("b", flags, ms=90.0))
     loops = re.findall(r"^for seed in (.+); do \./run\.sh (.+) --seed \$seed; done$", readme, re.M)
@@ -282,37 +246,20 @@ def test_public_logs_are_taken_and_have_no_commands(submit):
     [
         (pair(), None),
         (group("a") | group("b", " --val_files data/kjv_val_*.bin", ms=90.0), "Not FineWeb: the p"),
-        (group("a") | group("b", FLAGS, ms=110.0), "Not faster: rule 4 wants this_pr to take less"),
-        (group("a") | group("b", FLAGS, ms=90.0, gpu="1 x H100"), "Hardware differs: rule 4 wants"),
+        (group("a") | group("b", FLAGS, ms=110.0), "Not faster: by rule 4, this_pr must"),
+        (group("a") | group("b", FLAGS, ms=90.0, gpu="1 x H100"), "Hardware differs: "),
         (group("a") | group("b", FLAGS, ms=90.0, torch="2.11.0"), "PyTorch differs: "),
-        (pair() | {"logs/c.txt": ours(3.27, 90.0, flags=FLAGS)}, "this_pr has a seed twice: those"),
+        (pair() | {"logs/c.txt": ours(3.27, 90.0, flags=FLAGS)}, "this_pr has a seed twice: "),
     ],
 )
 def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(submit, files, note):
-    """The files are written in turn, so the order of the logs is no matter here."""
+    """All runs took turns."""
     begin = sorted(files, key=lambda name: name[-5])
     files = {name: with_date(text, begin.index(name)) for name, text in files.items()}
     status, readme, out = submit(files)
     notes = readme.partition("## Notes")[2].partition("##")[0].strip().splitlines()
     assert status == 0 and len(notes) == (1 if note else 0)
     assert note is None or (notes[0].startswith(f"- {note}") and notes[0] in out)
-
-
-def test_a_name_without_a_date_is_noted_and_a_date_is_no_part_of_the_title(submit):
-    _, readme, out = submit(pair(), folder="Trick")
-    assert readme.startswith("# Trick\n") and "not of the public form YYYY-MM-DD_Name" in out
-    _, readme, out = submit(pair())
-    assert readme.startswith("# Trick\n") and "YYYY-MM-DD_Name" not in readme + out
-
-
-def test_the_diff_has_all_files(submit):
-    files = group("a", files={"kernels.py": "x = 1\n--y"})
-    files |= group("b", ms=90.0, files={"kernels.py": "x = 1\n++z\ny = 2"})
-    _, readme, _ = submit(files)
-    lines = Path(NAME, "changes.diff").read_text().splitlines()
-    assert lines[:2] == ["--- baseline/kernels.py", "+++ this_pr/kernels.py"]
-    assert lines[4:] == ["---y", "+++z", "+y = 2"]
-    assert "Lines of source: 2 added, 1 removed (`changes.diff`)." in readme
 
 
 TEXTBOOK = "try:\n    from kernels import TWINS\nexcept ImportError:\n    TWINS = {}"
@@ -330,17 +277,17 @@ USED = "relu2_mlp symmetric_matmul"
         (FORK, TWINS | {"train_gpt.py": TEXTBOOK}, "none", "train_gpt.py"),
         (f"{FORK}\nfrom kernels import x", TWINS | {"train_gpt.py": ""}, USED, "kernels.py and tr"),
         ("import torch", {"train_gpt.py": ""}, "none", None),
-        ("import (", TWINS, "none", "whole source"),
+        ("import (", TWINS, "none", "no Python"),
     ],
 )
 def test_a_source_that_cannot_run_alone_is_refused(submit, source, files, kernels, missing):
-    """By the log itself: what its first part imports, of which there are other parts."""
     options = {"source": source, "files": files, "kernels": kernels}
     status, readme, _ = submit(group("b", FLAGS, **options))
     if missing is None:
         assert status == 0 and readme
-    elif missing == "whole source":
-        assert "b0.txt does not begin with a whole source: " in status and "\n" not in status
+    elif missing == "no Python":
+        assert "b0.txt: Python cannot read the source at its head: " in status
+        assert "\n" not in status
     else:
         assert f"b0.txt begins with a source that cannot run alone: it imports {missing}" in status
         assert "./run.sh tools/bundle.py SCRIPT.py OUT.py" in status and "\n" not in status
@@ -353,15 +300,18 @@ CUT = ours().split("step:4/4")[0]
 @pytest.mark.parametrize(
     ("files", "folder", "message"),
     [
-        (pair(), "logs", "it is there already and not an empty folder: name another one"),
-        (pair(), "logs/a0.txt", "it is there already and not an empty folder: name another one"),
-        (pair(), "none/x", "none: make it first"),
-        (pair() | {"logs/c.txt": CUT}, NAME, "make the runs named above again, or leave out their"),
-        (pair() | {"logs/c.txt": ""}, NAME, "make the runs named above again, or leave out their"),
-        ({"logs/c.txt": ""}, NAME, "make the runs named above again, or leave out their logs"),
+        (pair(), "logs", "it exists and is not an empty folder: name another one"),
+        (pair(), "logs/a0.txt", "it exists and is not an empty folder: name another one"),
+        (pair(), "none/x", "none: create it first"),
+        (
+            pair() | {"logs/c.txt": CUT},
+            NAME,
+            "repeat the runs named above, or leave out their logs",
+        ),
+        ({"logs/c.txt": ""}, NAME, "repeat the runs named above, or leave out their logs"),
         (pair() | group("c", " --muon_lr 0.07"), NAME, "the logs are of 3 groups, listed above: "),
-        (pair() | {"more/b1.txt": ours(flags=FLAGS)}, NAME, "two logs of this_pr have the name of"),
-        ({"logs/a.txt": ours().split("CPU\n")[-1]}, NAME, "a.txt has no source: public logs"),
+        (pair() | {"more/b1.txt": ours(flags=FLAGS)}, NAME, "two logs of this_pr are named b1.txt"),
+        ({"logs/a.txt": ours().split("CPU\n")[-1]}, NAME, "a.txt has no source"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
@@ -373,57 +323,35 @@ def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
     assert paths() == {*files, *(str(Path(name).parent) for name in files)}
 
 
-def test_bad_flags_are_refused(submit):
-    """A folder without logs, and a target: the public rules have one."""
-    assert submit({})[0] == 2 and submit(pair(), "--target", "3.3")[0] == 2 and NAME not in paths()
+def test_a_target_is_refused_because_the_public_rules_have_one(submit):
+    assert submit(pair(), "--target", "3.3")[0] == 2 and NAME not in paths()
 
 
-def test_the_comparison_of_few_runs_or_of_other_lengths_has_no_verdict(submit):
-    """Of three runs; of four with two lengths; of four, whose mean losses are 0.001 apart."""
-    assert "3 and 3 runs have no interval and no verdict" in submit(pair())[1]
-    losses = (3.271, 3.272, 3.273, 3.274)
-    base = group("a", losses=losses)
-    longer = group("b", FLAGS, losses, ms=50.0, steps=6)
-    readme = submit(base | longer, folder="2026-11-23_Trick")[1]
-    assert "this_pr has 6 steps, baseline 4: their losses are not compared; this_pr is " in readme
-    assert "settled" not in readme
-    near = group("b", FLAGS, [x + 0.001 for x in losses], ms=90.0)
-    readme = submit(base | near, folder="2026-11-24_Trick")[1]
-    assert "0.0010 ± 0.0022 higher; that is not settled (p = 0.3" in readme
-
-
-@pytest.mark.parametrize("stops", [OSError("No space left"), KeyboardInterrupt()])
-def test_a_folder_that_cannot_be_finished_is_not_begun(submit, monkeypatch, stops):
+def test_a_folder_that_cannot_be_finished_is_not_begun(submit, monkeypatch):
     copied = []
 
     def full(*paths):
         if copied:
-            raise stops
+            raise OSError("No space left")
         copied.append(shutil.copyfile(*paths))
 
     files = pair()
     monkeypatch.setattr(shutil, "copy2", full)
-    if isinstance(stops, OSError):
-        assert submit(files)[0] == f"submission.py: {NAME} was not made: No space left"
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            submit(files)
+    assert submit(files)[0] == f"submission.py: {NAME} was not made: No space left"
     assert copied and paths() == {"logs", *files}
 
 
 def test_a_submission_to_the_optimizer_benchmark_has_its_statistic_and_no_baseline(submit):
-    """Nothing is said of times; a folder's name has the benchmark's form."""
     losses = [3.2771, 3.2789, 3.2782, 3.2770]
     logs = {
         f"logs/a{i}.txt": re.sub(r"(val_loss:\d+\.\d{4})", r"\g<1>0", text)
         for i, text in enumerate(group("a", losses=losses).values())
     }
-    status, text, out = submit(logs)
+    status, text, _ = submit(logs)
     found = (3.28 - sum(losses) / 4) * 2
-    assert status is None or status == 0
-    verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.5f}, wanted are 0.004."
-    assert verdict in text and found > 0.004
-    assert "is not of the public form YYYYMMDD_name" in text and "rule 4" not in text
+    verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.5f}, 0.004 is needed."
+    assert status == 0 and verdict in text and found > 0.004
+    assert "public form YYYYMMDD_name" in text and "rule 4" not in text
     assert "Rule 3 is not met" in submission.verdict([3.2779], benchmark=True)
     # Exactly the limit, which sums of decimals miss by a little.
     assert "Rule 3 is met" in submission.verdict([3.278] * 4, benchmark=True)

@@ -45,7 +45,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]] 
 import compare  # noqa: E402
 import script  # noqa: E402
 from compare import Side  # noqa: E402
-from leaderboard import FEWEST, SETTLED, Run, print_table, show, show_p  # noqa: E402
+from leaderboard import ALPHA, FEWEST, Run, print_table, show, show_p  # noqa: E402
 from techniques import TECHNIQUES, Technique, flags_without, is_of  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -132,7 +132,7 @@ class Effects:
             return "-", math.nan
         value = getattr(self, judge)[i]
         p = 2 * stats.t.sf(abs(value) / self.errors[judge], self.free)
-        if not p < SETTLED:
+        if not p < ALPHA:
             return "not settled", p
         return ("helps" if value > 0 else "hurts"), p
 

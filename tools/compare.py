@@ -451,7 +451,7 @@ def parse_args(argv: list[str] | None) -> tuple:
     text = "of a run's loss, if it is known: with --judge loss"
     parser.add_argument("--deviation", type=float, help=text)
     text = "how often no difference is taken for one [0.01]"
-    parser.add_argument("--alpha", type=float, default=leaderboard.SETTLED, help=text)
+    parser.add_argument("--alpha", type=float, default=leaderboard.ALPHA, help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first pair [0]")
     args, others = parser.parse_known_args(argv)
     if len(texts) < 2:

@@ -1,23 +1,23 @@
-"""Which run was better, and is it more than luck? Reads the logs of runs, ours and the public ones.
+"""Which run was better, and is the difference significant? Reads logs, ours and the public ones.
 
-    ./run.sh tools/leaderboard.py logs/*.txt                    a row a run, a row a group of equals
+    ./run.sh tools/leaderboard.py logs/*.txt                    a row for each run and each group
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
     ./run.sh tools/leaderboard.py --diff logs/A.txt logs/B.txt  settings and source that differ
 
-Runs of equal sources, flags (but for the seed and other names of one run), kernels, torch and GPUs
-are a group. A group's p is that of the leaderboard: a one-sided t-test that its mean loss is at
-most the target. A group has a letter, or, if its logs are those of one side of a --compare, the
-name of that side; runs of --compare that are only longer come last.
+Runs with the same source, flags (except the seed and the like), kernels, torch and GPUs are a
+group. The p of a group is that of the public leaderboard: a one-sided t-test that the mean loss is
+at most the target. A group has a letter. If its logs are those of one side of a --compare, it has
+the name of that side; the longer runs of --compare come last.
 
-Each later group is compared with the first one, by Welch's test of the losses; intervals are of
-95 %. Losses of runs of unequal length are not compared. A verdict is that of a single test: it
-holds if the numbers of runs were fixed beforehand. Who adds runs until p is low finds a difference
-where there is none, sooner or later. ./run.sh --compare may look after every pair.
+Each other group is compared with the first one, by Welch's t-test of the losses, with 95 %
+intervals. Losses are not compared if the numbers of steps differ. The test holds for numbers of
+runs that were fixed beforehand. Whoever adds runs until p is low will find a difference where there
+is none. ./run.sh --compare may look after every pair.
 
-The optimizer benchmark's logs, public ones and those of forks/train_gpt_track3.py, have losses of
-five digits. Of those, its own statistic is printed, too; it takes the deviation as known. Several
-trials in one such log are several runs. A result may be claimed at a step before the last (--at),
-or of another loss in the lines of steps (--field val_ema_loss).
+Logs of the optimizer benchmark, public ones and those of forks/train_gpt_track3.py, have losses of
+five digits. For these logs, the tool also prints the benchmark's own statistic, which takes the
+standard deviation as known. If such a log has several trials, each one is a run. A result may be
+claimed at a step before the last (--at), or for another loss in the log (--field val_ema_loss).
 """
 
 import argparse
@@ -35,49 +35,49 @@ import numpy as np
 from records import on_fineweb, published
 from scipy import stats
 
-RULE = "=" * 100  # between the parts of a log: script, machine, settings, other files, steps
-FILE = re.compile(r"(\w+\.py):(\n|$)")  # begins the part of another file
+RULE = "=" * 100  # separates the parts of a log: script, machine, settings, other files, steps
+FILE = re.compile(r"(\w+\.py):(\n|$)")  # the first line of another file's part
 STEP = re.compile(
     r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))?((?: val_\w+:\S+)*) "
     r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms(?: \w+:\S+)*"
-)  # seconds and other fields: the optimizer benchmark's
-# Runs may differ in these and be equals.
+)  # logs of the optimizer benchmark have seconds and other fields
+# Runs of one group may differ in these.
 OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "save_last", "device"}
-SETTLED = 0.01  # a p below this settles a question, as the leaderboard has it
+ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
 
-# The optimizer benchmark takes the deviation of a loss as 0.0013. A result of n runs must have a
-# (target - mean) * sqrt(n) of 3.09 deviations: p < 0.001. Of two results, the difference over
-# sqrt(1/n1 + 1/n2) must be as large. By its README, 100 steps fewer are worth 0.0045 of loss.
+# The optimizer benchmark takes the standard deviation of a loss as 0.0013. For a result of n runs,
+# (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001. For two results, the
+# difference over sqrt(1/n1 + 1/n2) must be. By its README, 100 steps are worth 0.0045 of loss.
 BENCHMARK_MARGIN = 0.004
 LOSS_OF_A_STEP = 0.0045 / 100
 
-# So many runs of each group, or pairs of runs, are the least for an interval and a verdict. Half of
-# a 95 % interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four,
-# and 1.2 after five. In a sequential test of at most 20 pairs, a look after two would settle a
-# difference of 1300 deviations every second time, one after three of 25, one after four of 7.
+# An interval and a verdict need this many runs of each group, or pairs of runs. Half of a 95 %
+# interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four, and 1.2
+# after five. In a sequential test of at most 20 pairs, a look after two pairs finds a difference of
+# 1300 deviations every second time, a look after three pairs one of 25, after four one of 7.
 FEWEST = 4
 
-# Names of the logs of --compare: NAME_A_seed0, NAME_B_seed0, and NAME_A_longer_seed0, which only
-# tells what a step is worth.
+# Names of the logs of --compare: NAME_A_seed0, NAME_B_seed0, and NAME_A_longer_seed0, which
+# measures what a step is worth.
 OF_COMPARE = re.compile(r"(.+_(?:A|B|A_longer))_seed\d+")
 
 
 @dataclass
 class Run:
-    """What a log says; None for what it lacks."""
+    """What a log tells about a run; None for what is missing."""
 
     path: Path
-    source: str  # of the script that was started; of some older logs, of all files
-    steps: int  # how many the run was to have, and had
-    curve: dict[int, tuple[float, float]]  # validation loss and train_time in seconds by step
+    source: str  # of the script; in some older logs, of all files
+    steps: int  # of the whole run
+    curve: dict[int, tuple[float, float]]  # step: validation loss, train_time in seconds
     step_ms: float | None
-    skips_ten: bool  # by the public project's early clock, which begins at step 10
+    skips_ten: bool  # the clock begins at step 10, as in early public logs
     record: str | None
-    files: dict[str, str] = field(default_factory=dict)  # sources of others that it uses, by name
-    machine: str = ""  # software and hardware, as the log has them
+    files: dict[str, str] = field(default_factory=dict)  # sources of other files by name
+    machine: str = ""  # software and hardware, as in the log
     settings: dict[str, str] = field(default_factory=dict)
     flags: str = ""
-    kernels: str = ""  # names of those in use
+    kernels: str = ""  # names of the kernels in use
     torch: str | None = None
     gpu: str | None = None
     memory: str | None = None  # MiB allocated/reserved
@@ -103,14 +103,14 @@ class Run:
 
     @property
     def on_fineweb(self) -> bool:
-        """The public project knows no other data, and its logs hold no settings."""
+        """Whether the data is FineWeb. Public logs have no settings: their data is FineWeb."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
         return on_fineweb(*files)
 
 
 def trials_of(results: str) -> list[str]:
-    """Return the lines of each trial. In a public log steps go back where another trial begins; in
-    one of ours, where a run was resumed."""
+    """Return the lines of each trial. If the step decreases, another trial begins in a public log,
+    but a resumed run in one of ours."""
     if re.search(r"^record ", results, re.M):
         return [results]
     trials, last = [""], -1
@@ -125,7 +125,7 @@ def trials_of(results: str) -> list[str]:
 
 @dataclass
 class Progress:
-    """What the lines of steps say of a run."""
+    """What the lines of a log that begin with "step:" tell."""
 
     steps: int
     curve: dict[int, tuple[float, float]]
@@ -135,8 +135,8 @@ class Progress:
 
 
 def progress_of(results: str, whole: bool, at: int | None, name: str) -> Progress:
-    """Return what the lines of steps say, up to step `at` if that is given, as if it were the last
-    one. The loss is that of the field `name`. ValueError as for read_log."""
+    """Return what the lines of steps tell. `at` is a step that counts as the last one, and `name`
+    is the field with the loss. ValueError as for read_log."""
     curve, steps, step = {}, None, 0
     step_ms, skips_ten, digits = None, False, 4
     for line in results.splitlines():
@@ -148,7 +148,7 @@ def progress_of(results: str, whole: bool, at: int | None, name: str) -> Progres
         step, steps, average = int(match[1]), int(match[2]), float(match[8])
         seconds = float(match[7]) if match[7] else int(match[6]) / 1000
         if at is not None and step > at:
-            continue  # a resumed run may come back to it
+            continue  # not break: a resumed run repeats steps
         skips_ten |= step > 0 and math.isnan(average)
         if match[3] != "val":
             continue
@@ -164,59 +164,59 @@ def progress_of(results: str, whole: bool, at: int | None, name: str) -> Progres
             raise ValueError(f"has a malformed line: {line[:80]!r}") from None
         if not math.isfinite(loss):
             raise ValueError(f"has a loss of {loss} at step {step}")
-        curve = {k: v for k, v in curve.items() if k < step}  # a resumed run repeats steps
+        curve = {k: v for k, v in curve.items() if k < step}  # the resumed run replaces them
         curve[step] = loss, seconds
         step_ms = average if math.isfinite(average) else None
     if steps is None:
-        raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
+        raise ValueError("has no line of a step: this is no log, or a truncated one")
     if at is not None:
         steps = at
     if whole and steps not in curve:
         if at is not None:
             raise ValueError(f"has no validation at step {at}")
-        what = "lacks its last validation" if step == steps else "is truncated"
+        what = "has no last validation" if step == steps else "is truncated"
         raise ValueError(f"{what}: it ends at step {step} of {steps}")
     return Progress(steps, curve, step_ms, skips_ten, digits)
 
 
 def read_log(path: Path, whole: bool = True) -> Run:
-    """Return the run of a log, or its last trial. ValueError says what is wrong with one that is no
-    log, or, where that is wanted, not of a whole run."""
+    """Return the run of a log, or its last trial. ValueError if the file is no log, or, with
+    `whole`, if the run is not finished."""
     return read_trials(path, whole)[-1]
 
 
 def read_trials(
     path: Path, whole: bool = True, at: int | None = None, name: str = "val_loss"
 ) -> list[Run]:
-    """Return the runs of a log, of which some public ones have several. A run may be judged at a
-    step before its last, and by another field than val_loss. ValueError as for read_log."""
-    text = path.read_bytes().decode("utf-8")  # its error is a ValueError
+    """Return the runs of a log: some public logs have several. `at` is a step that counts as the
+    last one, and `name` is the field with the loss. ValueError as for read_log."""
+    text = path.read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
     if not text.strip():
         raise ValueError("is empty")
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
     parts = [part for part in parts if part]  # logs of 2024 begin with a rule
     source = ""
-    if parts and not parts[0].startswith("step:"):  # some public ones have no source
+    if parts and not parts[0].startswith("step:"):  # some public logs have no source
         source, *parts = parts
-    if not parts and re.search(r"^step:\d", source, re.M):  # nor a rule
+    if not parts and re.search(r"^step:\d", source, re.M):  # and no rule
         source, parts = "", [source]
     if not parts:
-        raise ValueError("has no line of a step: it is no log, or a summary, or was cut short")
+        raise ValueError("has no line of a step: this is no log, or a truncated one")
     results = parts.pop()
     trials = [progress_of(trial, whole, at, name) for trial in trials_of(results)]
     return [run_of(path, source, list(parts), results, trial) for trial in trials]
 
 
 def run_of(path: Path, source: str, parts: list[str], results: str, found: Progress) -> Run:
-    """Return the run of a log's source, the parts after it, its lines of steps, and what these
-    say."""
+    """Return a run, from a log's source, the parts after the source, the lines of steps, and what
+    these lines tell."""
     files = {}
     while parts and (match := FILE.match(parts[-1])):
         files[match[1]] = parts.pop()[match.end() :]
-    settings = parts[-1] if parts else ""  # of our logs
+    settings = parts[-1] if parts else ""  # in our logs
     machine = "\n".join([*parts, results])
     run = Run(path=path, source=source, files=files, machine=machine, record=None, **vars(found))
-    for folder in path.resolve().parts:  # a record's may also hold runs of the record before it
+    for folder in path.resolve().parts:  # a record's folder may hold runs of the previous record
         if str(found.steps) in published().get(folder, {"losses": {}})["losses"]:
             run.record = folder
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):
@@ -224,7 +224,7 @@ def run_of(path: Path, source: str, parts: list[str], results: str, found: Progr
         run.record = match[1]
         run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN)
         run.settings = dict(re.findall(r"^(\w+): (.*)$", settings, re.M))
-    # A resumed run names its kernels again; it may have changed them.
+    # A resumed run names its kernels again; they may have changed.
     run.kernels = "; ".join(dict.fromkeys(re.findall(r"^kernels: ([\w ]+)", results, re.M)))
     if match := re.search(r"^(?:Running )?(?:Py)?torch (\S+)", machine, re.M | re.I):
         run.torch = match[1]
@@ -241,7 +241,7 @@ def run_of(path: Path, source: str, parts: list[str], results: str, found: Progr
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Return a line a row, columns as wide as need be: words to the left, numbers to the right."""
+    """Return a line for each row: aligned columns, words to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
     right = [all(number.fullmatch(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
@@ -256,13 +256,13 @@ def print_table(rows: list[list[str]]) -> None:
 
 
 def show(value: float | None, form: str) -> str:
-    """Return a number, or a dash for what is unknown."""
+    """Return a number, or a dash if it is unknown."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def show_p(p: float) -> str:
-    """Return a p, small ones with an exponent."""
-    return show(p, ".2e" if p < SETTLED else ".3f")
+    """Return a p; a significant one has an exponent."""
+    return show(p, ".2e" if p < ALPHA else ".3f")
 
 
 def deviation(values: list[float]) -> float:
@@ -271,16 +271,16 @@ def deviation(values: list[float]) -> float:
 
 
 def p_at_most(target: float, losses: list[float]) -> float:
-    """Return how likely so low a mean loss is, were the true one the target or more: one-sided
-    t-test."""
+    """Return the p of a one-sided t-test: the probability of so low a mean loss if the true mean is
+    the target."""
     if len(losses) < 2 or np.ptp(losses) == 0:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 
 def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """Return b's mean minus a's, half the width of its 95 % interval, and the two-sided p; nan for
-    these two if there are fewer than FEWEST numbers of one, or all numbers of each are equal."""
+    """Return the mean of b minus the mean of a, half the width of its 95 % interval, and the
+    two-sided p. The last two are nan for fewer than FEWEST numbers, or equal ones."""
     difference = float(np.mean(b) - np.mean(a))
     if min(len(a), len(b)) < FEWEST or np.ptp(a) + np.ptp(b) == 0:
         return difference, math.nan, math.nan
@@ -295,14 +295,14 @@ def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
 
 
 def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str = "") -> str:
-    """Return a difference in words: its size, half its interval, the word for below or above 0."""
+    """Return a difference in words; `words` are those for a number below and above 0."""
     interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
     word = words[int(value > 0)] if float(f"{value:{form}}") else "different"
     return f"{abs(value):{form}}{unit}{interval} {word}"
 
 
 def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
-    """Say in plain words how b compares with a, and how sure that is."""
+    """Return in words how b compares with a, and whether the difference is significant."""
     a_times, a_losses = columns(a)
     b_times, b_losses = columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
@@ -312,23 +312,27 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
     text = f"{names[1]} is {amount(slower, slower_by, '.1f', ('faster', 'slower'), ' %')}"
     text += f" than {names[0]}"
     if a[0].skips_ten != b[0].skips_ten:
-        text += " (but one clock leaves out ten steps)"
+        text += " (but one of the clocks does not count the first ten steps)"
     if a[0].steps != b[0].steps:
         lengths = f"{names[1]} has {b[0].steps} steps, {names[0]} {a[0].steps}"
         return f"{lengths}: their losses are not compared; {text}"
     text += f"; its loss is {amount(higher, higher_by, '.4f', ('lower', 'higher'))}; "
     if min(len(a), len(b)) < FEWEST:
-        counts = f"{len(a)} and {len(b)} runs have no interval and no verdict"
-        return text + f"{counts}: {FEWEST} of each are the least"
+        counts = f"{len(a)} and {len(b)} runs"
+        return text + f"{counts} are too few for an interval and a verdict: each needs {FEWEST}"
     if math.isnan(p):
-        return text + "the losses of each are equal: they have no p"
-    if p < SETTLED:
-        return text + f"that is settled (p = {show_p(p)}), if the numbers of runs were planned"
-    return text + f"that is not settled (p = {show_p(p)}); a test that may go on is --compare"
+        return text + "all losses of a group are equal: there is no p"
+    if p < ALPHA:
+        planned = "if the numbers of runs were fixed beforehand"
+        return text + f"the difference in loss is significant (p = {show_p(p)}), {planned}"
+    return text + (
+        f"the difference in loss is not significant (p = {show_p(p)}); to add runs until it is, "
+        "use --compare"
+    )
 
 
 def groups_of(runs: list[Run]) -> list[list[Run]]:
-    """Return runs in groups of equals; those of --compare that are only longer come last."""
+    """Return the groups of runs; the longer runs of --compare come last."""
     groups: dict[tuple, list[Run]] = {}
     for r in runs:
         groups.setdefault(r.group, []).append(r)
@@ -336,15 +340,15 @@ def groups_of(runs: list[Run]) -> list[list[Run]]:
 
 
 def side_of(runs: list[Run]) -> str | None:
-    """Return NAME_A, NAME_B or NAME_A_longer if all runs are of that side of a --compare."""
+    """Return NAME_A, NAME_B or NAME_A_longer if all runs are that side of a --compare."""
     matches = [OF_COMPARE.fullmatch(r.path.stem) for r in runs]
     sides = {match and match[1] for match in matches}
     return sides.pop() if len(sides) == 1 else None
 
 
 def letters_of(groups: list[list[Run]]) -> list[str]:
-    """Return a short name for each group: a letter, or that of its side of a --compare, unless two
-    groups have it."""
+    """Return a short name for each group: a letter, or the name of its side of a --compare if no
+    other group has that name."""
     sides = [side_of(runs) for runs in groups]
     names = []
     for i, side in enumerate(sides):
@@ -354,14 +358,14 @@ def letters_of(groups: list[list[Run]]) -> list[str]:
 
 
 def seed_twice(name: str, runs: list[Run]) -> str:
-    """Return a note if there is a seed with several runs, or else ""."""
+    """Return a note if several runs have the same seed, or "" otherwise."""
     seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
-    note = f"{name} has a seed twice: those runs are one sample, not two, on a CPU"
+    note = f"{name} has a seed twice: on a CPU, such runs are equal and count as one"
     return note if len(set(seeds)) < len(seeds) else ""
 
 
 def print_leaderboard(groups: list[list[Run]], target: float) -> None:
-    """Print a row a run, a row a group, and a sentence for each group after the first."""
+    """Print a row for each run and each group, and compare each group with the first one."""
     letters = letters_of(groups)
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in zip(letters, groups, strict=True):
@@ -390,19 +394,19 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
 
 
 def of_benchmark(runs: list[Run]) -> bool:
-    """Say whether runs are the optimizer benchmark's."""
+    """Return whether runs are those of the optimizer benchmark."""
     return all(r.digits == 5 for r in runs)
 
 
 def margin(losses: list[float], target: float) -> float:
-    """Return the optimizer benchmark's statistic of a result; decimals are summed inexactly, which
-    must not decide."""
+    """Return the optimizer benchmark's statistic of a result. It is rounded, because a sum of
+    decimals is inexact and a result may lie exactly on the limit."""
     return round(float((target - np.mean(losses)) * len(losses) ** 0.5), 9)
 
 
 def margin_over(old: list[Run], new: list[Run]) -> float:
-    """Return its statistic of a new result against an old one. A lower loss counts for the new one,
-    and so do fewer steps."""
+    """Return the benchmark's statistic of a new result against an old one. A lower loss and fewer
+    steps make the statistic larger."""
     before, now = (
         np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in runs]) for runs in (old, new)
     )
@@ -410,11 +414,11 @@ def margin_over(old: list[Run], new: list[Run]) -> float:
 
 
 def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
-    """Print the optimizer benchmark's statistics of groups of its logs, by their names."""
+    """Print the optimizer benchmark's statistic of each group of its logs; `groups` are by name."""
     own = {name: runs for name, runs in groups.items() if of_benchmark(runs)}
     if not own:
         return
-    least = f"{BENCHMARK_MARGIN} or more is wanted, of a number of runs fixed beforehand"
+    least = f"must be at least {BENCHMARK_MARGIN}, for a number of runs fixed beforehand"
     print(f"\nthe optimizer benchmark's statistic ({least}):")
     first = next(iter(own))
     rows = [["group", "n", "steps", "loss", f"({target:g} - loss) sqrt(n)", f"against {first}"]]
@@ -427,7 +431,7 @@ def print_benchmark(groups: dict[str, list[Run]], target: float) -> None:
 
 
 def plot(groups: list[list[Run]], path: Path) -> None:
-    """Draw the validation loss over train_time and over steps; published curves are dashed."""
+    """Plot the validation loss over train_time and over steps; published curves are dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -460,7 +464,7 @@ def plot(groups: list[list[Run]], path: Path) -> None:
     axes[1].set(xlabel="step")
     for axis in axes:
         axis.grid(alpha=0.3)
-    # The legend is below, and makes the picture higher: names may be many, and of many flags.
+    # The legend lies below the axes. The picture grows with it: names with many flags are long.
     lines, names = axes[1].get_legend_handles_labels()
     names = [textwrap.fill(name, 130, break_on_hyphens=False) for name in names]
     rows = sum(name.count("\n") + 1 for name in names)
@@ -471,17 +475,16 @@ def plot(groups: list[list[Run]], path: Path) -> None:
 
 
 def differing_settings(a: Run, b: Run) -> list[list[str]]:
-    """Return name, a's value and b's value of each setting in which two runs differ."""
+    """Return the name and both values of each setting in which two runs differ."""
     names = dict.fromkeys([*a.settings, *b.settings])
     rows = [[name, a.settings.get(name, "-"), b.settings.get(name, "-")] for name in names]
     return [row for row in rows if row[1] != row[2]]
 
 
 def source_diffs(a: Run, b: Run, names: tuple[str, str]) -> list[list[str]]:
-    """Return the lines of a unified diff from a's source to b's, of the script and of each other
-    file in which they differ."""
+    """Return the lines of a unified diff from a's source to b's, for each file that differs."""
     diffs = []
-    pairs = {"": (a.source, b.source)}  # by the name of the file
+    pairs = {"": (a.source, b.source)}  # by the file's name; "" is the script
     for name in dict.fromkeys([*a.files, *b.files]):
         pairs[f"/{name}"] = a.files.get(name, ""), b.files.get(name, "")
     for name, (old, new) in pairs.items():
@@ -498,7 +501,7 @@ def source_diffs(a: Run, b: Run, names: tuple[str, str]) -> list[list[str]]:
 
 
 def print_diff(a: Run, b: Run) -> None:
-    """Print the settings and the lines of source in which two runs differ."""
+    """Print the settings and the lines of source that differ between two runs."""
     if rows := differing_settings(a, b):
         print_table([["setting", a.path.name, b.path.name], *rows])
     else:
@@ -510,7 +513,7 @@ def print_diff(a: Run, b: Run) -> None:
 def read_logs(
     paths: list[Path], program: str, at: int | None = None, name: str = "val_loss"
 ) -> tuple[list[Run], int]:
-    """Return the runs of logs, and how many logs were left out: a line on stderr says why. A log
+    """Return the runs of logs, and how many logs were skipped; a line on stderr tells why. A log
     that is named twice is read once. `at` and `name` are those of read_trials."""
     runs, skipped = [], 0
     for path in {path.resolve(): path for path in paths}.values():
@@ -524,20 +527,20 @@ def read_logs(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print what the logs say; status 1 if one of them could not be used, 2 for bad flags."""
+    """Print what the logs tell; exit status 1 if a log could not be used, 2 for bad flags."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "leaderboard.py", description=__doc__, formatter_class=form, allow_abbrev=False
     )
-    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="logs of runs")
+    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="logs to read")
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
-    parser.add_argument("--at", type=int, metavar="STEP", help="judge all runs at it [the last]")
-    parser.add_argument("--field", default="val_loss", help="which loss of a line [val_loss]")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the runs into this file")
-    parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="compare two runs")
+    parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
+    parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
+    parser.add_argument("--diff", type=Path, nargs=2, metavar="LOG", help="print what differs")
     args = parser.parse_intermixed_args(argv)
     if args.at is not None and args.at < 1:
-        parser.error("--at wants a step from 1 on")
+        parser.error("--at must be 1 or more")
     if not args.logs and (args.plot or not args.diff):
         parser.error("name at least one log")
 
@@ -555,7 +558,7 @@ def main(argv: list[str] | None = None) -> None:
             try:
                 plot(groups, args.plot)
             except (ValueError, OSError) as error:  # an unknown suffix, no such folder
-                sys.exit(f"leaderboard.py: could not draw {args.plot}: {error}")
+                sys.exit(f"leaderboard.py: could not plot {args.plot}: {error}")
     sys.exit(1 if lacking + skipped else 0)
 
 

@@ -1,18 +1,18 @@
-"""The folder of a pull request to the public project, github.com/KellerJordan/modded-nanogpt.
+"""Makes the folder for a pull request to github.com/KellerJordan/modded-nanogpt.
 
     ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS...
 
-Logs are grouped as by tools/leaderboard.py: the first group is the baseline, the second one the
-submission; a single group is a submission without a baseline. DIR gets:
+Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second group
+is the submission; a single group is a submission without a baseline. DIR gets:
 
-    README.md            figures, what differs, all runs, how to repeat them
+    README.md            statistics, what differs, all runs, how to repeat them
     changes.diff         settings and source of the submission against those of the baseline
     baseline/RUN.txt     logs of the baseline
-    this_pr/RUN.txt      logs of the submission; without a baseline they lie beside README.md
+    this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
-The public rules are cited by their numbers: 2 wants a mean loss of at most 3.28 at p < 0.01, and 4
-wants less time than the baseline takes on the same hardware. The optimizer benchmark, whose losses
-have five digits, has rules of its own: times do not count, and 3 wants its statistic.
+The tool names the public rules by their numbers. Rule 2: the mean loss is at most 3.28 at p < 0.01.
+Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark,
+whose losses have five digits, has its own rules: times do not count, and rule 3 is its statistic.
 """
 
 import argparse
@@ -30,9 +30,9 @@ import numpy as np
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 from leaderboard import (  # noqa: E402
+    ALPHA,
     BENCHMARK_MARGIN,
     OF_ONE_RUN,
-    SETTLED,
     Run,
     aligned,
     columns,
@@ -55,48 +55,46 @@ from train_gpt import UserError  # noqa: E402
 
 TARGET = 3.28  # of rule 2
 
-# Of the 32 public records of 2026 up to July, 15 have a folder for the runs of the baseline and one
-# for their own, most often under these two names, as 2026-02-28_TransposeCopyBackward and
-# 2026-07-17_FP8DownProjection. Another 15 have no baseline, and their logs beside README.md, as
-# 2026-03-06_SimplifyHC.
+# Of the 32 public records of 2026 up to July, 15 have a folder for the baseline's runs and one for
+# their own, mostly with these two names: 2026-02-28_TransposeCopyBackward, for example. Another 15
+# have no baseline, and their logs lie beside README.md: 2026-03-06_SimplifyHC, for example.
 BASELINE, OURS = "baseline", "this_pr"
 
 # -----------------------------------------------------------------------------
-# What the runs show
+# Rules, and the order of the runs
 
 
 def verdict(losses: list[float], benchmark: bool = False) -> str:
-    """Say whether rule 2 is met, or rule 3 of the optimizer benchmark, and what to do if it is
-    not."""
+    """Say whether rule 2 is met, and what to do if not; or rule 3 of the optimizer benchmark."""
     if benchmark:
         found = margin(losses, TARGET)
         state = "met" if found >= BENCHMARK_MARGIN else "not met"
         statistic = f"({TARGET} - mean loss) * sqrt(runs)"
-        return f"Rule 3 is {state}: {statistic} = {found:.5f}, wanted are {BENCHMARK_MARGIN}."
+        return f"Rule 3 is {state}: {statistic} = {found:.5f}, {BENCHMARK_MARGIN} is needed."
     p = p_at_most(TARGET, losses)
     if math.isnan(p):
-        return "Rule 2 is not met: one run, or runs of equal losses, have no p. Make several runs."
-    if p < SETTLED:
-        return f"Rule 2 is met: the mean loss is at most {TARGET} with p = {show_p(p)} < {SETTLED}."
-    advice = "Runs that are added until p is low prove nothing: plan a number, and make all anew."
+        return "Rule 2 is not met: one run, or runs with equal losses, have no p. Make more runs."
+    if p < ALPHA:
+        return f"Rule 2 is met: the mean loss is at most {TARGET} with p = {show_p(p)} < {ALPHA}."
+    advice = "To add runs until p is low proves nothing: fix a number, and repeat all runs."
     if np.mean(losses) > TARGET:
         advice = f"The mean loss is above {TARGET}."
     waived = "The rule is waived for changes that only make the same training faster."
-    return f"Rule 2 is not met: p = {show_p(p)} is not below {SETTLED}. {advice} {waived}"
+    return f"Rule 2 is not met: p = {show_p(p)} is not below {ALPHA}. {advice} {waived}"
 
 
 def in_order(runs: list[Run]) -> tuple[list[Run], str]:
-    """Return the runs in the order in which they began, and what tells it: the first of three
-    clocks that has a time for each run."""
+    """Return the runs in the order in which they began, and the name of the clock: the first of
+    three clocks that has a time for each run."""
 
     def in_log(r: Run):
-        """Return nvidia-smi's date: no copying or renaming changes it."""
+        """Return the date that nvidia-smi wrote: copying or renaming does not change it."""
         date = re.search(r"^\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}", r.machine, re.M)
         return strptime(date[0], "%a %b %d %H:%M:%S %Y") if date else None
 
     def in_name(r: Run):
-        """Return the date in the name. Runs of one --runs or --compare share it; their seeds count
-        up."""
+        """Return the date in the name. Runs of one --runs or --compare share it: the seed tells
+        their order."""
         date = re.search(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", r.path.stem)
         return (date[0], int(r.settings.get("seed", 0)), of_file(r)) if date else None
 
@@ -116,8 +114,8 @@ def in_order(runs: list[Run]) -> tuple[list[Run], str]:
 
 
 def in_turn(order: list[str]) -> bool:
-    """Say whether runs of two groups took turns: of each two in a row, one is of each group. Runs
-    that are left when one group has no more do not count."""
+    """Return whether runs of two groups took turns: each two in a row are one of each group. Runs
+    after the last one of the smaller group do not count."""
     if len(set(order)) < 2:
         return False
     both = 2 * min(order.count(name) for name in set(order))
@@ -125,36 +123,37 @@ def in_turn(order: list[str]) -> bool:
 
 
 def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> list[str]:
-    """Return what may keep the public project from taking the submission, a sentence or two
-    each."""
+    """Return why the public project may refuse the submission, a sentence or two for each
+    reason."""
     notes = []
     public_name, form = r"\d{4}-\d\d-\d\d[-_]\w", "YYYY-MM-DD_Name"
     if of_benchmark(parts[OURS]):
         public_name, form = r"\d{8}_\w", "YYYYMMDD_name"
     if not re.match(public_name, folder.name):
-        notes += [f"Name: {folder.name} is not of the public form {form}."]
+        notes += [f"Name: {folder.name} does not have the public form {form}."]
     if not all(r.on_fineweb for runs in parts.values() for r in runs):
-        notes += ["Not FineWeb: the public project does not accept it."]
+        notes += ["Not FineWeb: the public project does not accept other data."]
     notes += [note + "." for name, runs in parts.items() if (note := seed_twice(name, runs))]
     ours = parts[OURS]
     if of_benchmark(ours):  # times do not count, and old results are the baselines
         return notes
     if BASELINE not in parts:
         return notes + [
-            "No baseline: rule 4 wants runs of the baseline on the same hardware. Make both in "
-            'turn, with ./run.sh --compare "BASELINE.py" "SCRIPT.py FLAGS". Name its logs first.'
+            "No baseline: rule 4 needs runs of the baseline on the same hardware. Make both in "
+            'turn, with ./run.sh --compare "BASELINE.py" "SCRIPT.py FLAGS". Then name the logs of '
+            "the baseline first."
         ]
     base = parts[BASELINE]
     if base[0].gpu != ours[0].gpu:
-        notes += ["Hardware differs: rule 4 wants both groups of runs on the same hardware."]
+        notes += ["Hardware differs: rule 4 needs both groups of runs on the same hardware."]
     if base[0].torch != ours[0].torch:
-        notes += ["PyTorch differs: the two times do not compare the change alone."]
+        notes += ["PyTorch differs: the difference in time is not that of the change alone."]
     if np.mean(columns(ours)[0]) >= np.mean(columns(base)[0]):
-        notes += [f"Not faster: rule 4 wants {OURS} to take less time than {BASELINE}."]
+        notes += [f"Not faster: by rule 4, {OURS} must take less time than {BASELINE}."]
     if not took_turns:
         notes += [
-            "Not in turn: a machine that became slower or faster meanwhile would mislead. Better "
-            "make one run of each group in turn, as ./run.sh --compare does."
+            "Not in turn: a machine that became slower or faster affects one group more. Make one "
+            "run of each group in turn, as ./run.sh --compare does."
         ]
     return notes
 
@@ -164,7 +163,7 @@ def notes_of(folder: Path, parts: dict[str, list[Run]], took_turns: bool) -> lis
 
 
 def statistics(parts: dict[str, list[Run]]) -> list[str]:
-    """Return the table of the public READMEs; times in seconds, differences to the first group."""
+    """Return the table of the public READMEs: times in seconds, differences to the first group."""
     heads = ["Time μ", "Time σ", "Time +/-", "Loss μ", "Loss σ", "Loss +/-", "p"]
     rows = [["", "Runs", "Steps", *heads]]
     first = [np.mean(values) for values in columns(next(iter(parts.values())))]
@@ -180,7 +179,7 @@ def statistics(parts: dict[str, list[Run]]) -> list[str]:
 
 
 def lists(name: str, runs: list[Run]) -> list[str]:
-    """Return losses and times in seconds, in the order of making, as Python reads them."""
+    """Return losses and times in seconds as Python lists, in the order of the runs."""
     times, losses = columns(runs)
     return ["", f"{name}:", f"  losses = {losses}", f"  times  = {times}"]
 
@@ -192,8 +191,8 @@ def table(rows: list[list[str]]) -> list[str]:
 
 
 def differences(a: Run, b: Run) -> list[list[str]]:
-    """Return name and both values of each difference, without sources and what is of one run
-    alone."""
+    """Return the name and both values of what differs, except sources and settings of single
+    runs."""
     machine = ["kernels", a.kernels, b.kernels], ["torch", a.torch, b.torch], ["GPU", a.gpu, b.gpu]
     rows = [row for row in differing_settings(a, b) if row[0] not in OF_ONE_RUN]
     rows += [[name, x or "-", y or "-"] for name, x, y in machine if x != y]
@@ -201,7 +200,7 @@ def differences(a: Run, b: Run) -> list[list[str]]:
 
 
 def changes(a: Run, b: Run) -> str:
-    """Return changes.diff: what differs, in comments that `patch` skips, then the diff of the
+    """Return changes.diff: settings as comments, which `patch` skips, then the diff of the
     sources."""
     lines = [f"# {name}: {x} -> {y}" for name, x, y in differences(a, b)]
     if not a.settings:
@@ -215,10 +214,10 @@ def changes(a: Run, b: Run) -> str:
 
 
 def what_changed(a: Run, b: Run) -> list[str]:
-    """Return lines of the README on the sources, the settings and the machine that differ."""
-    text = "The source is the same; only what follows differs (`changes.diff`)."
+    """Return the lines of README.md about sources, settings and machines that differ."""
+    text = "The source is the same; the settings or the machine differ (`changes.diff`)."
     if diffs := source_diffs(a, b, (BASELINE, OURS)):
-        signs = [line[0] for diff in diffs for line in diff[2:]]  # without its two lines of names
+        signs = [line[0] for diff in diffs for line in diff[2:]]  # without the two lines with names
         added, removed = signs.count("+"), signs.count("-")
         text = f"Lines of source: {added} added, {removed} removed (`changes.diff`)."
     if not a.settings:
@@ -228,14 +227,14 @@ def what_changed(a: Run, b: Run) -> list[str]:
 
 
 def commands(name: str, runs: list[Run]) -> list[str]:
-    """Return lines of shell that make a group's runs again."""
+    """Return shell commands that repeat the runs of a group."""
     first = runs[0]
     if not first.settings:  # a public log
-        return [f"# {name}: start the source at the head of its logs as its project does"]
+        return [f"# {name}: start the source at the head of its logs as its project says"]
     script = f"{name}.py"
     flags = f"{script} --record {first.record}"
     for flag, value in re.findall(r" --(\w+) ((?:(?! --).)*)", first.flags):
-        words = value.split() or [""]  # a setting of several numbers is several words
+        words = value.split() or [""]  # a setting with several numbers is several words
         flags += f" --{flag} " + " ".join(map(shlex.quote, words))
     seeds = " ".join(r.settings["seed"] for r in runs)
     command = f"for seed in {seeds}; do ./run.sh {flags} --seed $seed; done"
@@ -243,7 +242,7 @@ def commands(name: str, runs: list[Run]) -> list[str]:
 
 
 def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
-    """Return the text of README.md, and the notes in it."""
+    """Return the text of README.md, and its notes."""
     order, clock = in_order([r for runs in parts.values() for r in runs])
     name_of = {r.path: name for name, runs in parts.items() for r in runs}
     whose = [name_of[r.path] for r in order]
@@ -265,13 +264,13 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
         "",
         verdict(columns(ours)[1], of_benchmark(ours)),
     ]
-    text += [f"Times are in seconds; p is that of a one-sided t-test of a mean loss <= {TARGET}."]
+    text += [f"Times are in seconds; p is that of a one-sided t-test: mean loss <= {TARGET}."]
     if base:
         compared = sentence(base, ours, (BASELINE, OURS))
-        text += [f"By Welch's test, with 95 % intervals: {compared}."]
+        text += [f"Welch's t-test, with 95 % intervals: {compared}."]
     if notes:
         text += ["", "## Notes", "", *(f"- {note}" for note in notes)]
-    changed = what_changed(base[0], ours[0]) if base else ["Without a baseline, no diff was made."]
+    changed = what_changed(base[0], ours[0]) if base else ["Without a baseline, there is no diff."]
     text += ["", "## What changed", "", *changed]
 
     machines = dict.fromkeys(f"{r.gpu or 'unknown GPU'}, torch {r.torch or '-'}" for r in order)
@@ -286,9 +285,10 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
 
 
 def missing_files(run: Run) -> list[str]:
-    """Return the names of the files that the source at the head of a log needs beside it.
+    """Return the names of the files that the source at the head of a log cannot run without.
 
-    The log has parts of them, and the source imports them; of kernels.py only if kernels were used.
+    These are the files that the source imports and that have a part in the log. kernels.py counts
+    only if the run used kernels.
     """
     if not run.files:
         return []
@@ -305,37 +305,39 @@ def missing_files(run: Run) -> list[str]:
 
 
 def check_alone(run: Run) -> None:
-    """Raise UserError for a log whose source cannot run alone, as the public project's do."""
+    """Raise UserError if the source in a log cannot run alone, as sources in public logs can."""
     if not run.source:
         raise UserError(f"{run.path} has no source: public logs begin with it. Leave it out")
     try:
         missing = missing_files(run)
     except SyntaxError as error:
-        raise UserError(f"{run.path} does not begin with a whole source: {error}") from error
+        raise UserError(
+            f"{run.path}: Python cannot read the source at its head: {error}"
+        ) from error
     if missing:
         names = " and ".join(missing)
         raise UserError(
             f"{run.path} begins with a source that cannot run alone: it imports {names}. Make one "
-            "file of them, ./run.sh tools/bundle.py SCRIPT.py OUT.py, and runs of that"
+            "file with ./run.sh tools/bundle.py SCRIPT.py OUT.py, and repeat the runs with it"
         )
 
 
 def submit(folder: Path, groups: list[list[Run]]) -> None:
-    """Make the folder of a submission whole, or not at all, and say what is left to do.
+    """Make the whole folder of a submission or nothing, and print what is left to do.
 
-    groups: runs of the baseline, then those of the submission, or the latter alone. UserError or
-    OSError: the folder is in use, a log has no source or one that cannot run alone, or there are
-    not one or two groups.
+    `groups` has the runs of the baseline and those of the submission, or only the latter. UserError
+    or OSError if the folder is not empty, if a source is missing or cannot run alone, or if there
+    are more groups.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError("it is there already and not an empty folder: name another one")
+        raise UserError("it exists and is not an empty folder: name another one")
     if not folder.parent.is_dir():
-        raise UserError(f"there is no folder {folder.parent}: make it first")
+        raise UserError(f"there is no folder {folder.parent}: create it first")
     if len(groups) not in (1, 2):
         raise UserError(
-            f"the logs are of {len(groups)} groups, listed above: name those of two of them, first "
-            "the logs of the baseline, then those of the submission"
+            f"the logs are of {len(groups)} groups, listed above: name first the logs of the "
+            "baseline, then those of the submission, and no others"
         )
     parts = dict(zip((BASELINE, OURS) if len(groups) == 2 else (OURS,), groups, strict=True))
     for name, runs in parts.items():
@@ -343,7 +345,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
         for r in runs:
             check_alone(r)
             if stems.count(r.path.stem) > 1:
-                raise UserError(f"two logs of {name} have the name of {r.path}: rename one of them")
+                raise UserError(f"two logs of {name} are named {r.path.name}: rename one of them")
     text, notes = readme(folder, parts)
 
     with tempfile.TemporaryDirectory(prefix=".submission-", dir=folder.parent) as temporary:
@@ -366,7 +368,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the folder, and print what the logs say; status 1 if that cannot be, 2 for bad flags."""
+    """Make the folder, and print what the logs tell; exit status 1 if there is no folder."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("submission.py", description=__doc__, formatter_class=form)
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
@@ -378,7 +380,7 @@ def main(argv: list[str] | None = None) -> None:
         print_leaderboard(groups, TARGET)
     try:
         if skipped:
-            raise UserError("make the runs named above again, or leave out their logs")
+            raise UserError("repeat the runs named above, or leave out their logs")
         submit(args.folder, groups)
     except (UserError, OSError) as error:
         sys.exit(f"{parser.prog}: {args.folder} was not made: {error}")
