@@ -1,30 +1,30 @@
-"""What is each technique worth? A record with one technique off, for each that it has.
+"""What is each technique worth? Trains a record without each of its techniques, one at a time.
 
     ./run.sh --ablate [SCRIPT.py] [--runs 3] [--only WORDS] [--judge loss] [flags of the script]
-    ./run.sh --ablate forks/train_gpt_2026.py           of the script with most techniques
-    ./run.sh --ablate forks/train_gpt_2026.py --list    its techniques: what turns each off, the
-                                                        public record that brought it, what that
-                                                        gained, functions, tests
+    ./run.sh --ablate forks/train_gpt_2026.py           the script with the most techniques
+    ./run.sh --ablate forks/train_gpt_2026.py --list    print its techniques, and train nothing
     ./run.sh --ablate forks/train_gpt_2026.py --only smear,gate
 
-Each seed is a round: the record, eight runs with a technique off each, the record again, and so
-on; a run is compared with the record's run before it. --only takes techniques whose names have one
-of the words. A technique whose run fails, because it diverges or for other reasons, is left out.
---list is of the script's default record, unless --record names another.
+For each seed, these runs take turns: the record, eight runs with one technique off each, the record
+again, and so on. A run is compared with the last run of the record before it. --only takes the
+techniques whose names contain one of the words. If a run without a technique fails, for example
+because it diverges, the technique is left out. --list is about the script's default record, unless
+--record names another.
 
-If a technique helps, the loss is higher without it; a step may be faster. "to equal loss" is how
-much longer the run without it takes to the record's loss, as in tools/compare.py. The verdict is on
-that number, or on the one that --judge names: a technique helps or hurts at p < 0.01. Of a hundred
-techniques that do nothing one gets such a verdict by luck, if the number of seeds was fixed
-beforehand. Intervals are of 95 %. What a step is worth is taken as exact.
+If a technique helps, the loss is higher without it; a step without it may be faster. "to equal
+loss" is how much longer training takes to the record's loss without the technique, as in
+tools/compare.py. The verdict is on that number, or on the one that --judge names: a technique
+"helps" or "hurts" if p < 0.01. Of a hundred techniques that do nothing, one gets such a verdict by
+chance, if the number of seeds was fixed beforehand. Intervals are 95 % intervals. The worth of time
+is taken as exact.
 
-The deviation of a run is that of all techniques together, after the means of techniques, and of
-those that share a run of the record, are subtracted. Of a single technique it is that of its
-differences to the record. Three degrees of freedom are the least for intervals and verdicts: four
-seeds of a single technique, two of four techniques.
+All techniques share one estimate of the standard deviation of a run: what remains when the mean of
+each technique is subtracted, and that of each group which shares a run of the record. A single
+technique has the deviation of its differences to the record. Intervals and verdicts need three
+degrees of freedom: four seeds of a single technique, or two seeds of four techniques.
 
-Below the table are rank correlations (Spearman's rho, with its 95 % interval) with the published
-gains. Runs whose logs are there are not made again: --run_id NAME goes on, also with more --runs or
+Below the table are Spearman's rank correlations with the published gains, with 95 % intervals.
+Finished runs are not repeated: --run_id NAME continues an ablation, also with more --runs or with
 another --judge.
 """
 
@@ -52,23 +52,23 @@ import train_gpt  # noqa: E402
 from train_gpt import Hyperparameters, UserError  # noqa: E402
 
 BLOCK = 8  # techniques that share a run of the record
-FEWEST_FREE = FEWEST - 1  # degrees of freedom of a deviation: those of FEWEST pairs of runs
+FEWEST_FREE = FEWEST - 1  # degrees of freedom; FEWEST pairs of runs have as many
 
 
 # -----------------------------------------------------------------------------
-# Rounds, and what they say
+# Statistics, and the runs
 
 
 def pooled(values: np.ndarray) -> tuple[float, int]:
-    """Return the deviation of one run of values (techniques, seeds), which are differences to the
-    record's run, and its degrees of freedom: after the means of techniques, and of those that share
-    a run of the record. Rows with nan do not count.
+    """Return the standard deviation of a single run, and its degrees of freedom.
 
-    If no technique shares its run of the record, the deviation is that of each one's differences,
-    whose variance is twice a run's: with a single technique, the test is the paired t-test.
+    `values` (techniques, seeds) are differences to the record's run. The mean of each technique is
+    subtracted, and the mean of the techniques that share a run of the record. Rows with nan do not
+    count. If no technique shares its run of the record, the deviation is that of the differences,
+    whose variance is twice that of a run: the test of a single technique is the paired t-test.
     """
     squares, free = 0.0, 0
-    alone = 0.0, 0  # the same of techniques that share no run
+    alone = 0.0, 0  # the same for techniques that share no run
     for first in range(0, len(values), BLOCK):
         block = values[first : first + BLOCK]
         block = block[~np.isnan(block).any(1)]
@@ -86,7 +86,7 @@ def pooled(values: np.ndarray) -> tuple[float, int]:
 
 
 def fewest_seeds(techniques: int) -> int:
-    """Return the seeds from which on so many techniques have intervals and verdicts."""
+    """Return how many seeds so many techniques need for intervals and verdicts."""
     counts = itertools.count(2)
     return next(n for n in counts if pooled(np.zeros((techniques, n)))[1] >= FEWEST_FREE)
 
@@ -94,8 +94,8 @@ def fewest_seeds(techniques: int) -> int:
 @dataclass(frozen=True)
 class Effects:
     """What the absence of each technique changes, as means over seeds (techniques,): the loss, the
-    logarithm of the time, and that of the time to equal loss, nan where time has no worth. The
-    standard error of each of these three is one for all techniques."""
+    logarithm of the time, and the logarithm of the time to equal loss, which is nan if the worth of
+    time is not known. All techniques share the standard error of each of the three numbers."""
 
     loss: np.ndarray
     time: np.ndarray
@@ -105,9 +105,9 @@ class Effects:
 
     @classmethod
     def of(cls, losses: np.ndarray, times: np.ndarray, worth: float | None) -> "Effects":
-        """Return effects from differences (techniques, seeds) to the record: of losses, and of log
-        times. The record's own runs err, too: hence the factor 2 in a difference's variance. Where
-        losses are equal, they still err by their rounding."""
+        """Return effects from differences (techniques, seeds) to the record, of losses and of log
+        times. The record's run has an error, too: the variance of a difference has a factor 2. The
+        error of a loss is at least that of its rounding."""
         worth = worth or math.nan
         together, rounded = times + losses / worth, compare.ROUNDED / math.sqrt(losses.shape[1])
         errors = {}
@@ -120,25 +120,25 @@ class Effects:
         return cls(losses.mean(1), times.mean(1), together.mean(1), errors, pooled(losses)[1])
 
     def half(self, name: str) -> float:
-        """Return half of a 95 % interval; nan where there are too few runs for one."""
+        """Return half the width of the 95 % interval; nan if there are too few runs."""
         if self.free < FEWEST_FREE:
             return math.nan
         return float(stats.t.isf(0.025, self.free) * self.errors[name])
 
     def verdict(self, i: int, judge: str) -> tuple[str, float]:
-        """Say whether technique i helps, by one of the three numbers; and return p. "-" and nan
-        where there are too few runs for a verdict."""
+        """Return whether technique i helps, judged by one of the three numbers, and p; "-" and nan
+        if there are too few runs."""
         if self.free < FEWEST_FREE:
             return "-", math.nan
         value = getattr(self, judge)[i]
         p = 2 * stats.t.sf(abs(value) / self.errors[judge], self.free)
         if not p < ALPHA:
-            return "not settled", p
+            return "not significant", p
         return ("helps" if value > 0 else "hurts"), p
 
 
 def rank_correlation(a, b) -> tuple[float, float, float]:
-    """Return Spearman's rho of two lists, and the ends of its 95 % interval, by Fisher's
+    """Return Spearman's rho of two lists, and both ends of its 95 % interval: Fisher's
     transformation with the variance of Bonett and Wright (Psychometrika 65, 2000)."""
     rho = float(stats.spearmanr(a, b).statistic)
     half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(a) - 3))
@@ -149,8 +149,8 @@ def rank_correlation(a, b) -> tuple[float, float, float]:
 def ablate(
     record: Side, without_each: dict[Technique, Side], name: str, seeds: range, judge: str
 ) -> None:
-    """Make the rounds, and print the table after each. UserError if a run of the record fails, or
-    if what time is worth is judged and cannot be measured."""
+    """Make the runs of each seed, and print the table after each seed. UserError if a run of the
+    record fails, or if the worth of time is needed and cannot be measured."""
     compare.begin(name, [record, *without_each.values()])
     techniques = list(without_each)
     logs = []
@@ -162,7 +162,7 @@ def ablate(
             logs.append(side.log(name, seed))
     pace = compare.Pace(name, logs, f"{len(logs) // len(seeds)} runs a seed, {len(seeds)} seeds")
     if len(seeds) < fewest_seeds(len(techniques)):
-        print(f"for intervals and verdicts --runs {fewest_seeds(len(techniques))} is the least")
+        print(f"intervals and verdicts need --runs {fewest_seeds(len(techniques))} or more")
     made: dict[str, list[Run]] = {}
     losses, times = np.zeros((2, len(techniques), len(seeds)))
     worths: list[float] = []
@@ -200,13 +200,13 @@ def ablate(
         if worth:
             print(f"\none step of {own.steps} is worth {worth / own.steps:.2g} of the loss\n")
         else:
-            print("\nmore steps have no lower loss: what time is worth cannot be measured here\n")
+            print("\nmore steps gave no lower loss: the worth of time cannot be measured here\n")
         sys.stdout.flush()
 
 
 def print_effects(techniques: list[Technique], found: Effects, judge: str) -> None:
-    """Print the table of the techniques, those that help most first, and the rank correlations.
-    "to equal loss" is left out where time has no worth."""
+    """Print the table of the techniques, the most helpful ones first, and the rank correlations.
+    "to equal loss" is left out if the worth of time is not known."""
     whole = [i for i in np.argsort(-getattr(found, judge)) if not math.isnan(found.loss[i])]
     ratios = {"time": "time without it", "together": "to equal loss"}
     if np.isnan(found.together[whole]).any():
@@ -222,7 +222,7 @@ def print_effects(techniques: list[Technique], found: Effects, judge: str) -> No
         rows.append([*cells, show_p(p), verdict, show(techniques[i].gain, ".1f")])
     print_table(rows)
     if found.free < FEWEST_FREE:
-        print("\nthese are too few runs for intervals and verdicts")
+        print("\ntoo few runs for intervals and verdicts")
     known = [i for i in whole if techniques[i].gain is not None]
     if len(known) > 3:
         gains = [techniques[i].gain for i in known]
@@ -234,38 +234,47 @@ def print_effects(techniques: list[Technique], found: Effects, judge: str) -> No
 
 
 def interval(half: float, form: str) -> str:
-    """Return half an interval behind its mean; nothing where there is none."""
+    """Return what follows a mean: half its interval, or nothing if there is none."""
     return "" if math.isnan(half) else f" ± {half:{form}}"
 
 
 # -----------------------------------------------------------------------------
-# What is asked for
+# Flags
 
 
 def print_list(
     techniques: list[Technique], record: str, hp: Hyperparameters, run_class: type[train_gpt.Run]
 ) -> None:
-    """Print techniques of a script: what they are, where they are from and where they are, and the
+    """Print what techniques do, where they come from, where their code and their tests are, and the
     flags that turn them off in a record."""
-    rows = [["technique", "switch", "brought", "gain_s", "where", "test", "without it"]]
+    print(
+        "record   the public record that brought the technique\n"
+        "gain     seconds of training that it saved there on 8 H100s (not measured here)\n"
+        "setting  the flag that controls the technique, or the word in a flag\n"
+        "code     in forks/train_gpt_2026.py\n"
+        "test     what tests/frontier/test_rows.py checks, or the name of another file\n"
+        f"off by   the flags that turn the technique off in {record}"
+    )
     for technique in techniques:
         off = " ".join(flags_without(technique, hp, run_class)) or f"not in {record}"
         if not technique.off:
-            off = "-"
-        gain = "; ".join(text for text in (show(technique.gain, ".1f"), technique.more) if text)
-        gain = gain.removeprefix("-; ")
-        facts = technique.switch, technique.brought, gain, technique.where, technique.test
-        rows.append([technique.name, *facts, off])
-    print_table(rows)
-    print(
-        "\ngain_s: what the public record gained, in seconds on 8 H100s; none was measured here"
-        "\nwhere: in forks/train_gpt_2026.py; test: by tests/frontier/test_rows.py, or as it says"
-        f"\nwithout it: flags for {record}; -: other numbers belong to it, it stays on"
-    )
+            off = "stays on: other settings depend on it"
+        gain = "" if technique.gain is None else f"{technique.gain} s"
+        facts = {
+            "record": technique.brought,
+            "gain": "; ".join(text for text in (gain, technique.more) if text) or "not known",
+            "setting": technique.switch,
+            "code": technique.where,
+            "test": technique.test,
+            "off by": off,
+        }
+        print(f"\n{technique.name}: {technique.what}")
+        for name, text in facts.items():
+            print(f"    {name:<8} {text}")
 
 
 def check_words(words: list[str], techniques: list[Technique]) -> None:
-    """Raise UserError for a word that is in no technique's name; it names the nearest technique."""
+    """Raise UserError for a word that is in no technique's name; it tells the most similar name."""
 
     def likeness(word: str, technique: Technique) -> float:
         name = technique.name.casefold()
@@ -277,19 +286,20 @@ def check_words(words: list[str], techniques: list[Technique]) -> None:
             nearest = max(techniques, key=lambda technique: likeness(word, technique))
             raise UserError(
                 f"--only {word}: no technique here has this in its name; the nearest one is "
-                f'"{nearest.name}", --list names all'
+                f'"{nearest.name}", --list prints all'
             )
 
 
 def parse_args(argv: list[str] | None) -> Callable[[], None]:
-    """Return what the flags ask for, as a function to be called; UserError for a bad value."""
+    """Return a function that does what the flags ask for; UserError for a bad value."""
     parser = compare.parser_of(__doc__)
     parser.add_argument("--ablate", action="store_true", required=True)
-    parser.add_argument("--runs", type=int, default=3, help="seeds [3]")
-    parser.add_argument("--judge", choices=("together", "time", "loss"), default="together")
-    text = "words of techniques' names, with commas between them"
+    parser.add_argument("--runs", type=int, default=3, help="number of seeds [3]")
+    text = "only techniques whose names contain one of these words, separated by commas"
     parser.add_argument("--only", default="", metavar="WORDS", help=text)
-    parser.add_argument("--list", action="store_true", help="print the techniques and exit")
+    parser.add_argument(
+        "--list", action="store_true", help="print the techniques, and train nothing"
+    )
     args, others = parser.parse_known_args(argv)
     path, flags = script.take_script(others)
     run_class = script.load(path)
@@ -312,7 +322,7 @@ def parse_args(argv: list[str] | None) -> Callable[[], None]:
     if args.list:
         return partial(print_list, techniques, record, hp, run_class)
     if args.runs < 1:
-        raise UserError(f"--runs {args.runs}: --ablate wants 1 or more")
+        raise UserError(f"--runs {args.runs}: --ablate needs 1 or more")
     without_each = {}
     for technique in techniques:
         more = flags_without(technique, hp, run_class)
