@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 RULE = "=" * 100
+FLAGS = " --muon_lr 0.06"
 SMI = """| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
 |   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:18:00.0 Off |                    0 |
 | N/A   32C    P0             69W /  700W |       4MiB /  81559MiB |      0%      Default |"""
@@ -48,6 +49,14 @@ def ours(
     others = [f"{name}:\n{text}" for name, text in (files or {}).items()]
     parts = [source, software, GPUS, table, *others, "\n".join(lines)]
     return f"\n{RULE}\n".join(parts) + "\n"
+
+
+def group(letter: str, flags="", losses=(3.271, 3.272, 3.273), ms=100.0, **more) -> dict[str, str]:
+    """Return logs of runs with seeds 0, 1, ... by name; the times differ by 4 ms."""
+    return {
+        f"logs/{letter}{i}.txt": ours(loss, ms + i, flags=f"{flags} --seed {i}", **more)
+        for i, loss in enumerate(losses)
+    }
 
 
 # Files of which a log has parts: their lines look like other parts of a log.
@@ -145,11 +154,8 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
     a_losses, b_losses = [3.2780, 3.2790, 3.2772, 3.2785], [3.2795, 3.2785, 3.2801, 3.2790, 3.2791]
     a_ms, b_ms = [101.0, 101.3, 100.8, 101.1], [99.0, 99.4, 99.1, 98.9, 99.2]
     files = {f"a{i}.txt": ours(*x) for i, x in enumerate(zip(a_losses, a_ms, strict=True))}
-    flags = " --muon_lr 0.06"
-    files |= {
-        f"b{i}.txt": ours(*x, flags=f"{flags} --seed {i}")
-        for i, x in enumerate(zip(b_losses, b_ms, strict=True))
-    }
+    b_runs = enumerate(zip(b_losses, b_ms, strict=True))
+    files |= {f"b{i}.txt": ours(*x, flags=f"{FLAGS} --seed {i}") for i, x in b_runs}
     status, out, _ = board(files)
     assert status == 0 and rows_of(out)[-1][-1] == "2025-01-26_BatchSize --muon_lr 0.06"
     higher, by, p = hand_welch(a_losses, b_losses)
@@ -165,47 +171,38 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
     )
 
 
-def test_a_clear_difference_is_significant_if_the_runs_were_planned(board):
-    lower = {f"b{i}.txt": ours(3.20 + 0.001 * i, flags=" --muon_lr 0.04") for i in range(4)}
-    higher = {f"a{i}.txt": ours(3.28 + 0.001 * i) for i in range(4)}
-    p = hand_welch(*[[x + 0.001 * i for i in range(4)] for x in (3.28, 3.20)])[2]
-    last = board(higher | lower)[1].splitlines()[-1]
-    assert f"lower; the difference in loss is significant (p = {p:.2e}), if the numbers" in last
+def rising(first: float, count: int) -> list[float]:
+    """Return losses that rise by 0.001 from run to run."""
+    return [first + 0.001 * i for i in range(count)]
 
 
-@pytest.mark.parametrize(("a", "b"), [(3, 3), (3, 9), (9, 3)])
-def test_fewer_than_four_runs_of_a_group_have_no_interval_and_no_verdict(a, b, board):
-    higher = {f"a{i}.txt": ours(3.28 + 0.001 * i) for i in range(a)}
-    lower = {f"b{i}.txt": ours(3.20 + 0.001 * i, flags=" --muon_lr 0.04") for i in range(b)}
-    last = board(higher | lower)[1].splitlines()[-1]
-    difference = 0.08 + 0.0005 * (a - b)  # of the mean losses
-    assert f"; its loss is {difference:.4f} lower; {a} and {b} runs are too few for " in last
-    assert "±" not in last
-
-
-def test_equal_groups_are_not_called_different(board):
-    """The variance of the second mean is 0.0004 / 3 / 4, and Welch's interval is 2.4469 (t with 6
-    degrees of freedom) x sqrt(2 * 0.00003333)."""
-    for losses, verdict in (
-        ((3.27, 3.29, 3.27, 3.29), "± 0.0200 different; the difference in loss is not significant"),
-        ((3.28,) * 4, "different; all losses of a group are equal: there is no p"),
-    ):
-        files = {f"a{i}.txt": ours(loss) for i, loss in enumerate(losses)}
-        files |= {f"b{i}.txt": ours(loss, flags=" --muon_lr 0.04") for i, loss in enumerate(losses)}
-        last = board(files)[1].splitlines()[-1]
-        assert last.startswith(f"B is 0.0 % different than A; its loss is 0.0000 {verdict}")
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        (rising(3.28, 4), rising(3.2, 4), "0.0800 ± 0.0022 lower; the difference in loss is sign"),
+        (rising(3.28, 3), rising(3.2, 9), "0.0770 lower; 3 and 9 runs are too few"),
+        (rising(3.28, 9), rising(3.2, 3), "0.0830 lower; 9 and 3 runs are too few"),
+        ((3.27, 3.29) * 2, (3.27, 3.29) * 2, "0.0000 ± 0.0200 different; the difference in loss i"),
+        ((3.28,) * 4, (3.28,) * 4, "0.0000 different; all losses of a group are equal: there is"),
+    ],
+)
+def test_the_verdict_on_two_groups(a, b, verdict, board):
+    """By hand, with t = 2.4469 for 6 degrees of freedom: of (3.27, 3.29) * 2 the variance of a mean
+    is 0.0004 / 3 / 4, and half an interval is t x sqrt(2 * 0.00003333)."""
+    last = board(group("a", losses=a) | group("b", FLAGS, b))[1].splitlines()[-1]
+    assert f"; its loss is {verdict}" in last
 
 
 def test_losses_of_runs_of_other_lengths_are_not_compared(board):
-    files = {f"a{i}.txt": ours(3.28 + 0.001 * i, flags=f" --seed {i}") for i in range(4)}
-    files |= {f"b{i}.txt": ours(3.1 + 0.001 * i, steps=6, flags=f" --seed {i}") for i in range(4)}
+    files = group("a") | group("b", ms=80.0, steps=6)
     last = board(files)[1].splitlines()[-1]
-    assert last == ("B has 6 steps, A 4: their losses are not compared; B is 50.0 % slower than A")
+    text = "B has 6 steps, A 4: their losses are not compared; B is "
+    assert last.startswith(text) and last.endswith(" % slower than A")
 
 
 def test_runs_of_a_comparison_have_the_names_of_their_sides(board):
     """The longer runs come last."""
-    sides = {"A_longer": {"steps": 6}, "A": {}, "B": {"flags": " --muon_lr 0.06"}}
+    sides = {"A_longer": {"steps": 6}, "A": {}, "B": {"flags": FLAGS}}
     files = {}
     for side, more in sides.items():
         for seed in range(1 if side == "A_longer" else 4):
@@ -258,7 +255,7 @@ def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
         "a.txt": ours(),
         "b.txt": ours(flags=" --seed 5 --val_loss_every 4"),
         "c.txt": ours(source="import numpy"),
-        "d.txt": ours(flags=" --muon_lr 0.06"),
+        "d.txt": ours(flags=FLAGS),
         "e.txt": ours(torch="2.11.0"),
         "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
         "g.txt": ours(kernels="relu2 xxt"),
@@ -359,7 +356,7 @@ def test_plot_draws_all_runs_and_published_curves_only_for_fineweb(board, tmp_pa
 
 def test_diff_prints_settings_and_source_that_differ(board, tmp_path):
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
-    board({"a.txt": ours(), "b.txt": ours(source="import torch\nx = 1", flags=" --muon_lr 0.06")})
+    board({"a.txt": ours(), "b.txt": ours(source="import torch\nx = 1", flags=FLAGS)})
     status, out, _ = board({}, "--diff", a, b)
     assert status == 0
     assert [line.split() for line in out.splitlines()[:2]] == [

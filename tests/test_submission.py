@@ -11,12 +11,11 @@ import leaderboard
 import pytest
 import submission
 from scipy import stats
-from test_leaderboard import GPUS, of_2025, ours
+from test_leaderboard import FLAGS, GPUS, group, of_2025, ours
 
 import train_gpt
 
 NAME = "2026-11-22_Trick"
-FLAGS = " --muon_lr 0.06"
 
 # From the README of the public record 2026-01-18_UnifiedOptimizers: losses, times in milliseconds,
 # and its table (runs, steps, time, loss, p); the steps are 4 here.
@@ -32,15 +31,6 @@ PUBLISHED = {
         "8 4 104.4579 0.1430 -1.0782 3.2782 0.0015 -0.0001 0.0060",
     ),
 }
-
-
-def group(letter: str, flags="", losses=(3.271, 3.272, 3.273), ms=100.0, **more) -> dict[str, str]:
-    """Return logs of runs with seeds 0, 1, ... by name; the times differ by 4 ms."""
-    runs = enumerate(losses)
-    return {
-        f"logs/{letter}{i}.txt": ours(loss, ms + i, flags=f"{flags} --seed {i}", **more)
-        for i, loss in runs
-    }
 
 
 def pair(**more) -> dict[str, str]:
