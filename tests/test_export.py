@@ -1,18 +1,24 @@
 """A model exported to Hugging Face transformers is the model that was trained."""
 
 import resource
+import shutil
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import export
 import pytest
 import torch
 import train_gpt_2026
+from runs import console_of, error_of
 from sample import Checkpoint, gpt2_encoding
 
 import train_gpt
 from train_gpt import END_OF_TEXT, RECORDS, UserError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+SMALL = {"model_dim": 32, "num_heads": 2, "head_dim": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +30,7 @@ def offline(monkeypatch):
 @torch.inference_mode()
 def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
     """Both kinds of models, with embeddings in bfloat16 as after training on a GPU."""
-    sizes = {"model_dim": 32, "num_heads": 2, "head_dim": 16, "num_layers": 6}
-    hp = replace(RECORDS[record], **sizes)
+    hp = replace(RECORDS[record], num_layers=6, **SMALL)
     model = randomize(train_gpt.GPT(hp))
     for table in (model.embed, *model.value_embeds["embed"].values()):
         table.bfloat16()
@@ -48,22 +53,27 @@ def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
     assert answer.loss.item() == pytest.approx(-chances.log().mean().item(), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory) -> SimpleNamespace:
+    """Export the trained model; return the folder and what was printed."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    words = [trained.path, "--export", "hf", folder, "--device", "cpu"]
+    return SimpleNamespace(folder=folder, console=console_of(words, folder.parent, export.main))
+
+
 @torch.inference_mode()
-def test_the_folder_writes_text_and_has_gpt2s_tokenizer(trained, tmp_path, capsys):
-    folder = tmp_path / "hf"
-    export.main([str(trained.path), "--export", "hf", str(folder), "--device", "cpu"])
-    first, *code = capsys.readouterr().out.splitlines()
-    assert first == f"{trained.path}: exported to {folder}"
+def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, exported):
+    first, *code = exported.console.splitlines()
+    assert first == f"{trained.path}: exported to {exported.folder}"
     names = {"transformers": transformers}
-    exec("\n".join(code), names)  # what it says loads model and tokenizer does
-    model, tokenizer = names["model"], names["tokenizer"]
+    exec("\n".join(code), names)
+    model = names["model"]
     text = "<|endoftext|>In the beginning\n\n  naïve 🙂"
     for found in (
-        tokenizer,
-        transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
+        names["tokenizer"],
+        transformers.AutoTokenizer.from_pretrained(exported.folder, trust_remote_code=True),
     ):
         assert found(text).input_ids == gpt2_encoding().encode(text, allowed_special="all")
-        assert found.decode(found(text).input_ids) == text
 
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     hp = saved["hyperparameters"]
@@ -82,7 +92,6 @@ def test_the_folder_writes_text_and_has_gpt2s_tokenizer(trained, tmp_path, capsy
 
 
 TEXTS = (
-    "In the beginning God created the heaven and the earth.",
     "<|endoftext|>And<|endoftext|><|endoftext|> God said",
     "they'll we've I'm it's 'tis DON'T  1234 56,789.0",
     "   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
@@ -92,12 +101,13 @@ TEXTS = (
 )
 
 
-def test_the_tokenizer_is_gpt2s_and_neither_runs_code_nor_asks_to(trained, tmp_path, monkeypatch):
-    folder, asked = tmp_path / "hf", []
-    export.main([str(trained.path), "--export", "hf", str(folder), "--device", "cpu"])
-    (folder / "modeling_speedrun.py").write_text("raise SystemExit('this code was run')")
+def test_the_tokenizer_is_gpt2s_and_neither_runs_code_nor_asks_to(exported, tmp_path, monkeypatch):
+    for path in exported.folder.glob("*.[jt]*"):  # all but weights and code
+        shutil.copy(path, tmp_path)
+    (tmp_path / "modeling_speedrun.py").write_text("raise SystemExit('this code was run')")
+    asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "n")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, tokenizer_type="gpt2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, tokenizer_type="gpt2")
     assert not asked
     encoding = gpt2_encoding()
     for text in TEXTS:
@@ -107,25 +117,11 @@ def test_the_tokenizer_is_gpt2s_and_neither_runs_code_nor_asks_to(trained, tmp_p
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == END_OF_TEXT
 
 
-def test_a_folder_that_is_there_is_left_alone(trained, tmp_path, capsys):
-    for words, status, message in (
-        (["hf", str(tmp_path)], 1, f"{tmp_path} is there already"),
-        (["gguf", "x"], 2, "--export gguf: hf is the one format there is"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            export.main([str(trained.path), "--export", *words, "--device", "cpu"])
-        assert stop.value.code == status and message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-SMALL = {"model_dim": 32, "num_heads": 2, "head_dim": 16, "vocab_size": 128}
-
-
 def test_a_weight_that_the_modelling_file_does_not_know_is_refused_by_name(tiny):
     model = train_gpt.GPT(tiny)
     export.check_known(tiny, model)
     model.blocks[0].attn.gate = torch.nn.Linear(12, 2, bias=False)
-    with pytest.raises(train_gpt.UserError, match=r"does not know blocks\.0\.attn\.gate\.weight:"):
+    with pytest.raises(UserError, match=r"does not know blocks\.0\.attn\.gate\.weight:"):
         export.check_known(tiny, model)
 
 
@@ -138,30 +134,24 @@ class Forked(train_gpt.Hyperparameters):
     muon_noise: float = train_gpt.setting(0.0, "noise", group="more optimizers")
 
 
-@pytest.mark.parametrize(
-    ("changed", "names"),
-    [
-        ({}, None),
-        ({"muon_noise": 0.1, "rope": "full", "muon_lr": 0.1}, None),
+def test_settings_of_a_fork_that_may_change_a_model_are_refused_by_name(tiny):
+    model = train_gpt.GPT(tiny)
+
+    def check(**changed) -> None:
+        export.check_known(Forked(**vars(tiny) | changed), model)
+
+    check()
+    check(muon_noise=0.1, rope="full", muon_lr=0.1)
+    for changed, names in (
         ({"gelu": True}, "gelu"),
         ({"gelu": True, "rope": "none"}, "gelu, rope"),
-    ],
-)
-def test_settings_of_a_fork_that_may_change_a_model_are_refused_by_name(changed, names, tiny):
-    hp = Forked(**vars(tiny) | changed)
-    model = train_gpt.GPT(replace(hp, rope="half"))
-    if names is None:
-        export.check_known(hp, model)
-        return
-    with pytest.raises(train_gpt.UserError, match=f"does not know {names}: add it there"):
-        export.check_known(hp, model)
+    ):
+        with pytest.raises(UserError, match=f"does not know {names}: add it there"):
+            check(**changed)
 
 
 REFUSED = {
-    "2025-08-23_SparseAttnGate": "attention_gate skip_from",
     "2026-01-04_MixedPrecisionInterweavedOptimizer": "backout smear value_gate window_rule yarn",
-    "2026-01-19_BigramHashEmbedding": "backout bigram_rows paired smear yarn",
-    "2026-01-26-UntieValueEmbeddings": "backout bigram_rows paired smear yarn",
     "2026-03-06_SimplifyHC": "bigram_rows paired source sublayer_lambdas yarn",
 }
 
@@ -170,9 +160,8 @@ REFUSED = {
 def test_later_records_are_refused_with_the_names_of_what_is_not_known(record):
     """And with no names of what concerns training alone."""
     hp = train_gpt_2026.RECORDS[record]
-    sizes = SMALL | ({"bigram_rows": 300} if hp.bigram_rows else {})
-    hp = replace(hp, **sizes)
-    with pytest.raises(train_gpt.UserError, match="does not know ") as refusal:
+    hp = replace(hp, vocab_size=128, bigram_rows=300 if hp.bigram_rows else 0, **SMALL)
+    with pytest.raises(UserError, match="does not know ") as refusal:
         export.check_known(hp, train_gpt_2026.GPT(hp))
     names = set(str(refusal.value).split("does not know ")[1].split(":")[0].split(", "))
     assert set(REFUSED[record].split()) <= names, names
@@ -180,18 +169,22 @@ def test_later_records_are_refused_with_the_names_of_what_is_not_known(record):
     assert len(str(refusal.value)) < 450  # an error's line is cut at 500 characters
 
 
-def test_a_full_disk_ends_with_one_line_and_leaves_nothing(trained, tmp_path, capsys):
-    """A limit on the size of files stands for it: the weights do not fit."""
+def test_what_cannot_be_written_ends_with_one_line_and_leaves_nothing(trained, tmp_path, capsys):
+    for words, status, message in (
+        (["hf", tmp_path], 1, f"{tmp_path} is there already"),
+        (["gguf", "x"], 2, "--export gguf: hf is the one format there is"),
+    ):
+        words = [trained.path, "--export", *words, "--device", "cpu"]
+        found, err = error_of(words, capsys, export.main)
+        assert found == status and message in err
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # as if the disk were full
     try:
-        with pytest.raises(SystemExit) as stop:
-            words = ["--export", "hf", str(tmp_path / "hf"), "--device", "cpu"]
-            export.main([str(trained.path), *words])
+        words = [trained.path, "--export", "hf", tmp_path / "hf", "--device", "cpu"]
+        status, err = error_of(words, capsys, export.main)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    err = capsys.readouterr().err
-    assert stop.value.code == 1 and "is the disk full?" in err and err.count("\n") == 1
+    assert status == 1 and "is the disk full?" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -2,17 +2,17 @@
 
 import argparse
 import re
-import sys
 from dataclasses import replace
 
 import pytest
 import sample
 import torch
 from conftest import ROOT
+from runs import error_of
 from sample import Decoder, Rereader, choose, gpt2_encoding, parse_with_checkpoint, text_of
 
 import train_gpt
-from train_gpt import BLOCK, RECORDS, main
+from train_gpt import BLOCK, RECORDS
 
 END = 3  # ends a document in these tests: of 48 tokens, a random model says it often enough
 
@@ -109,113 +109,75 @@ def test_pieces_of_text_are_whole_characters():
 
 
 def test_the_command_that_a_run_prints_last_gives_text(trained, capsys, monkeypatch):
-    """As is, with a seed twice, and greedily with the cache and without."""
+    """As is, with a seed twice, greedily with the cache and without, and without a name."""
     monkeypatch.chdir(trained.folder)
     command = trained.console.splitlines()[-1]
     words = re.fullmatch(r"read what it writes: (.*/run\.sh) tools/sample\.py (\S+)", command)
     assert words[1] == str(ROOT / "run.sh") and trained.folder / words[2] == trained.path
 
-    def written(*flags: str) -> str:
-        sample.main([words[2], *flags])
+    def written(*flags: str, name=(words[2],)) -> str:
+        sample.main([*name, *flags])
         out, err = capsys.readouterr()
         assert re.fullmatch(rf"{words[2]}, --seed \d+\n\d+\.\d tokens/s\n", err)
         return out
 
-    a, b, c = (written("--tokens", "20", "--seed", seed) for seed in "112")
-    assert a == b != c and len(a.split("-" * 80)) == 3
+    a, b, c = (written("--n", "2", "--tokens", "20", "--seed", seed) for seed in "112")
+    assert a == b != c and len(a.split("-" * 80)) == 2
     long = ["--n", "1", "--tokens", "140", "--temperature", "0", "--prompt", "a b c"]
     text = written(*long)
     assert text.startswith("a b c") and text == written(*long, "--no_cache")
-
-
-@pytest.fixture
-def saved_by(trained, tmp_path, monkeypatch):
-    """Return save(name), which writes a checkpoint that names a script, in an empty folder, where
-    the test runs; without a name, it has weights only, as a published one. It returns the file's
-    name. What the test imports from there is forgotten."""
-    monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-
-    def save(name: str | None) -> str:
-        state = torch.load(trained.path, weights_only=True)
-        state = {"model": state["model"]} if name is None else state | {"script": name}
-        torch.save(state, "it.pt")
-        return "it.pt"
-
-    yield save
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
-def run_class_of(words: list[str]) -> type[train_gpt.Run]:
-    """Return the Run by which a tool reads the checkpoint."""
-    return parse_with_checkpoint(argparse.ArgumentParser(), words)[1].run_class
+    written("--n", "1", "--tokens", "5", "--device", "cpu", name=())  # the newest checkpoint
 
 
 FORK = "import train_gpt\n\n\nclass Run(train_gpt.Run):\n    pass\n"
 
 
-def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(saved_by, tmp_path):
+def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(trained, tmp_path, monkeypatch):
     """Of a path the name alone counts: a checkpoint cannot choose a file elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    state = torch.load(trained.path, weights_only=True)
+
+    def run_class_of(state: dict, *words: str) -> type[train_gpt.Run]:
+        torch.save(state, "it.pt")
+        return parse_with_checkpoint(argparse.ArgumentParser(), ["it.pt", *words])[1].run_class
+
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/sampled_fork.py").write_text("raise RuntimeError")
-    path = saved_by(f"{tmp_path}/elsewhere/sampled_fork.py")
+    forked = state | {"script": f"{tmp_path}/elsewhere/sampled_fork.py"}
     with pytest.raises(train_gpt.UserError) as refusal:
-        run_class_of([path])
+        run_class_of(forked)
     assert "it.pt was saved by sampled_fork.py; there is no script " in str(refusal.value)
-    assert "name one by its path" in str(refusal.value)
     (tmp_path / "sampled_fork.py").write_text(FORK)
-    found = run_class_of([path])
+    found = run_class_of(forked)
     assert train_gpt.script_of(found) == tmp_path / "sampled_fork.py"
-    assert run_class_of([path, "--script", str(ROOT / "train_gpt.py")]) is train_gpt.Run
-    assert run_class_of([saved_by("train_gpt.py")]) is train_gpt.Run
-    assert run_class_of([path, "--script", "./sampled_fork.py"]) is found
-
-
-def test_a_published_checkpoint_is_train_gpts(saved_by):
+    assert run_class_of(forked, "--script", "./sampled_fork.py") is found
+    assert run_class_of(forked, "--script", str(ROOT / "train_gpt.py")) is train_gpt.Run
+    assert run_class_of(state | {"script": "train_gpt.py"}) is train_gpt.Run
     sizes = ["--model_dim", "32", "--num_heads", "2", "--head_dim", "16", "--device", "cpu"]
-    assert run_class_of([saved_by(None), "--record", "demo", *sizes]) is train_gpt.Run
-
-
-def test_a_checkpoint_of_a_fork_writes_text(saved_by, tmp_path, capsys):
-    (tmp_path / "sampled_fork.py").write_text(FORK)
-    sample.main([saved_by("sampled_fork.py"), "--n", "1", "--tokens", "5", "--device", "cpu"])
-    assert "it.pt, --seed" in capsys.readouterr().err
-
-
-def test_without_a_name_it_is_the_newest_checkpoint(trained, monkeypatch, capsys):
-    monkeypatch.chdir(trained.folder)
-    sample.main(["--n", "1", "--tokens", "5", "--device", "cpu"])
-    assert "logs/it/state_step000008.pt, --seed" in capsys.readouterr().err
-    main(["--eval", "auto", "--device", "cpu"])
-    assert "over 1024 tokens, logs/it/state_step000008.pt\n" in capsys.readouterr().out
+    published = {"model": state["model"]}
+    assert run_class_of(published, "--record", "demo", *sizes) is train_gpt.Run
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
         ("", "no checkpoint under logs/: train a model first, or name one"),
-        ("logs/none.pt", "there is no checkpoint logs/none.pt: name a file, or auto"),
         ("broken.pt", "broken.pt is not a whole checkpoint of this program"),
         ("it.pt --tokens 0", "--n and --tokens: at least 1"),
         ("it.pt --temperature nan", "--temperature and --top_k: at least 0"),
         ("it.pt --seed 9999999999999999999999", "--seed 9999999999999999999999: from 0 to"),
-        ("--tokens many", "argument --tokens: invalid int value: 'many'"),
         ("--tocens 3", "unrecognized arguments: --tocens 3"),
-        ("it.pt --script none.py", "there is no script none.py: name one by its path"),
+        ("--tokens 3 it.pt", "it.pt: name the checkpoint first, before all flags"),
         ("words.pt", "words.pt: 512 tokens are not GPT-2's vocabulary"),
     ],
 )
-def test_what_cannot_be_ends_with_one_line(words, message, flags, trained, tmp_path, capsys):
+def test_what_cannot_be_ends_with_one_line(words, message, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.pt").write_bytes(b"nothing")
     (tmp_path / "it.pt").symlink_to(trained.path)
     if words == "words.pt":
-        main([*flags, "--num_iterations", "1", "--save_every", "1"])
-        next(tmp_path.glob("logs/*/*.pt")).rename(words)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        sample.main(words.split())
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
-    assert err.startswith("sample.py: error: ") and message in err and err.count("\n") == 1
+        state = torch.load(trained.path, weights_only=True)
+        state["hyperparameters"]["vocab_size"] = 512
+        torch.save(state, words)
+    status, err = error_of(words.split(), capsys, sample.main)
+    assert status == 2 and err.startswith("sample.py: error: ") and message in err
