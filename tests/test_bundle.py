@@ -17,15 +17,8 @@ import train_gpt
 from train_gpt import HERE, UserError
 
 RULE = "=" * 100
-FRONTIER = HERE / "forks" / "train_gpt_2026.py"
 SMALL_FORK = HERE / "tests" / "small_fork.py"
 STEPS = "--num_iterations 4 --val_loss_every 2 --save_every 2 --batch_seqs 2 --val_tokens 512"
-OF_FRONTIER = (  # on the sample corpus, whose sequences begin with documents
-    "--record demo --device cpu --num_iterations 4 --val_loss_every 2 --save_every 2 "
-    "--model_dim 32 --head_dim 16 --val_seq_len 128 --val_tokens 512 --bigram_rows 0 "
-    "--bfloat16_head off --kernels off "
-    f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +57,13 @@ def small_fork(tmp_path) -> Path:
 # ---- It trains
 
 
-@pytest.mark.parametrize("kind", ["the project's", "a fork elsewhere", "the frontier"])
-def test_a_bundle_trains_alone_as_the_script_does_in_the_project(
-    kind, flags, made, small_fork, tmp_path
-):
+def test_a_bundle_trains_alone_as_the_script_does_in_the_project(flags, made, small_fork, tmp_path):
     """Bit for bit. Its log has its source and no other; it resumes and evaluates."""
-    path = {"the project's": Path(SCRIPT), "a fork elsewhere": small_fork}.get(kind, FRONTIER)
-    words = OF_FRONTIER.split() if path == FRONTIER else [*flags, *STEPS.split()]
-    expected = val_losses(printed(words, tmp_path, path, packages=(HERE,)))
+    words = [*flags, *STEPS.split()]
+    expected = val_losses(printed(words, tmp_path, small_fork, packages=(HERE,)))
     assert list(expected) == [0, 2, 4]
 
-    one = made(path)
+    one = made(small_fork)
     out = printed([*words, "--run_id", "it"], one.parent, one)
     assert val_losses(out) == expected and "run.sh" not in out
     assert {path.name for path in one.parent.iterdir()} == {one.name, "logs"}
@@ -117,24 +106,17 @@ def test_its_kernels_compute_what_those_of_the_project_do(made, monkeypatch):
 # ---- What is in it
 
 
-def test_sources_are_in_it_as_they_are_a_file_before_those_that_import_it(made, small_fork):
-    """The script's is the end."""
+def test_sources_are_in_it_unchanged_each_before_those_that_import_it(made, small_fork, tmp_path):
     text = made(small_fork).read_text()
     places = [text.index(Path(HERE, name).read_text()) for name in ("kernels.py", "train_gpt.py")]
-    assert places == sorted(places)
-    assert text.endswith(f"\n{SMALL_FORK.read_text()}") and text.index(SMALL_FORK.read_text())
-    first = text.splitlines()[0]
-    assert first.startswith('"""small_fork.py in one file. A fork for tests: ')
+    assert places == sorted(places) and text.endswith(f"\n{SMALL_FORK.read_text()}")
+    assert text.startswith('"""small_fork.py in one file. A fork for tests: ')
     assert "kernels.py, train_gpt.py" in text.splitlines()[2]
-
-
-def test_a_script_without_modules_comes_alone(made, tmp_path):
-    path = tmp_path / "plain.py"
-    path.write_text("print('trained')\n")
-    one = made(path)
+    plain = tmp_path / "plain.py"
+    plain.write_text("print('trained')\n")
+    one = made(plain)
     done = subprocess.run([sys.executable, str(one)], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("trained\n", "")
-    assert "modules that it imports: none." in one.read_text()
 
 
 def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
@@ -150,26 +132,21 @@ def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
     assert core.project_files(one) == [one]
 
 
-def functions_of(module) -> dict:
-    """Return the functions that a module defines, by their names."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    }
-
-
 def test_lines_of_its_functions_are_those_in_it(made, small_fork):
     """So tracebacks show them; and Triton, which compiles from the source, gets that."""
     one = made(small_fork)
     core = script.core(script.load(one))
     lines = one.read_text().splitlines()
-    found = functions_of(core)
-    assert found.keys() == functions_of(train_gpt).keys() and len(found) > 50
-    for name, function in found.items():
-        assert inspect.getsource(function) == inspect.getsource(functions_of(train_gpt)[name])
-        start = inspect.unwrap(function).__code__.co_firstlineno - 1
-        assert lines[start].startswith(("def ", "@"))
+    own = [
+        (name, function)
+        for name, function in inspect.getmembers(train_gpt, inspect.isfunction)
+        if function.__module__ == "train_gpt"
+    ]
+    assert len(own) > 50
+    for name, function in own:
+        bundled = getattr(core, name)
+        assert inspect.getsource(bundled) == inspect.getsource(function)
+        assert lines[inspect.unwrap(bundled).__code__.co_firstlineno - 1].startswith(("def ", "@"))
     twins = sys.modules["kernels"].TWINS
     for name, twin in train_gpt.TWINS.items():
         assert inspect.getsource(twins[name]) == inspect.getsource(twin)
@@ -179,10 +156,8 @@ def test_without_triton_a_bundle_has_no_twins(made, monkeypatch):
     """As beside kernels.py: that fails where it is imported."""
     monkeypatch.setitem(sys.modules, "triton", None)
     core = script.core(script.load(made(SCRIPT)))
-    assert core.TWINS == {} and core.obstacle(torch.device("cpu")) == (
-        "kernels.py or Triton is missing"
-    )
-    assert "kernels" not in sys.modules
+    assert core.TWINS == {} and "kernels" not in sys.modules
+    assert core.obstacle(torch.device("cpu")) == "kernels.py or Triton is missing"
 
 
 # ---- What cannot be bundled
@@ -214,7 +189,7 @@ def test_a_source_is_not_overwritten(small_fork, monkeypatch):
     assert small_fork.read_text() == before
 
 
-@pytest.mark.parametrize("words", ["", "train_gpt.py", "train_gpt.py a.py b.py", "no_such.py a.py"])
+@pytest.mark.parametrize("words", ["train_gpt.py", "train_gpt.py a.py b.py", "no_such.py a.py"])
 def test_two_words_are_wanted(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="two words are wanted|there is no script no_such.py"):
@@ -222,6 +197,9 @@ def test_two_words_are_wanted(words, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", [SCRIPT, FRONTIER])
-def test_the_project_s_sources_can_be_in_one_file(path):
-    compile(bundle.bundle(Path(path)), "bundle", "exec", dont_inherit=True)
+@pytest.mark.parametrize("fork", sorted(HERE.glob("forks/*.py")), ids=lambda path: path.stem)
+def test_the_project_s_forks_can_be_in_one_file(fork, made):
+    one = made(fork)
+    run_class = script.load(one)
+    assert script.core(run_class) is not train_gpt and train_gpt.script_of(run_class) == one
+    assert run_class.default_record in run_class.records
