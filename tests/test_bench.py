@@ -1,9 +1,6 @@
 """tools/bench.py counts what a step needs, times it, in turn with another one, and says so."""
 
-import contextlib
-import io
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +11,9 @@ import pytest
 import records
 import torch
 import train_gpt_2026
-from conftest import ROOT
-from runs import run
+from conftest import ROOT, shard
+from runs import Program, console_of, error_of
+from test_alone import as_script
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
@@ -23,36 +21,20 @@ import train_gpt
 CPU = torch.device("cpu")
 OWN = ROOT / "train_gpt.py"
 RATE = 0.05  # TFLOP/s, in place of a measured ceiling
-# As a process, with that ceiling: two ranks on one core measure it slowly.
-SCRIPT = "import bench; bench.matmul_tflops = lambda *_: {}; bench.main()"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of torch that wait for each other lose most of their time where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Return the report of a run with everything in it, and the folder in which it ran."""
     folder = tmp_path_factory.mktemp("bench")
-    console = io.StringIO()
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, 9000
-    tokens = (np.arange(9000) % 500).astype("<u2")
-    (folder / "shard").write_bytes(header.tobytes() + tokens.tobytes())
+    shard(folder / "shard", np.arange(9000) % 500)
     own = "--json --steps 1 --micro_batches 1 --trace 2"
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
     flags = f"{own} --record demo --device cpu {sizes} --vocab_size 500 --train_files shard"
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console):
-        patch.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "matmul_tflops", lambda *_: RATE)
-        bench.main([*flags.split(), "--vs", "--num_layers 2"])
-    return json.loads(console.getvalue()), folder
+        console = console_of([*flags.split(), "--vs", "--num_layers 2"], folder, bench.main)
+    return json.loads(console), folder
 
 
 def counted(work) -> int:
@@ -120,7 +102,6 @@ def test_json_has_the_keys_that_the_help_names(finished):
 def test_vs_compares_block_by_block(finished):
     report = finished[0]
     assert report["vs"]["flags"] == f"{report['flags']} --num_layers 2"
-    assert report["script"] == report["vs"]["script"] == "train_gpt.py"
     for a, b in zip(report["windows"], report["vs"]["windows"], strict=True):
         ratios = sorted(y / x for x, y in zip(a["blocks"], b["blocks"], strict=True))
         assert len(ratios) == 5 and b["ratio"] == pytest.approx(ratios[2])
@@ -174,24 +155,15 @@ def test_each_run_keeps_the_kernels_that_it_chose(flags):
     assert kernel.use
 
 
-def test_another_script_is_timed_and_compared(write_shard, tmp_path, monkeypatch, capsys):
-    """The frontier, on documents, against a fork that lies in the current folder."""
+def test_the_second_configuration_may_be_of_another_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "matmul_tflops", lambda *_: RATE)
     (tmp_path / "timed_fork.py").write_text("import train_gpt\nclass Run(train_gpt.Run): pass\n")
-    write_shard("it.bin", [50256, *range(99)] * 50)
-    sizes = "--model_dim 16 --num_heads 2 --head_dim 8 --num_layers 4 --seq_len 128"
-    data = "--val_seq_len 128 --val_tokens 128 --train_files it.bin"
-    flags = f"--record demo --device cpu {sizes} {data}".split()
-    own = "--json --steps 5 --micro_batches 1"
-    words = f"train_gpt_2026.py {own}".split()
-    bench.main([*words, "--vs", "timed_fork.py --muon_lr .1", *flags])
-    report = json.loads(capsys.readouterr().out)
-    vs = report["vs"]
-    assert report["script"] == "forks/train_gpt_2026.py"
-    assert vs["script"] == str(tmp_path / "timed_fork.py") and vs["flags"].endswith("_lr .1")
-    assert [len(side["windows"]) for side in (report, vs)] == [3, 3]
-    assert report["batch"] == "1 x 128 or 256 or 384 tokens, 1 a process"
+    flags = ["--record", "demo", "--device", "cpu"]
+    words = ["train_gpt_2026.py", "--vs", "timed_fork.py --muon_lr .1", *flags]
+    first, second = bench.parse_args(words).configurations
+    assert (first.script, first.flags) == (ROOT / "forks/train_gpt_2026.py", flags)
+    assert second.script == tmp_path / "timed_fork.py"
+    assert second.flags == [*flags, "--muon_lr", ".1"] and second.hp.muon_lr == 0.1
 
 
 def test_every_second_step_is_one_in_which_adam_learns_where_a_run_has_that(flags):
@@ -211,7 +183,8 @@ def test_fresh_starts_share_caches_that_begin_empty(flags, monkeypatch, capsys):
     def launch(command, env):
         folder = Path(env["TORCHINDUCTOR_CACHE_DIR"])
         caches.append((folder, folder.exists(), env["TRITON_CACHE_DIR"]))
-        bench.main(command[2:])  # in this process
+        if len(caches) == 1:
+            bench.main(command[2:])  # in this process
         folder.mkdir(exist_ok=True)
         return SimpleNamespace(returncode=len(caches) // 3)
 
@@ -248,15 +221,9 @@ def test_the_demos_operations_are_what_calibrate_takes_them_for():
     """Those of all steps, on the batches that a run has, at 60 % of the rate of matmuls."""
     hp = train_gpt.RECORDS["demo"]
     model = train_gpt.GPT(hp)
-    batches = train_gpt.distributed_data_generator(
-        hp.train_files,
-        hp.seq_len,
-        hp.batch_seqs,
-        rank=0,
-        world_size=1,
-        num_batches=hp.num_iterations,
-        epochs=hp.epochs,
-    )
+    stream = hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1
+    limits = {"num_batches": hp.num_iterations, "epochs": hp.epochs}
+    batches = train_gpt.distributed_data_generator(*stream, **limits)
     flops = 0
     for step, (inputs, _) in enumerate(batches):
         flops += sum(bench.model_flops(train_gpt.Run, model, inputs, train_gpt.moment(step, hp)))
@@ -266,24 +233,19 @@ def test_the_demos_operations_are_what_calibrate_takes_them_for():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--no_such 1", "unrecognized arguments: --no_such 1"),
         ("--steps 0", "--trace and --calibrate want 1 or more"),
         ("--trace -1", "--trace and --calibrate want 1 or more"),
-        ("--micro_batches x", "invalid int value: 'x'"),
         ("--vs '", "argument --vs"),
         ("--vs=--num_layers=1", "--num_layers"),
         ("--vs=--device=cuda", "--vs cannot change --device"),
         ("--resume auto", "--resume is for train_gpt.py"),
         ("--vs none.py", "there is no script none.py"),
-        ("--script none.py", "there is no script none.py"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_status_2(words, message, flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main([*flags, *words.split()])
-    _, err = capsys.readouterr()
-    assert stop.value.code == 2 and err.startswith("bench.py: error") and message in err
-    assert len(err.splitlines()) == 1
+def test_a_users_mistake_is_one_line_and_status_2(words, message, capsys):
+    words = f"--record demo --device cpu {words}".split()
+    status, err = error_of(words, capsys, bench.main)
+    assert status == 2 and err.startswith("bench.py: error") and message in err
 
 
 def test_launches_are_calls_that_start_a_kernel_on_average_of_both_kinds_of_step(monkeypatch):
@@ -312,17 +274,17 @@ def collectives(optimizers: train_gpt.Optimizers, now: train_gpt.Moment) -> int:
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
     """So they do with the frontier, where Adam learns at each second step. A run's 25th step would
     have norms of gradients."""
-    (tmp_path / "two_ranks.py").write_text(SCRIPT.format(RATE))
-    env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
-    script, own = str(tmp_path / "two_ranks.py"), ["--json", "--steps", 1, "--micro_batches", 1]
+    script = tmp_path / "two_ranks.py"  # the rate is given: two ranks on one core measure it slowly
+    script.write_text(f"import bench; bench.matmul_tflops = lambda *_: {RATE}; bench.main()")
     flags += ["--num_iterations", "25"]
-    frontier = ["--record", "2025-08-23_SparseAttnGate", "--adam_every", "2"]
-    frontier += ["--align_to_documents", "off"]
-    vs = ["--vs", " ".join(["train_gpt_2026.py", *frontier])]
-    process = run([*own, *flags, *vs], ranks=2, script=script, env=env)
-    assert process.returncode == 0, process.stderr
-    report = json.loads(process.stdout)
-    assert report["machine"].startswith("2 x CPU")
+    frontier = "--record 2025-08-23_SparseAttnGate --adam_every 2 --align_to_documents off"
+    vs = ["--vs", f"train_gpt_2026.py {frontier}"]
+    words = ["--json", "--steps", "1", "--micro_batches", "1", *flags, *vs]
+    more = [str(script), [str(ROOT / "tools")]]
+    program = Program(words, ranks=2, work=as_script, more=more)
+    assert program.end() == [0, 0], program.text("err")
+    report = json.loads(program.text("out"))
+    assert report["machine"].startswith("2 x CPU") and not program.text("out", 1)
     assert report["batch"] == "2 x 128 tokens, 1 a process"
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     matrices = sum(p.numel() for p in train_gpt.GPT(hp).blocks.parameters() if p.ndim > 1)
@@ -330,14 +292,15 @@ def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
         assert w["matmul_tflop"] == pytest.approx(6e-12 * 256 * (matrices + 512 * 64))  # of both
         assert w["of_ceiling"] == pytest.approx(w["tflop_per_s"] / RATE / 2)
         assert w["ms_per_micro_batch"] == w["ms_per_step"]
+        assert w["tokens_per_s"] == pytest.approx(256e3 / w["ms_per_step"])
     assert not (tmp_path / "logs").exists()
 
     optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp, 0, 2)
     expected = collectives(optimizers, train_gpt.moment(0, hp))
     assert [w["collectives"] for w in report["windows"]] == [expected] * 3
     Run = train_gpt_2026.Run
-    hp, _ = train_gpt.parse_args([*flags, *frontier], Run)
+    hp, _ = train_gpt.parse_args([*flags, *frontier.split()], Run)
     optimizers = Run.optimizers_class(Run.model_class(hp), hp, 0, 2)
     both = [collectives(optimizers, Run.moment(step, hp)) for step in (0, 1)]
     assert [w["collectives"] for w in report["vs"]["windows"]] == [sum(both) / 2] * 3
-    assert min(both) < max(both) and "launches" not in process.stdout
+    assert min(both) < max(both) and "launches" not in program.text("out")
