@@ -166,17 +166,6 @@ def test_the_second_configuration_may_be_of_another_script(tmp_path, monkeypatch
     assert second.flags == [*flags, "--muon_lr", ".1"] and second.hp.muon_lr == 0.1
 
 
-def test_every_second_step_is_one_in_which_adam_learns_where_a_run_has_that(flags):
-    script = ROOT / "forks/train_gpt_2026.py"
-    record = ["--record", "2025-08-23_SparseAttnGate", "--align_to_documents", "off"]
-    timed = bench.Timed(bench.configuration(script, [*flags, *record, "--adam_every", "2"]), CPU)
-    learns, step = [], timed.optimizers.step
-    timed.optimizers.step = lambda now: learns.append(now.adam) or step(now)
-    for _ in range(4):
-        timed.step(2)
-    assert learns in ([True, False] * 2, [False, True] * 2)
-
-
 def test_fresh_starts_share_caches_that_begin_empty(flags, monkeypatch, capsys):
     caches = []
 

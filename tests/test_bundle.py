@@ -80,29 +80,6 @@ def test_a_bundle_trains_alone_as_the_script_does_in_the_project(flags, made, sm
     assert f"val_loss:{expected[4]:.4f} over 512 tokens" in out
 
 
-def test_its_kernels_compute_what_those_of_the_project_do(made, monkeypatch):
-    """Triton, here its interpreter, compiles them from their sources. Bit for bit."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # asked when kernels.py is imported
-    core = script.core(script.load(made(SCRIPT)))
-    assert core.obstacle(torch.device("cpu")) == ""
-    generator = torch.Generator().manual_seed(0)
-
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    logits, targets = some(4, 512), torch.tensor([1, 2, 3, 511])
-    examples = {
-        "softcapped_cross_entropy": (logits, targets, 15.0, 1.0, torch.empty_like(logits)),
-        "relu2_mlp": (some(16, 32), some(128, 32), some(32, 128)),
-        "symmetric_matmul": (some(2, 32, 32), None, 1.0, 1.0),
-    }
-    for name, arguments in examples.items():
-        twins = core.TWINS[name], train_gpt.TWINS[name]
-        assert twins[0] is not twins[1]
-        ours, theirs = (twin(*arguments) for twin in twins)
-        assert torch.equal(ours, theirs) and ours.isfinite().all()
-
-
 # ---- What is in it
 
 

@@ -93,8 +93,7 @@ def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, expor
 
 TEXTS = (
     "<|endoftext|>And<|endoftext|><|endoftext|> God said",
-    "they'll we've I'm it's 'tis DON'T  1234 56,789.0",
-    "   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
+    "they'll we've DON'T  1234 56,789.0   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
     "naïve Ærøskøbing Ελληνικά Здравствуй 中文字符 日本語 हिन्दी عربى e\u0301",
     "🙂👩‍👩‍👧 \x00\x7f\ufeff ½ ² Ⅻ ٣",
     "",
@@ -150,22 +149,15 @@ def test_settings_of_a_fork_that_may_change_a_model_are_refused_by_name(tiny):
             check(**changed)
 
 
-REFUSED = {
-    "2026-01-04_MixedPrecisionInterweavedOptimizer": "backout smear value_gate window_rule yarn",
-    "2026-03-06_SimplifyHC": "bigram_rows paired source sublayer_lambdas yarn",
-}
-
-
-@pytest.mark.parametrize("record", REFUSED)
-def test_later_records_are_refused_with_the_names_of_what_is_not_known(record):
+def test_a_later_record_is_refused_with_the_names_of_what_is_not_known():
     """And with no names of what concerns training alone."""
-    hp = train_gpt_2026.RECORDS[record]
-    hp = replace(hp, vocab_size=128, bigram_rows=300 if hp.bigram_rows else 0, **SMALL)
+    hp = train_gpt_2026.RECORDS["2026-03-06_SimplifyHC"]
+    hp = replace(hp, vocab_size=128, bigram_rows=300, **SMALL)
     with pytest.raises(UserError, match="does not know ") as refusal:
         export.check_known(hp, train_gpt_2026.GPT(hp))
     names = set(str(refusal.value).split("does not know ")[1].split(":")[0].split(", "))
-    assert set(REFUSED[record].split()) <= names, names
-    assert not names & {"stages", "adam_every", "muon_mul", "polar_express", "x_s"}, names
+    assert {"bigram_rows", "paired", "source", "sublayer_lambdas", "yarn"} <= names
+    assert not names & {"stages", "adam_every", "muon_mul", "polar_express"}
     assert len(str(refusal.value)) < 450  # an error's line is cut at 500 characters
 
 
