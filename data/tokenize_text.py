@@ -5,15 +5,14 @@
 
 An input is a file, a folder (searched recursively, in sorted order) or a glob pattern of these:
 
-    .txt       a document; with --blank_line_documents, one for each block between blank lines
-    .jsonl     a document a line, in the field `text`
-    .parquet   a document a row, in the column `text` (needs pyarrow)
+    .txt       one document; with --blank_line_documents, one per block between blank lines
+    .jsonl     one document per line, in the field `text`
+    .parquet   one document per row, in the column `text` (needs pyarrow)
 
 Documents keep their order: shuffle them first if neighbours are alike. Each begins with token
-50256; "<|endoftext|>" in a text is text. Documents of nothing but white space are left out. The
-files depend on the documents and the flags alone, not on the number of workers. Memory holds one
-train and one validation shard, and for each worker a few batches or the longest document (a .txt
-is read in pieces).
+50256; "<|endoftext|>" in a document is ordinary text. Documents of white space only are left out.
+The number of workers does not change the shards. Memory holds one train and one validation shard,
+and for each worker a few batches or the longest document (a .txt is read in pieces).
 """
 
 import argparse
@@ -44,10 +43,10 @@ except ModuleNotFoundError as error:
     sys.exit(f"tokenize_text.py: error: {error}: pip install -r data/requirements.txt")
 
 SUFFIXES = ".txt", ".jsonl", ".parquet"
-PIECE = 2**18  # characters of a document that are encoded at once; longer ones are cut
-BATCH = 2**20  # characters that go to a worker at once
+PIECE = 2**18  # characters that are encoded at once; longer documents are cut
+BATCH = 2**20  # characters that a worker gets at once
 
-encoding = functools.cache(gpt2_encoding)  # one for each process
+encoding = functools.cache(gpt2_encoding)  # once per process
 
 
 def fail(message: object) -> NoReturn:
@@ -60,7 +59,7 @@ def fail(message: object) -> NoReturn:
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that an INPUT stands for, sorted; in a folder, those with a known extension."""
+    """Return the files of an INPUT, sorted; in a folder, those with a known extension."""
     files = []
     for path in [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)):
         if os.path.isdir(path):
@@ -76,12 +75,12 @@ def find_files(pattern: str) -> list[str]:
 
 
 def read_pieces(path: str, blank_line_documents: bool) -> Iterator[tuple[bool, str]]:
-    """A file's text in pieces, each with whether a document begins there."""
+    """Yield a file's text in pieces, and for each whether it begins a document."""
     try:
         for document in read_documents(path, blank_line_documents):
             begins = True
             for piece in cut(document):
-                if not begins or piece.strip():  # a document begins where it is not blank
+                if not begins or piece.strip():  # blank pieces before a document are left out
                     yield begins, piece
                     begins = False
     except UnicodeDecodeError:
@@ -91,7 +90,7 @@ def read_pieces(path: str, blank_line_documents: bool) -> Iterator[tuple[bool, s
 
 
 def read_documents(path: str, blank_line_documents: bool) -> Iterator[TextIO]:
-    """The documents in a file, each to be read before the next is asked for."""
+    """Yield the documents of a file. Each must be read before the next one is asked for."""
     if path.lower().endswith(".parquet"):
         yield from map(io.StringIO, read_parquet(path))
         return
@@ -107,7 +106,7 @@ def read_documents(path: str, blank_line_documents: bool) -> Iterator[TextIO]:
 
 
 def read_jsonl(path: str, file: TextIO) -> Iterator[str]:
-    """The field `text` of each line that is not blank."""
+    """Yield the field `text` of each line that is not blank."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
@@ -119,7 +118,7 @@ def read_jsonl(path: str, file: TextIO) -> Iterator[str]:
 
 
 def read_parquet(path: str) -> Iterator[str]:
-    """The column `text` of each row."""
+    """Yield the column `text` of each row."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -137,7 +136,7 @@ def read_parquet(path: str) -> Iterator[str]:
 
 
 def text_of(row: object, where: str) -> str:
-    """The document in a line of a .jsonl or a row of a .parquet."""
+    """Return the document in a line of a .jsonl or a row of a .parquet."""
     if not isinstance(row, dict) or "text" not in row:
         fail(f"{where}: no field `text`: rename the one that holds the text")
     if not isinstance(row["text"], str):
@@ -147,11 +146,11 @@ def text_of(row: object, where: str) -> str:
 
 
 def cut(document: TextIO) -> Iterator[str]:
-    """A document in pieces of at most 2 * PIECE characters, cut where the tokens stay the same.
+    """Yield a document in pieces of at most 2 * PIECE characters, cut between a word and a space.
 
-    That is between a word and a space: GPT-2 joins a space to the word after it, never to the one
-    before. Where PIECE characters hold no such place the cut is at their end, for the memory's sake
-    and because tiktoken fails on a million white-space characters in a row.
+    These cuts do not change the tokens: GPT-2 joins a space to the word after it, never to the one
+    before. Where PIECE characters hold no such place, the cut is at their end, to limit memory and
+    because tiktoken fails on a million white-space characters in a row.
     """
     text = document.read(PIECE)
     while more := document.read(PIECE):
@@ -163,7 +162,7 @@ def cut(document: TextIO) -> Iterator[str]:
 
 
 # -----------------------------------------------------------------------------
-# Tokens: batches of text, encoded in parallel, in their order
+# Tokens: batches of text are encoded in parallel and keep their order
 
 Batch = list[tuple[str, bool, str]]  # "train" or "val", whether a document begins, its piece
 
@@ -171,10 +170,10 @@ Batch = list[tuple[str, bool, str]]  # "train" or "val", whether a document begi
 def make_batches(
     split_of: dict[str, str], val_fraction: Fraction, blank_line_documents: bool
 ) -> Iterator[Batch]:
-    """The pieces of the files in order, BATCH characters or a little more at a time.
+    """Yield the pieces of the files in order, BATCH characters or a little more at a time.
 
-    Of the documents in "train" files, val_fraction are validation: as evenly spaced as can be,
-    beginning with the first, so that few documents are enough to have some.
+    A share of the documents in "train" files, val_fraction, becomes validation: the first one and
+    others at even distances, so that a few documents are enough to have some.
     """
     batch, size, documents = [], 0, 0
     for path, split_of_file in split_of.items():
@@ -193,7 +192,7 @@ def make_batches(
 
 
 def encode(batch: Batch) -> dict[str, np.ndarray]:
-    """The tokens of each split's text, uint16."""
+    """Return the tokens of each split's text, uint16."""
     tokens = {"val": [], "train": []}
     for split, begins, piece in batch:
         tokens[split] += [END_OF_TEXT] * begins + encoding().encode_ordinary(piece)
@@ -201,16 +200,16 @@ def encode(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def encode_all(batches: Iterable[Batch], workers: int) -> Iterator[dict[str, np.ndarray]]:
-    """encode() of each batch in order, by that many processes."""
+    """Yield encode(batch) of each batch, in order, from that many processes."""
     if workers == 1:
         yield from map(encode, batches)
         return
-    ignore_interrupt = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # the parent answers it
+    ignore_interrupt = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     with ProcessPoolExecutor(workers, None, *ignore_interrupt) as pool:
         pending = deque()
         for batch in batches:
             pending.append(pool.submit(encode, batch))
-            if len(pending) > 2 * workers:  # all are busy: reading on would only fill the memory
+            if len(pending) > 2 * workers:  # all are busy: do not read ahead
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -243,8 +242,8 @@ class Shards:
 
     def add(self, tokens: np.ndarray) -> None:
         self.documents += np.count_nonzero(tokens == END_OF_TEXT)
-        # A document goes on in the next shard where one is full, as in FineWeb's: every shard but
-        # the last holds shard_size tokens.
+        # A document continues in the next shard if one is full, as in FineWeb: each shard but the
+        # last holds shard_size tokens.
         while len(tokens):
             part, tokens = np.split(tokens, [len(self.buffer) - self.filled])
             self.buffer[self.filled :][: len(part)] = part
@@ -265,7 +264,7 @@ class Shards:
 
 
 def share(text: str) -> Fraction:
-    """The value of --val_fraction: exact, so that 1/12 takes every twelfth document."""
+    """Return the value of --val_fraction, exactly: 1/12 takes every twelfth document."""
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -276,7 +275,7 @@ def share(text: str) -> Fraction:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, checked; a bad value ends the program with one line and status 2."""
+    """Parse the command line. A bad value ends the program with one line and status 2."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -286,15 +285,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder or pattern")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the shards")
-    add("--name", default="text", help="they are NAME_train_000001.bin and so on [text]")
-    add("--val", nargs="+", default=[], metavar="INPUT", help="input that is validation text")
+    add("--name", default="text", help="shards are NAME_train_000001.bin and so on [text]")
+    add("--val", nargs="+", default=[], metavar="INPUT", help="input for validation")
     add(
         "--val_fraction",
         type=share,
         metavar="F",
-        help="share of the other documents that is, too [0.05; 0 with --val]",
+        help="share of the other documents for validation [0.05; 0 with --val]",
     )
-    add("--blank_line_documents", action="store_true", help="blank lines part documents of a .txt")
+    add("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes [all cores]")
     add("--overwrite", action="store_true", help="replace the shards of that name")
@@ -311,7 +310,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def tokenize(args: argparse.Namespace) -> None:
-    """Write all shards into a temporary folder, then move them to their place, or nothing."""
+    """Write all shards into a temporary folder and move them to --out; an error moves none."""
     # A file of --val is not training text as well, where INPUT is the folder that holds it.
     split_of = {os.path.abspath(f): "train" for i in args.inputs for f in find_files(i)}
     split_of |= {os.path.abspath(f): "val" for i in args.val for f in find_files(i)}
@@ -319,7 +318,7 @@ def tokenize(args: argparse.Namespace) -> None:
     patterns = [f"{args.name}_{split}_{'[0-9]' * 6}.bin" for split in ("train", "val")]
     old = {path for pattern in patterns for path in args.out.glob(pattern)}
     if old and not args.overwrite:
-        fail(f"{min(old)} is there already: give another --name or --out, or --overwrite")
+        fail(f"{min(old)} already exists: choose another --name or --out, or add --overwrite")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.TemporaryDirectory(prefix=f"{args.name}_unfinished_", dir=args.out)
@@ -352,17 +351,17 @@ def tokenize(args: argparse.Namespace) -> None:
         print(f"{path}: {count} tokens")
     print(f"documents: {train.documents} for training, {val.documents} for validation")
     stem, val_flags = args.out / args.name, "--val_files PATTERN"
-    if val.written:  # val_tokens of the demo, or what fits; a batch lies in one shard
+    if val.written:  # val_tokens of the demo, or as many as fit in one shard
         fitting = (max(val.written.values()) - 1) // 1024 * 1024
         val_tokens = max(1024, min(fitting, 65536))
         val_flags = f"--val_files '{stem}_val_*.bin' --val_tokens {val_tokens}"
-    steps = sum((n - 1) // 2048 for n in train.written.values())  # of the demo's batches
+    steps = sum((n - 1) // 2048 for n in train.written.values())  # batches of the demo
     epochs = " --epochs 0" if steps < 128 else ""
     print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}{epochs}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Tokenize; an error of the user's becomes one line and a status."""
+    """Tokenize. An error is one line and status 1 or 2."""
     args = parse_args(argv)
     try:
         tokenize(args)

@@ -222,8 +222,8 @@ def test_the_demos_operations_are_what_calibrate_takes_them_for():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--steps 0", "--trace and --calibrate want 1 or more"),
-        ("--trace -1", "--trace and --calibrate want 1 or more"),
+        ("--steps 0", "--trace and --calibrate must be at least 1"),
+        ("--trace -1", "--trace and --calibrate must be at least 1"),
         ("--vs '", "argument --vs"),
         ("--vs=--num_layers=1", "--num_layers"),
         ("--vs=--device=cuda", "--vs cannot change --device"),

@@ -163,8 +163,8 @@ def test_a_later_record_is_refused_with_the_names_of_what_is_not_known():
 
 def test_what_cannot_be_written_ends_with_one_line_and_leaves_nothing(trained, tmp_path, capsys):
     for words, status, message in (
-        (["hf", tmp_path], 1, f"{tmp_path} is there already"),
-        (["gguf", "x"], 2, "--export gguf: hf is the one format there is"),
+        (["hf", tmp_path], 1, f"{tmp_path} already exists"),
+        (["gguf", "x"], 2, "--export gguf: the only format is hf"),
     ):
         words = [trained.path, "--export", *words, "--device", "cpu"]
         found, err = error_of(words, capsys, export.main)
@@ -185,7 +185,7 @@ def test_a_fork_s_model_is_exported_only_if_it_is_said_to_be_the_same(trained, t
     path = tmp_path / "it.pt"
     torch.save(saved, path)
     words = [str(path), "--script", train_gpt.__file__, "--export", "hf", str(tmp_path / "hf")]
-    with pytest.raises(UserError, match="is of my_fork.py, which may have another model"):
+    with pytest.raises(UserError, match="was saved by my_fork.py, whose model may differ"):
         export.export(export.parse(words))
     assert not (tmp_path / "hf").exists()
     export.export(export.parse([*words, "--same_model"]))

@@ -224,7 +224,7 @@ def test_existing_shards_are_kept_or_replaced_without_a_rest(tmp_path):
     tokenize(tmp_path / "in.jsonl", "--out", out, "--shard_size", 3)
     before = contents(out)
     assert len(before) > 4
-    with pytest.raises(SystemExit, match="text_train_000001.bin is there already.*--overwrite"):
+    with pytest.raises(SystemExit, match="text_train_000001.bin already exists.*--overwrite"):
         tokenize(tmp_path / "in.jsonl", "--out", out)
     assert contents(out) == before
     tokenize(tmp_path / "in.jsonl", "--out", out, "--name", "text_train")  # another name: no clash

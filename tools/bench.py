@@ -2,25 +2,28 @@
 
     ./run.sh tools/bench.py [SCRIPT.py] [--steps 20] [its flags]    time a record, or any flags
     ./run.sh tools/bench.py --vs "--fp8 off" [flags]                against a second configuration
-    ./run.sh tools/bench.py --vs "my_fork.py --fp8 off" [flags]     which may be of another script
-    ./run.sh tools/bench.py --trace 2 [flags]                       and profile two steps
+    ./run.sh tools/bench.py --vs "my_fork.py --fp8 off" [flags]     of another script
+    ./run.sh tools/bench.py --trace 2 [flags]                       profile two steps, too
     ./run.sh tools/bench.py --calibrate                             is my machine slow?
     torchrun --standalone --nproc_per_node=N tools/bench.py ...     on N GPUs; rank 0 prints
 
 Model, optimizers, batches and steps are those of the script, which is train_gpt.py unless another
-one is named; nothing is logged. A step is a whole global batch; --micro_batches 1 is a quick look
-at one sequence a process.
+one is named. Nothing is logged. A step has the whole global batch; --micro_batches 1 is a quick
+measurement with one sequence per process.
 
-Keys of --json: machine; script, record, flags, data, batch, compiled, notes (kernels chosen),
-start_s (warm-up; on one GPU, whole cold and warm starts too), memory_gb (allocated at the peaks of
-training and validation), newton_schulz_tflop (of a step, in no rate), windows (at the first, middle
-and last step: step, window, ms_per_step, ms_per_micro_batch, tokens_per_s, matmul_tflop,
-attention_tflop, tflop_per_s, ceiling of a process's matmuls, of_ceiling, blocks, whose median is
-ms_per_step, and, where a profile finds any, launches of kernels and collectives of a process in a
-step); vs (the same of the second configuration, whose windows have ratio, lowest and highest too);
-trace (path, table). With --calibrate: machine, rates (here, H100, share), estimated_minutes
-(published, and what that becomes here by_matmuls alone and by_memory alone: the estimate is between
-them).
+Keys of --json: machine, script, record, flags, data, batch, compiled, notes (chosen kernels),
+start_s (seconds of the warm-up and, on one GPU, of a cold and a warm start), memory_gb (peaks of
+training and validation), newton_schulz_tflop (per step, not part of tflop_per_s), windows, vs,
+trace (path, table).
+
+windows are measured at the first, the middle and the last step: step, window, ms_per_step,
+ms_per_micro_batch, tokens_per_s, matmul_tflop, attention_tflop, tflop_per_s, ceiling (TFLOP/s of a
+process's large matmuls), of_ceiling, blocks (their median is ms_per_step) and, if a profile shows
+any, launches (of kernels) and collectives, per process and step. vs has the same keys for the
+second configuration; its windows have ratio, lowest and highest, too.
+
+With --calibrate: machine, rates (here, H100, share), estimated_minutes (published, and what they
+become on this machine by_matmuls alone and by_memory alone; expect something in between).
 """
 
 import argparse
@@ -51,27 +54,27 @@ import train_gpt  # noqa: E402
 from train_gpt import HERE, UserError, clock  # noqa: E402
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-BLOCKS = 5  # timed pieces of a measurement, whose median counts
-# A profile's events whose names begin so are counted: calls of CUDA's runtime or driver that launch
+BLOCKS = 5  # of timed steps in a measurement; the median is reported
+# Counted are profiler events whose names begin so: calls of CUDA's runtime or driver that launch
 # a kernel, and operations of torch.distributed.
 EVENTS = {
     "launches": ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel"),
     "collectives": ("c10d::",),
 }
-# Measured on one H100 (bfloat16 matmul, copies), and what is expected of 8 with NVLink.
+# Measured on one H100 (bfloat16 matmuls, copies); the all-reduce rate is expected of 8 with NVLink.
 H100 = {"matmul TFLOP/s": 790.0, "memory GB/s": 3000.0, "all-reduce GB/s": 370.0}
-# All steps of the demo, over the share of the matmul rate that they reach on a CPU without fast
-# bfloat16 (BENCHMARKS.md).
+# Operations of all steps of the demo, divided by 0.6: the share of the matmul rate that the demo
+# reaches on a CPU without fast bfloat16 (BENCHMARKS.md).
 DEMO_TFLOP = 128 * 0.0897 / 0.6
 
 
 # -----------------------------------------------------------------------------
-# A run: what a script makes of flags, ready to be timed
+# A run, ready to be timed
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A script, flags, and the settings that they are."""
+    """A script, its flags, and the settings that they give."""
 
     script: Path
     flags: list[str]
@@ -81,7 +84,7 @@ class Configuration:
 
 
 def configuration(path: Path, flags: list[str]) -> Configuration:
-    """Return the configuration of a script and flags of a new run; UserError."""
+    """Return the configuration of a new run. UserError for flags that cannot be timed."""
     run_class = script.load(path)
     hp, args = script.core(run_class).parse_args(flags, run_class)
     for name in ("eval", "resume"):
@@ -91,7 +94,7 @@ def configuration(path: Path, flags: list[str]) -> Configuration:
 
 
 class Timed:
-    """Model, optimizers and batches, compiled and warmed up, and what --json says of them."""
+    """A compiled and warmed-up model, its optimizers and batches, and its report for --json."""
 
     def __init__(self, chosen: Configuration, device: torch.device):
         self.hp, self.device = chosen.hp, device
@@ -101,7 +104,7 @@ class Timed:
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1
         self.data = hp.train_files
         if not glob(self.data):
-            self.data = train_gpt.RECORDS["demo"].train_files  # where nothing has been fetched
+            self.data = train_gpt.RECORDS["demo"].train_files  # if no FineWeb has been fetched
         self.every = getattr(hp, "adam_every", 1)  # a setting of forks/train_gpt_2026.py
         self.batches, self.made = {}, 0
         notes = []
@@ -109,7 +112,7 @@ class Timed:
         start = clock(device)
         self.model = model = core.build(run_class.model_class, hp, device)
         self.optimizers = run_class.optimizers_class(model, hp, RANK, RANKS)
-        self.optimizers.norms_every = math.inf  # few steps make norms; the last one might
+        self.optimizers.norms_every = math.inf  # few steps of a run have norms: time none
         moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
         core.warm_up(model, self.optimizers, moments, device, log=notes.append)
         seconds = clock(device) - start
@@ -131,10 +134,9 @@ class Timed:
         }
 
     def step(self, step: int) -> Tensor:
-        """Make a step of training as a run makes it, on the next batch of its size, and return its
-        inputs (n, T). Where Adam learns at each second step only, every second call makes such a
-        step."""
-        for kernel, use in self.kernels:  # another run may have chosen otherwise
+        """Train on the next batch as a run does at this step, and return the inputs (n, T). Where
+        Adam steps only every second time, so it does in every second call."""
+        for kernel, use in self.kernels:  # the other run may have chosen other kernels
             kernel.use = use
         if step not in self.batches:
             self.batches[step] = self.batches_of(self.run_class.moment(step, self.hp))
@@ -146,8 +148,7 @@ class Timed:
         return inputs
 
     def batches_of(self, now: train_gpt.Moment):
-        """Yield batches, all as they are at a moment, as often as a run has them, again and
-        again."""
+        """Yield batches without end, all as long as at this moment."""
         hp = self.hp
 
         def cut(shard: train_gpt.Shard, position: int, step: int):
@@ -168,7 +169,7 @@ class Timed:
             )
 
     def peaks(self) -> dict[str, int]:
-        """Return bytes allocated at the last window; on a CPU, those of the process so far."""
+        """Return the peaks of allocated bytes at the last window; on a CPU, of the process."""
         hp, device = self.hp, self.device
         found = {}
         for name in ("training", "validation"):
@@ -184,7 +185,7 @@ class Timed:
         return found
 
     def row(self, step: int, blocks: list[float], inputs: list[Tensor], ceiling: float) -> dict:
-        """Return a window of the report; blocks are of ms/step, inputs those of all timed steps."""
+        """Return a row of `windows` from the blocks' ms/step and the inputs of all timed steps."""
         hp, ms = self.hp, median(blocks)
         now = self.run_class.moment(step, hp)
         flops = model_flops(self.run_class, self.model, torch.cat(inputs), now)
@@ -208,8 +209,8 @@ class Timed:
 
 
 def start_seconds(chosen: Configuration) -> dict[str, float]:
-    """Return how long a process takes that ends after its first step: with empty caches, then
-    full."""
+    """Return the seconds of a process that compiles and makes its first steps: with empty caches,
+    then with full ones."""
     seconds = {}
     command = [sys.executable, __file__, str(chosen.script), "--only_start", *chosen.flags]
     with TemporaryDirectory() as folder:
@@ -217,13 +218,13 @@ def start_seconds(chosen: Configuration) -> dict[str, float]:
         for name in ("cold start", "warm start"):
             start = time.perf_counter()
             if subprocess.run(command, env=os.environ | caches).returncode:
-                raise UserError(f"the {name} failed; --no_compile_times leaves such starts out")
+                raise UserError(f"the {name} failed; --no_compile_times skips it")
             seconds[name] = time.perf_counter() - start
     return seconds
 
 
 def time_in_turn(runs: list[Timed], steps: int) -> None:
-    """Report the windows of each run; several runs take turns (A B A B) by blocks of steps."""
+    """Time the windows of each run; several runs take turns (A B A B) after a block of steps."""
     count = max(1, steps // BLOCKS)
     for moment in range(3):
         ceiling = matmul_tflops(runs[0].device, 1.0)
@@ -245,25 +246,23 @@ def time_in_turn(runs: list[Timed], steps: int) -> None:
 
 
 def profile_steps(run: Timed, step: int, count: int) -> profile:
-    """Return the profile of so many steps, made as a run makes that one."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines of its own
+    """Return a profile of `count` steps like this one."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no log lines of the profiler
     with profile() as profiled:
         for _ in range(count):
             with record_function("step"):
                 run.step(step)
-        clock(run.device)  # until the GPU has done them
+        clock(run.device)  # waits for the GPU
     return profiled
 
 
 def count_events(run: Timed, step: int) -> dict[str, float]:
-    """Return how many kernels this process launches in a step and how many collectives it begins.
-    What the profile has none of is left out. As in the times, steps with and without Adam are
-    averaged.
-    """
+    """Return this process's kernel launches and collectives per step; a count of 0 is left out.
+    Steps with and without Adam are averaged, as in the times."""
     counts = {name: [] for name in EVENTS}
     for _ in range(run.every):
         profiled = profile_steps(run, step, 1)
-        # The same by profiled.events() would take seconds.
+        # profiled.events() would take seconds.
         events = [event.name() for event in profiled.profiler.kineto_results.events()]
         for name, beginnings in EVENTS.items():
             counts[name].append(sum(event.startswith(beginnings) for event in events))
@@ -282,7 +281,7 @@ def trace_steps(run: Timed, count: int) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# Arithmetic on paper, and rates
+# Counted operations, and measured rates
 
 
 def parameters_of(run_class: type[train_gpt.Run], model: train_gpt.GPT, *groups: str) -> list:
@@ -295,14 +294,13 @@ def parameters_of(run_class: type[train_gpt.Run], model: train_gpt.GPT, *groups:
 def model_flops(
     run_class: type[train_gpt.Run], model: train_gpt.GPT, inputs: Tensor, now: train_gpt.Moment
 ) -> tuple[float, float]:
-    """Return the operations that a step on inputs (n, T) needs in matmuls and in attention at a
-    moment, whatever is run.
+    """Return the operations in matmuls and in attention that a step on inputs (n, T) requires,
+    whatever the kernels compute.
 
-    Matmuls: 6 for each token and matrix element (2 forward, 4 backward), with the padded head and
-    without embeddings, which are looked up. Attention: 12 * heads * head_dim for each pair of a
-    token and a key that it sees, in each layer that attends, under that layer's window. Masked
-    pairs, recomputation, norms and the like are not counted. Where two heads attend as one, to two
-    positions a token, pairs are half as many.
+    Matmuls: 6 per token and matrix element (2 forward, 4 backward), with the padded head, without
+    embeddings. Attention: 12 * heads * head_dim per pair of a token and a key that is visible to it
+    under the layer's window. Masked pairs, recomputation, norms and the like are not counted.
+    Paired heads attend as one, to two positions per token: they count half.
     """
     pairs = Counter()
     for row in inputs:
@@ -311,7 +309,7 @@ def model_flops(
             pairs[name] += (own - first).sum().item()
     seen = 0
     for layer in model.layers:
-        # Layers of train_gpt.py have neither a mask apart from the window nor paired heads.
+        # Only layers of forks have a mask of their own and paired heads.
         count = pairs[getattr(layer, "mask", layer.window)]
         seen += count / 2 if getattr(layer, "paired", False) else count
     elements = sum(p.numel() for p in parameters_of(run_class, model, "head", "muon"))
@@ -322,8 +320,8 @@ def model_flops(
 def newton_schulz_flops(
     run_class: type[train_gpt.Run], model: train_gpt.GPT, iterations: int = 5
 ) -> float:
-    """Return the operations of Muon's orthogonalisation in a step, of all ranks; they are no part
-    of model_flops.
+    """Return the operations of Muon's orthogonalisation in a step, on all ranks together.
+    model_flops does not include them.
 
     For an m x n matrix, m <= n, an iteration is X X^T (2 m m n), its square (2 m m m) and B X.
     """
@@ -335,9 +333,9 @@ def newton_schulz_flops(
 
 
 def median_rate(work, device: torch.device, seconds: float) -> float:
-    """Return how often a second `work()` is done, tried for that long: the median of at least 3
-    times."""
-    count = 10 if device.type == "cuda" else 1  # together, so that launching them does not count
+    """Return how often per second `work()` runs: the median of at least 3 measurements in about
+    `seconds`."""
+    count = 10 if device.type == "cuda" else 1  # at once, so that launch overhead does not count
     times = []
     end = clock(device) + seconds
     work()
@@ -357,8 +355,8 @@ def matmul_tflops(device: torch.device, seconds: float) -> float:
 
 
 def estimate(matmuls: float, memory: float) -> dict[str, dict[str, float]]:
-    """Return the minutes that RANKS GPUs with these shares of an H100's rates need, by either rate
-    alone."""
+    """Return the minutes of each record on RANKS GPUs that reach these shares of an H100's rates,
+    by either rate alone."""
     found = {}
     for name, reached in records.published().items():
         then, now = reached["minutes"], reached["minutes"] * 8 / RANKS
@@ -367,8 +365,8 @@ def estimate(matmuls: float, memory: float) -> dict[str, dict[str, float]]:
 
 
 def calibrate(device: torch.device, seconds: float) -> dict:
-    """Return rates of this machine, measured for about that many seconds, and the minutes that they
-    promise."""
+    """Measure this machine's rates for about `seconds`; return them, and the minutes of training
+    estimated from them."""
     on_gpu = device.type == "cuda"
     found = {"matmul TFLOP/s": matmul_tflops(device, seconds / 2)}
     source = torch.zeros(2**30 if on_gpu else 2**27, dtype=torch.uint8, device=device)
@@ -377,7 +375,7 @@ def calibrate(device: torch.device, seconds: float) -> dict:
     found["memory GB/s"] = 2e-9 * source.nbytes * copies  # read and written
     if RANKS > 1:  # bus bandwidth: what each rank sends and receives in a ring
         buffer = torch.zeros(2**28 if on_gpu else 2**22, device=device)
-        reduces = median_rate(lambda: train_gpt.all_reduce_([buffer]), device, 0)  # as often on all
+        reduces = median_rate(lambda: train_gpt.all_reduce_([buffer]), device, 0)  # 3 on each rank
         found["all-reduce GB/s"] = 2e-9 * (RANKS - 1) / RANKS * buffer.nbytes * reduces
     rates = {k: {"here": v, "H100": H100[k], "share": v / H100[k]} for k, v in found.items()}
     shares = [rates[name]["share"] for name in ("matmul TFLOP/s", "memory GB/s")]
@@ -390,7 +388,7 @@ def calibrate(device: torch.device, seconds: float) -> dict:
 
 
 def show(value) -> str:
-    """Return a value of the report in words: numbers with four digits, or all before the point."""
+    """Return a value as text: numbers have four digits, or all digits before the point."""
     if isinstance(value, dict):
         return ", ".join(f"{k.replace('_', ' ')} {show(v)}" for k, v in value.items())
     if isinstance(value, float):
@@ -399,7 +397,7 @@ def show(value) -> str:
 
 
 def print_report(report: dict) -> None:
-    """Print the report of --json for people: windows are a table, anything else a line or some."""
+    """Print a report for people: `windows` as a table, anything else as lines."""
     for name, value in report.items():
         if name == "windows":
             titles = {k: k.replace("_per_", "/").replace("_", " ") for k in value[0]}
@@ -408,7 +406,7 @@ def print_report(report: dict) -> None:
             for row in value:
                 print("  ".join(show(row[k]).rjust(len(title)) for k, title in titles.items()))
         elif name == "vs":
-            print("\nin turn with the following; ratio: its time over the first's")
+            print("\ntimed in turn with the following; ratio: its time divided by the first's")
             print_report(value)
         elif name == "trace":
             print(f"\n{value['table']}\nwrote {value['path']}")
@@ -420,15 +418,15 @@ def print_report(report: dict) -> None:
 
 
 def bench(args: argparse.Namespace, device: torch.device) -> dict:
-    """Time a run, and that of --vs in turn with it; return what --json prints."""
+    """Time a run, in turn with that of --vs; return the report."""
     fresh = device.type == "cuda" and RANKS == 1 and not args.no_compile_times
-    starts = start_seconds(args.configurations[0]) if fresh else {}  # while the GPU has room
+    starts = start_seconds(args.configurations[0]) if fresh else {}  # while GPU memory is free
     runs = [Timed(chosen, device) for chosen in args.configurations]
     report = runs[0].report
     report["start_s"] |= starts
     time_in_turn(runs, args.steps)
     if device.type == "cuda" or RANKS > 1:
-        for run in runs:  # after all times, which a profiler may lengthen
+        for run in runs:  # at the end: a profiler slows steps down
             for row in run.report["windows"]:
                 row |= count_events(run, row["step"])
     if len(runs) > 1:
@@ -444,19 +442,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.error = train_gpt.fail
     add_count = partial(parser.add_argument, type=int, metavar="N")
-    add_count("--steps", default=20, help="timed at a window, 5 at least [20]")
-    add_count("--micro_batches", help="a process [the record's]")
-    parser.add_argument("--vs", metavar="FLAGS", type=shlex.split, help="time these too, in turn")
-    add_count("--trace", help="profile N steps, write a trace")
-    help_ = "is my machine slow? [30]"
+    add_count("--steps", default=20, help="timed steps per window, at least 5 [20]")
+    add_count("--micro_batches", help="sequences per process [the record's]")
+    parser.add_argument("--vs", metavar="FLAGS", type=shlex.split, help="also time these flags")
+    add_count("--trace", help="profile N steps and write a trace")
+    help_ = "measure this machine's rates [for 30]"
     add_count("--calibrate", metavar="SECONDS", nargs="?", const=30, help=help_)
-    parser.add_argument("--json", action="store_true", help="one JSON object, no tables")
-    parser.add_argument("--no_compile_times", action="store_true", help="no two fresh starts")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no tables")
+    parser.add_argument("--no_compile_times", action="store_true", help="skip both fresh starts")
     parser.add_argument("--only_start", action="store_true", help=argparse.SUPPRESS)
     args, flags = parser.parse_known_args(argv)
     counts = args.steps, args.micro_batches, args.trace, args.calibrate
     if any(n is not None and n < 1 for n in counts):
-        parser.error("--steps, --micro_batches, --trace and --calibrate want 1 or more")
+        parser.error("--steps, --micro_batches, --trace and --calibrate must be at least 1")
     if args.micro_batches:
         flags += ["--batch_seqs", str(args.micro_batches * RANKS)]
     path, flags = script.take_script(flags)
@@ -488,7 +486,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Do what the flags say; errors and ranks are those of train_gpt.py."""
+    """Run the command line. Errors are one line, as in train_gpt.py."""
     train_gpt.as_program("bench.py", parse=lambda: parse_args(argv), work=work)
 
 

@@ -1,9 +1,9 @@
-"""One file that trains alone: a script, with the project's files that it imports.
+"""Bundle a training script and the project's files that it imports into one file.
 
     ./run.sh tools/bundle.py SCRIPT.py OUT.py
 
-Each source is in OUT.py as it is, the script's at the end; the others run when imported.
-A log of such a run begins with all the code that trained.
+OUT.py has each source unchanged, the script's at the end; the others run when they are imported.
+Its log begins with all the code that trained.
 """
 
 import ast
@@ -17,7 +17,7 @@ from train_gpt import UserError, as_program, project_files  # noqa: E402
 
 BEGINNING = '''"""{name} in one file. {about}
 
-In front of it are modules that it imports: {modules}. tools/bundle.py made this.
+Before it are the modules that it imports: {modules}. Made by tools/bundle.py.
 """
 
 import importlib.abc
@@ -30,7 +30,7 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A module whose source is in this file. It runs when it is first imported."""
 
     def __init__(self, name, source):
-        self.name = name  # lines get this file's numbers, which Triton and tracebacks read
+        self.name = name  # for Triton and tracebacks, lines get this file's numbers
         self.source = "\\n" * (sys._getframe(1).f_lineno - 1) + source
         sys.modules.pop(name, None)
         sys.meta_path.insert(0, self)
@@ -47,13 +47,13 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def bundle(path: Path) -> str:
-    """Return a script and all that it imports of the project as one source. UserError."""
+    """Return the source of a script and all that it imports of the project; UserError."""
     _, *others = project_files(path)
-    # A file's users import it and all that it imports, so their lists are longer: it comes first.
+    # Modules come before the files that import them, whose lists of imports are longer.
     others.sort(key=lambda other: len(project_files(other)))
     source = path.read_text("utf-8")
     if "\nfrom __future__" in source:
-        raise UserError(f"{path} imports from __future__, which only a file's beginning can")
+        raise UserError(f"{path} imports from __future__, which must begin a file")
     about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
     modules = ", ".join(other.name for other in others) or "none"
     whole = BEGINNING.format(name=path.name, about=about, modules=modules)
@@ -66,14 +66,14 @@ def bundle(path: Path) -> str:
 
 
 def write(words: list[str]) -> None:
-    """Write the bundle of a script, the first word, to the file that is the second."""
+    """Bundle the script that is the first word into the file that is the second."""
     if len(words) != 2:
-        raise UserError("two words are wanted, SCRIPT.py and OUT.py")
+        raise UserError("expected two words, SCRIPT.py and OUT.py")
     path, out = script.find(words[0]), Path(words[1]).resolve()
     if out in project_files(path):
-        raise UserError(f"{out} is a source itself: choose another name")
+        raise UserError(f"{out} is one of the sources: choose another name")
     out.write_text(bundle(path), "utf-8")
-    print(f"wrote {out}, which trains alone")
+    print(f"wrote {out}, which needs no other file of the project")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Give a checkpoint to other programs: --export hf DIR makes a model for transformers.
+"""Export a checkpoint as a model for Hugging Face transformers.
 
     ./run.sh tools/export.py [CHECKPOINT] --export hf DIR     the newest checkpoint under logs/
 
@@ -7,12 +7,12 @@ DIR then holds weights (safetensors), settings, GPT-2's tokenizer and a modellin
     transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 gives the logits that the checkpoint gives in float32. The window is that of the checkpoint's step.
-GPT-2's tokenizer needs no code of DIR. AutoTokenizer reads config.json first, does not know this
-model, and would ask whether it may run its code. It does not ask if it is told the type:
+GPT-2's tokenizer needs no code of DIR. But AutoTokenizer does not know the model in config.json:
+without the tokenizer's type, it asks whether it may run code of DIR.
 
     transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
 
-The models of train_gpt.py can be exported, and, with --same_model, those of forks that change no
+Models of train_gpt.py can be exported and, with --same_model, those of forks that do not change the
 model.
 """
 
@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from sample import Checkpoint, parse_with_checkpoint
 from script import OWN
 
-import train_gpt  # which sample found, as the next ones
+import train_gpt  # sample.py has put it and gpt2.py on the path
 from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, Hyperparameters, UserError
 
@@ -46,19 +46,19 @@ SHARED = (
     "logit_softcap",
 )
 
-# What else it knows: fields of a layer, and weights.
+# Fields of a layer, and weights, that the modelling file knows.
 LAYER_FIELDS = {"window", "values"}
 WEIGHTS = re.compile(
     r"(value_embeds\.embed\.\d|embed|lm_head)\.weight|skip_weights"
     r"|blocks\.\d+\.((attn\.)?lambdas|attn\.qkv_w|attn\.c_proj\.weight|mlp\.c_(fc|proj)\.weight)"
 )
-# A fork's own settings change no model if --help has them in such a group.
+# A fork's own settings in such groups of --help do not change the model.
 OF_TRAINING = re.compile("schedule|stages|batch|optimizers|FP8|run")
 
 
 def unknown_settings(hp: Hyperparameters) -> set[str]:
-    """Return the names of settings that are not train_gpt.py's, or not as train_gpt.py allows them,
-    and that may change a model."""
+    """Return the names of settings that may change the model and that train_gpt.py does not have,
+    or not with this value."""
     known = {f.name: f.metadata["choices"] for f in fields(Hyperparameters)}
     unknown, group = set(), ""
     for f in fields(hp):
@@ -80,7 +80,7 @@ def check_known(hp: Hyperparameters, model: train_gpt.GPT) -> None:
         for f in fields(layer):
             if f.name not in LAYER_FIELDS and getattr(layer, f.name) != f.default:
                 unknown.add(f.name)
-    if not unknown:  # else it would be a long list
+    if not unknown:  # else the list would be long
         unknown = {name for name in model.state_dict() if not WEIGHTS.fullmatch(name)}
     if unknown:
         names = ", ".join(sorted(unknown))
@@ -109,16 +109,16 @@ def hf_config(hp: Hyperparameters, model: train_gpt.GPT, window: int) -> dict:
 
 
 def export_hf(checkpoint: Checkpoint, folder: Path, same_model: bool = False) -> None:
-    """Make the folder whole or not at all. UserError if there is something already, or if the model
-    may be another than train_gpt.py's; `same_model` says that a fork's is not."""
+    """Write the whole folder, or nothing. UserError if it exists, or if a fork saved the checkpoint
+    and `same_model` does not confirm that its model is train_gpt.py's."""
     if folder.exists():
-        raise UserError(f"{folder} is there already: name a new folder, or remove it")
-    model = checkpoint.model(torch.device("cpu"), compile="off")  # or it says what is wrong
+        raise UserError(f"{folder} already exists: name a new folder, or remove it")
+    model = checkpoint.model(torch.device("cpu"), compile="off")  # fails if the weights do not fit
     check_known(checkpoint.hp, model)
     saved_by = checkpoint.saved.get("script", OWN.name)
     if saved_by != OWN.name and not same_model:
-        reason = f"{checkpoint.path} is of {saved_by}, which may have another model"
-        raise UserError(f"{reason} than {OWN.name}: if it has not, say --same_model")
+        reason = f"{checkpoint.path} was saved by {saved_by}, whose model may differ"
+        raise UserError(f"{reason} from that of {OWN.name}: if it does not, add --same_model")
     # Embeddings that were trained in bfloat16 stay so: transformers makes them float32 again.
     weights = {name: w.contiguous() for name, w in checkpoint.saved["model"].items()}
     tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
@@ -148,15 +148,15 @@ def export_hf(checkpoint: Checkpoint, folder: Path, same_model: bool = False) ->
 
 
 def parse(argv: list[str] | None) -> tuple[Path, Checkpoint, bool]:
-    """Return the folder to make, the checkpoint, and --same_model; UserError for what cannot be."""
+    """Return the folder, the checkpoint, and --same_model; UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
-    help_ = "hf: for Hugging Face transformers; DIR is made"
+    help_ = "write a Hugging Face model into the new folder DIR"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
-    text = "the script changes nothing of train_gpt.py's model"
+    text = "confirm that the fork has the model of train_gpt.py"
     parser.add_argument("--same_model", action="store_true", help=text)
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.export[0] != "hf":
-        raise UserError(f"--export {args.export[0]}: hf is the one format there is")
+        raise UserError(f"--export {args.export[0]}: the only format is hf")
     return Path(args.export[1]), checkpoint, args.same_model
 
 
@@ -171,7 +171,7 @@ def export(parsed: tuple[Path, Checkpoint, bool]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export a checkpoint; status 1 or 2 and a line if that cannot be."""
+    """Export a checkpoint. An error is one line and status 1 or 2."""
     train_gpt.as_program("export.py", lambda: parse(argv), export)
 
 

@@ -1,18 +1,19 @@
-"""Which of four endings does a model find likeliest? HellaSwag (arXiv 1905.07830), its validation.
+"""Score a checkpoint on the validation questions of HellaSwag (arXiv 1905.07830).
 
     ./run.sh tools/hellaswag.py [CHECKPOINT]                  the newest checkpoint under logs/
     ./run.sh tools/hellaswag.py CHECKPOINT --limit 1000       the first 1000 questions only
     torchrun --standalone --nproc_per_node=8 tools/hellaswag.py CHECKPOINT
 
-Prints two accuracies: acc takes the ending of the greatest log-likelihood, acc_norm that of the
-greatest one per token, as llm.c does; by chance, both are 25 %. Published: about 30 % for llm.c's
-GPT-2 124M and 29 % for the record of 2024-11-19; GPT-2 itself has 28.6 % and 29.6 %.
+A question has four endings. Two accuracies are printed, as llm.c computes them: acc chooses the
+ending of the greatest log-likelihood, acc_norm that of the greatest log-likelihood per token.
+Chance is 25 %. Published: about 30 % for llm.c's GPT-2 124M and 29 % for the record of 2024-11-19;
+GPT-2 itself has 28.6 % and 29.6 %.
 
-Each question with each ending is a document. Documents are packed into long sequences under the
-document mask of training, and the window is wide enough for the longest: so a document's score does
-not depend on its neighbours. The 10,042 questions are fetched once (12 MB), or read from --data, a
-.jsonl of the same form: objects with `ctx`, four `endings` and a `label` from 0 to 3. Other flags
-are those of the script that saved the checkpoint.
+A question with one ending is a document. Documents are packed into long sequences under training's
+document mask, with a window as wide as the longest one, so that neighbours do not change a score.
+The 10,042 questions are fetched once (12 MB), or read from --data, a .jsonl of the same form:
+objects with `ctx`, four `endings` and a `label` from 0 to 3. Other flags are those of the script
+that saved the checkpoint.
 """
 
 import argparse
@@ -32,16 +33,16 @@ from sample import Checkpoint, gpt2_encoding, parse_with_checkpoint
 from torch import Tensor
 from tqdm import tqdm
 
-import train_gpt  # which sample found
+import train_gpt  # sample.py has put it on the path
 from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, Moment, UserError
 
 HOME = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
-SEQUENCE = {"cuda": 65536, "cpu": 1024}  # tokens; a CPU's mask has their square
+SEQUENCE = {"cuda": 65536, "cpu": 1024}  # tokens; a CPU's mask is as large as their square
 
 
 def fetch(path: Path) -> None:
-    """Fetch the validation questions from their home; nothing is left of what came wrong."""
+    """Download the validation questions. An incomplete or changed file is not kept."""
     print(f"fetching {HOME}", file=sys.stderr)
     try:
         with urllib.request.urlopen(HOME, timeout=60) as answer:
@@ -60,8 +61,8 @@ Question = tuple[list[list[int]], int, int]
 
 
 def read_questions(path: Path, limit: int) -> list[Question]:
-    """Return of each question its documents' tokens, how many of these are common, and which
-    document is right."""
+    """Return for each question the tokens of its four documents, the length of the context that
+    they share, and the index of the right one."""
     encoding = gpt2_encoding()
     questions, number = [], 0
     try:
@@ -85,7 +86,7 @@ def read_questions(path: Path, limit: int) -> list[Question]:
 
 
 def pack(lengths: list[int], size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of documents (index, place) of these lengths, in their order, as they fit."""
+    """Yield sequences of up to `size` tokens: a list of (document, its first position) each."""
     sequence, end = [], 0
     for i, length in enumerate(lengths):
         if end + length > size:
@@ -105,16 +106,16 @@ def log_likelihoods(
     rank: int = 0,
     world_size: int = 1,
 ) -> Tensor:
-    """Return the summed log-likelihood of each document's tokens from its start on, at a moment:
-    (n,), float64, on CPU. All ranks work, and all know all of them then."""
+    """Return the log-likelihood of each document's tokens from `starts` on, summed: (n,), float64,
+    on CPU. Ranks share the work, and each returns all scores."""
     device = model.lm_head.weight.device
-    # A model may reach back across the start of a document. So ends of text come before each one,
-    # as many as it takes that the last of them is the same after any neighbour.
+    # A fork's model may read tokens before the start of a document. Each document follows enough
+    # ends of text to hide its neighbour.
     gap = model.context_tokens
-    lengths = [gap + len(document) - 1 for document in documents]  # nothing follows the last token
+    lengths = [gap + len(document) - 1 for document in documents]  # the last token is a target only
     longest = -(-max(lengths) // BLOCK) * BLOCK
     size = max(SEQUENCE[device.type], longest)
-    wide = 2 * (longest + BLOCK)  # twice, where two heads attend as one, to two positions a token
+    wide = 2 * (longest + BLOCK)  # twice: paired heads have two positions per token
     now = replace(now, window=max(now.window, wide), short=max(now.short, wide))
     scores = torch.zeros(len(documents), dtype=torch.float64)
     sequences = list(pack(lengths, size))[rank::world_size]
@@ -129,7 +130,7 @@ def log_likelihoods(
         tokens += [END_OF_TEXT] * (size - len(tokens))
         tokens, places, targets = (torch.tensor(t).to(device) for t in (tokens, places, targets))
         x = model.hidden(tokens.int(), now)[places]
-        chunk = 256 if device.type == "cpu" else 4096  # whose float32 logits are 0.8 GB
+        chunk = 256 if device.type == "cpu" else 4096  # rows: 0.8 GB of float32 logits
         for rows, right, of in zip(
             x.split(chunk), targets.split(chunk), torch.tensor(owners).split(chunk), strict=True
         ):
@@ -154,15 +155,15 @@ def accuracies(questions: list[Question], scores: Tensor) -> tuple[float, float]
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
-    """Return flags and checkpoint; UserError for what cannot be."""
+    """Return flags and checkpoint; UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="hellaswag.py", description=__doc__)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="questions, a .jsonl")
-    parser.add_argument("--limit", type=int, default=0, help="only so many of them [0: all]")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="a .jsonl of questions")
+    parser.add_argument("--limit", type=int, default=0, help="how many of them [0: all]")
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.limit < 0:
-        raise UserError("--limit: at least 0")
-    if hasattr(checkpoint.hp, "context_len"):  # questions lie behind each other in a sequence
-        reason = "its model has no document mask, one question would see the others"
+        raise UserError("--limit: must be at least 0")
+    if hasattr(checkpoint.hp, "context_len"):  # a sequence holds many questions
+        reason = "its model has no document mask, so a question would see the others"
         raise UserError(f"{checkpoint.path} cannot be scored: {reason}")
     return args, checkpoint
 
@@ -190,7 +191,7 @@ def evaluate(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print what a model knows; status 1 or 2 and a line if that cannot be said."""
+    """Print a model's accuracies. An error is one line and status 1 or 2."""
     train_gpt.as_program("hellaswag.py", lambda: parse(argv), evaluate)
 
 

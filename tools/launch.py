@@ -1,6 +1,6 @@
-"""Start a script as this machine allows: what run.sh calls when Python has what it needs.
+"""Start a training script on this machine's GPUs. run.sh calls this when Python is set up.
 
-    launch.py [SCRIPT.py] [flags]            a process for each GPU; FineWeb is fetched if needed
+    launch.py [SCRIPT.py] [flags]            one process per GPU; FineWeb is fetched if needed
     launch.py [SCRIPT.py] --runs N [flags]   N runs with seeds from --seed on, then their statistics
 
 SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs.
@@ -21,15 +21,15 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]] 
 import script  # noqa: E402
 
 # isort: split
-import torch  # noqa: E402, after train_gpt, which sees to OpenMP's threads
+import torch  # noqa: E402, after train_gpt, which sets OpenMP's threads
 
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError, as_program  # noqa: E402
 
-SHARD_TOKENS = 10**8  # of FineWeb's
+SHARD_TOKENS = 10**8  # in a shard of FineWeb
 
 
 def take_runs(flags: list[str]) -> tuple[int, list[str]]:
-    """Return N of --runs N, or 0, and the other flags."""
+    """Return N of --runs N (0 without that flag), and the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--runs", nargs="?", const="(nothing)")
     args, others = parser.parse_known_args(flags)
@@ -41,8 +41,8 @@ def take_runs(flags: list[str]) -> tuple[int, list[str]]:
 
 
 def processes(batch_seqs: int, gpus: int) -> int:
-    """Return how many processes share a run: as NPROC says, or one for each GPU that can get an
-    equal share. UserError for an NPROC that cannot be."""
+    """Return the number of processes: NPROC, or else the most that GPUs and equal shares of the
+    batch allow. UserError for an NPROC that is impossible."""
     shares = [n for n in range(1, batch_seqs + 1) if batch_seqs % n == 0]
     wanted = os.environ.get("NPROC", "")
     if wanted:
@@ -60,12 +60,12 @@ def processes(batch_seqs: int, gpus: int) -> int:
 
 
 def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
-    """Return how many shards of FineWeb a run reads, at most; a batch lies in one shard."""
+    """Return the most shards of FineWeb that a run can read. No batch spans two shards."""
     lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
     read = hp.batch_seqs * np.array(lengths)
-    # A fork's sequences may begin with documents. Between these, 3 % of the tokens are skipped, or,
-    # where documents are cut at 2048 tokens, up to 0.6 for each one that is read (the public logs:
-    # 424.7M tokens of 7 shards).
+    # In a fork, sequences may begin where documents begin. Tokens between them are skipped: 3 % of
+    # those read or, where documents are cut at 2048 tokens, up to 60 % (in the public logs, 424.7M
+    # tokens are read from 7 shards).
     if getattr(hp, "align_to_documents", False):
         read = read * (1.6 if hp.max_document_tokens else 1.03)
     shards, left = 0, 0.0
@@ -77,7 +77,7 @@ def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
 
 
 def fetch_fineweb(shards: int) -> None:
-    """Fetch what is missing; a Python that is used as it is may lack huggingface-hub."""
+    """Fetch the missing shards; install huggingface-hub first if this Python lacks it."""
     folder = f"{HERE}/.venv/hub"
     environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
     if not (importlib.util.find_spec("huggingface_hub") or os.path.exists(folder)):
@@ -90,7 +90,7 @@ def fetch_fineweb(shards: int) -> None:
 
 
 def train(parsed: tuple, flags: list[str], path: Path, run_class: type[Run]) -> None:
-    """Train in this process, or in several under torchrun, which takes its place."""
+    """Train in this process, or replace it by torchrun if several are needed."""
     hp, args = parsed
     gpus = 0 if hp.device == "cpu" else torch.cuda.device_count()
     count = processes(hp.batch_seqs, gpus)
@@ -100,18 +100,18 @@ def train(parsed: tuple, flags: list[str], path: Path, run_class: type[Run]) -> 
         script.core(run_class).work(parsed, run_class)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # start_device sets the threads itself
-    # A script in another folder finds the project's modules, as script.load does.
+    # A script in another folder must find the project's modules.
     os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
     os.execv(sys.executable, [sys.executable, *torchrun, str(path), *flags])
 
 
 def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> None:
-    """Make that many runs, a seed each, without saving unless flags ask for it; then print what the
-    logs say together."""
+    """Make `count` runs with consecutive seeds, then print their statistics. Weights are saved only
+    if the flags ask for it."""
     name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
     seeds = range(hp.seed, hp.seed + count)
-    signal.signal(signal.SIGINT, lambda *_: None)  # it is the run's, which saves and ends
+    signal.signal(signal.SIGINT, lambda *_: None)  # the run handles Ctrl-C: it saves and ends
     print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
     for seed in seeds:
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
@@ -123,7 +123,7 @@ def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> Non
 
 
 def start(path: Path, run_class: type[Run], words: list[str]) -> None:
-    """Do what the words ask of a script; errors are the script's."""
+    """Run a script with these words of the command line. Errors name the script."""
     core = script.core(run_class)
 
     def parse() -> tuple:
@@ -141,7 +141,7 @@ def start(path: Path, run_class: type[Run], words: list[str]) -> None:
 
 
 def main() -> None:
-    """Find the script, and start it."""
+    """Find the script and start it."""
 
     def parse() -> tuple:
         path, words = script.take_script(sys.argv[1:])

@@ -2,8 +2,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-Its documents begin with token 50256, so should its prompts; what a token attends to begins there.
-There is no cache of keys and values: generate() reads everything again for each token.
+Documents begin with token 50256, and so should prompts: no token attends to what is before the last
+50256. Keys and values are not cached: generate() computes everything again for each token.
 """
 
 import math
@@ -18,7 +18,7 @@ BLOCK = 128  # tokens in a block of the window
 
 
 class SpeedrunConfig(PretrainedConfig):
-    """Names and values are those of train_gpt.py; a layer has window and values."""
+    """Names and values are those of train_gpt.py; a layer is a dict with window and values."""
 
     model_type = "nanogpt_speedrun"
     attribute_map = {"hidden_size": "model_dim", "num_attention_heads": "num_heads"}
@@ -70,7 +70,7 @@ def visible(input_ids: Tensor, window: int, rule: str) -> Tensor:
 
 
 def rotation(length: int, config: SpeedrunConfig, device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (T, 1, D / 2); of "half" RoPE, half of the frequencies are 0."""
+    """Return cos and sin (T, 1, D / 2); with "half" RoPE, half of the frequencies are 0."""
     pairs = config.head_dim // 2
     if config.rope == "full":
         frequency = config.rope_base ** -(torch.arange(pairs, device=device) / pairs)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, config.model_dim, bias=False)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask) -> tuple[Tensor, Tensor]:
-        """Map x (B, T, C) to (B, T, C), and to v (B, T, H, D) before anything is mixed into it."""
+        """Return the output (B, T, C), and v (B, T, H, D) before another value is mixed in."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1))
         q, k, v = qkv.view(*x.shape[:2], 3, *self.heads).unbind(2)
         q, k = (rotate(norm(t, self.eps), *rotary) for t in (q, k))
@@ -157,12 +157,12 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def forward(self, input_ids, attention_mask=None, labels=None, **others) -> CausalLMOutput:
-        """Map input_ids (B, T) to logits (B, T, vocab_size), in the model's dtype up to the head;
-        with labels, also to the mean loss of their successors (-100: left out)."""
+        """Return logits (B, T, vocab_size) and, with labels, the mean loss of the next tokens
+        (-100: left out). Everything up to the head is in the model's dtype."""
         config = self.config
         sizes = {"long": config.window, "short": config.window // 2}
         masks = {k: visible(input_ids, size, config.window_rule) for k, size in sizes.items()}
-        if attention_mask is not None:  # padding is seen by nobody but itself
+        if attention_mask is not None:  # a token of padding is visible to itself only
             itself = torch.eye(input_ids.size(1), dtype=torch.bool, device=input_ids.device)
             padding = attention_mask[:, None, None, : input_ids.size(1)].bool()
             masks = {name: mask & padding | itself for name, mask in masks.items()}
@@ -183,7 +183,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             x = x + block.mlp(norm(x, eps))
             if i < half:
                 outputs.append(x)
-        cap = config.logit_softcap  # cap * tanh(logit / cap), and cap, which softmax does not see
+        cap = config.logit_softcap  # cap * tanh(logit / cap) + cap: softmax ignores what is added
         logits = 2 * cap * torch.sigmoid(self.lm_head(norm(x, eps)).float() / (cap / 2))
         loss = None
         if labels is not None:

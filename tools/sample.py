@@ -1,13 +1,13 @@
-"""What does a model write? Its text, as it is made.
+"""Print text that a trained model writes.
 
-    ./run.sh tools/sample.py                                  of the newest checkpoint under logs/
+    ./run.sh tools/sample.py                                  with the newest checkpoint under logs/
     ./run.sh tools/sample.py logs/RUN/state_step000128.pt --prompt "In the beginning" --n 3
     ./run.sh tools/sample.py --temperature 0                  the likeliest token each time
 
-Text goes to standard output, everything else to standard error. A sample begins with a document;
-where the model ends it, <|endoftext|> is printed and another one begins. Other flags are those of
-the script that saved the checkpoint, such as --device cpu. A published checkpoint is train_gpt.py's
-and names no record: say --record NAME.
+Text goes to standard output, everything else to standard error. A sample begins a document; where
+the model ends the document, <|endoftext|> is printed and the next one begins. Other flags are those
+of the script that saved the checkpoint, such as --device cpu. A published checkpoint names no
+record: add --record NAME.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from train_gpt import BLOCK, END_OF_TEXT, GPT, Hyperparameters, Moment, UserErro
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint and the script that it is of."""
+    """A checkpoint, its settings, and the Run of the script that reads it."""
 
     path: Path
     saved: dict
@@ -43,21 +43,21 @@ class Checkpoint:
 
     @property
     def now(self) -> Moment:
-        """The moment of its step, or of the last one if it names none."""
+        """The moment of its step, or of the last step if it names none."""
         return self.run_class.moment(self.saved.get("step", self.hp.num_iterations), self.hp)
 
     def model(self, device: torch.device, **changed) -> GPT:
-        """Return its model on a device, for evaluation; a few settings may be changed."""
+        """Return its model on a device, for evaluation; `changed` replaces settings."""
         hp = replace(self.hp, **changed)
         build = core(self.run_class).build
         return build(self.run_class.model_class, hp, device, self.saved["model"]).eval()
 
 
 def script_that_saved(paths: list[Path]) -> Path:
-    """Return the script that saved the first checkpoint that can be read; train_gpt.py, if it names
-    none. UserError if the script is not found."""
+    """Return the script that saved the first readable checkpoint; train_gpt.py if the checkpoint
+    names none. UserError if the script is not found."""
     for path in paths:
-        try:  # mapped, weights stay in the file
+        try:  # with mmap, weights stay in the file
             saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             # The name alone counts: a checkpoint from elsewhere must not choose what code runs.
             name = Path(saved["script"]).name if "script" in saved else None
@@ -73,12 +73,12 @@ def script_that_saved(paths: list[Path]) -> Path:
 def parse_with_checkpoint(
     parser: argparse.ArgumentParser, argv: list[str] | None
 ) -> tuple[argparse.Namespace, Checkpoint]:
-    """Return a tool's flags, and the checkpoint: the file that is named first, or the newest one.
-    Other flags are those of the script that saved it."""
+    """Return a tool's own flags, and the checkpoint: the first word, or else the newest file. The
+    script that saved it parses all other flags."""
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
     parser.error = train_gpt.fail
     parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
-    parser.add_argument("--script", metavar="FILE", help="what saved it [the script that it names]")
+    parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
     words = list(sys.argv[1:] if argv is None else argv)
     wanted = words.pop(0) if words and not words[0].startswith("-") else "auto"
     args, flags = parser.parse_known_args(words)
@@ -102,11 +102,11 @@ def parse_with_checkpoint(
 
 
 # -----------------------------------------------------------------------------
-# Models that are fed tokens, and answer with the logits (V,) of the next one
+# Decoding: tokens in, logits (V,) of the next token out
 
 
 class Memory:
-    """A layer's attention that remembers keys and values; it calls the model's own `attend`."""
+    """A layer's cache of keys and values, around the model's own `attend`."""
 
     def __init__(self, attend: Callable):
         self.attend = attend
@@ -114,8 +114,8 @@ class Memory:
 
     def __call__(self, q, k, v, mask: Tensor, *rest) -> Tensor:
         """Attend with n new tokens, (1, H, n, D), under a mask (n, T) over the T newest; `rest` is
-        the model's own. Keys are remembered as the layer makes them: where attention then takes
-        some of them from the token before, that token must still be there."""
+        for `attend`. Keys are cached as the layer computes them: a fork's `attend` may take parts
+        of a key from the token before, which must still be cached then."""
         if self.keys is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
@@ -125,35 +125,35 @@ class Memory:
 
 
 class Decoder:
-    """A model that remembers what its window holds: a token costs the same after any number."""
+    """A model with a cache of its window: a token costs the same, however long the text is."""
 
     def __init__(self, model: GPT, now: Moment):
         self.model, self.now, self.position = model, now, 0
         self.recent = torch.empty(0, dtype=torch.int32, device=model.lm_head.weight.device)
-        # Layers attend in turn, and all of them each time.
+        # Each pass through the model calls all of them in this order.
         attending = [layer for layer in model.layers if layer.window != "none"]
         self.memories = itertools.cycle([Memory(model.attend) for _ in attending])
 
     def attend(self, *arguments) -> Tensor:
-        """Attend by the memory of the layer whose turn it is."""
+        """Attend with the cache of the layer that calls."""
         return next(self.memories)(*arguments)
 
     def mask(self, first: Tensor, new: int) -> Tensor:
-        """Return a mask's last rows, of so many new tokens. Paired heads have two rows a token."""
+        """Return the mask's rows of the new tokens. Paired heads have two rows per token."""
         return train_gpt.dense_mask(first, rows=new * len(first) // len(self.recent))
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Return the logits (V,) after these tokens, which follow those before."""
         model, device, now = self.model, self.recent.device, self.now
         for new in torch.tensor(tokens, dtype=torch.int32, device=device).split(BLOCK):
-            # Whole blocks leave, so that those of the mask stay where they are. A key may need the
-            # token before it, so one more token stays than the window has.
+            # Only whole blocks are dropped: the mask's blocks must stay aligned. One token more
+            # than the window is kept, because a key may need the token before it.
             unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
             before = self.recent[unseen:]
             self.recent = torch.cat([before, new])
             masks = model.masks(self.recent, now, partial(self.mask, new=len(new)))
             rotary = model.rotary_of(len(new), now, device, self.position)
-            # An embedding may read one token back, and a sequence's first two bigrams are special.
+            # A fork's embedding may read one token back, and a sequence's first two are special.
             x, more = model.embedded(torch.cat([before[-2:], new]))
             more = {name: rows[-len(new) :] for name, rows in more.items()}
             x = model.trunk(x[-len(new) :], more, rotary, masks, self.attend)
@@ -162,7 +162,7 @@ class Decoder:
 
 
 class Rereader:
-    """The same without a memory: it reads everything again for each token."""
+    """The same without a cache: the whole text is computed again for each token."""
 
     def __init__(self, model: GPT, now: Moment):
         self.model, self.now, self.tokens = model, now, []
@@ -182,7 +182,7 @@ class Rereader:
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw a token from the top_k likeliest (0: from all); without temperature, the likeliest."""
+    """Draw a token from the top_k likeliest (0: from all); at temperature 0, the likeliest."""
     if not temperature:
         return logits.argmax().item()
     logits, tokens = logits.cpu().topk(min(top_k or len(logits), len(logits)))
@@ -210,20 +210,20 @@ def text_of(tokens: Iterable[int], encoding) -> Iterator[str]:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
-    """Return flags and checkpoint; UserError for what cannot be."""
+    """Return flags and checkpoint; UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__)
     parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--n", type=int, default=3, help="samples [3]")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens in each [200]")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: no chance [0.8]")
-    parser.add_argument("--top_k", type=int, default=50, help="of how many, 0: of all [50]")
-    parser.add_argument("--seed", type=int, help="makes the same text again [another each time]")
-    parser.add_argument("--no_cache", action="store_true", help="read all again for each token")
+    parser.add_argument("--n", type=int, default=3, help="number of samples [3]")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per sample [200]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: no randomness [0.8]")
+    parser.add_argument("--top_k", type=int, default=50, help="tokens to draw from, 0: all [50]")
+    parser.add_argument("--seed", type=int, help="the same seed repeats the text [random]")
+    parser.add_argument("--no_cache", action="store_true", help="compute all again for each token")
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if min(args.n, args.tokens) < 1 or not min(args.temperature, args.top_k) >= 0:
-        raise UserError("--n and --tokens: at least 1; --temperature and --top_k: at least 0")
+        raise UserError("--n and --tokens must be at least 1, --temperature and --top_k at least 0")
     if args.seed is not None and not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: from 0 to {2**63 - 1}")
+        raise UserError(f"--seed {args.seed}: must be from 0 to {2**63 - 1}")
     return args, checkpoint
 
 
@@ -257,7 +257,7 @@ def sample(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print what a model writes; status 1 or 2 and a line if it cannot."""
+    """Print samples. An error is one line and status 1 or 2."""
     train_gpt.as_program("sample.py", lambda: parse(argv), sample)
 
 

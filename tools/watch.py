@@ -1,11 +1,11 @@
-"""How is a run doing? Its losses, speed and time left, drawn in the terminal while it goes on.
+"""Plot a live run in the terminal: its losses, speed and time left.
 
     ./run.sh tools/watch.py                             the newest run under logs/, until it ends
-    ./run.sh tools/watch.py logs/RUN.txt                a certain one, running or finished
-    ./run.sh tools/watch.py logs/RUN.txt --png run.png  the same as a picture
+    ./run.sh tools/watch.py logs/RUN.txt                a certain run, live or finished
+    ./run.sh tools/watch.py logs/RUN.txt --png run.png  plot it into a picture
 
-Reads the log and, beside it, the .jsonl with a row for each step. Where the data is FineWeb, a
-record's published curve is drawn too. If the output is no terminal, one view is printed.
+Reads the log and the .jsonl beside it, which has a row per step. On FineWeb, the record's published
+losses are plotted, too. If the output is not a terminal, the plot is printed once.
 """
 
 import argparse
@@ -24,16 +24,16 @@ import plotext
 import records
 from leaderboard import Run, read_log
 
-RECENT = 25  # steps, for the speed
+RECENT = 25  # steps whose median is the speed
 
 
 def look(path: Path) -> tuple[Run, list[dict]]:
-    """Return the run of a log, and the rows of its .jsonl, if it has one; ValueError if nothing is
-    there yet. What a resumed run will do again is left out."""
+    """Return the run of a log, and the rows of its .jsonl, if it has one. Steps that a resumed run
+    will repeat are left out. ValueError if there is no step yet."""
     run = read_log(path, whole=False)
     metrics = path.with_suffix(".jsonl")
     lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be on its way
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be incomplete
     if rows:
         run.curve = {step: at for step, at in run.curve.items() if step <= rows[-1]["step"]}
     elif not run.curve:
@@ -50,8 +50,8 @@ def published(run: Run) -> dict[int, float]:
 
 
 def curves(run: Run, rows: list[dict]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return steps and losses by name: training, published, validation; those that there are. The
-    axis is logarithmic, so a loss of 0 has no place."""
+    """Return steps and losses of the curves that are known: training, published, validation. A loss
+    of 0 is left out, because the axis is logarithmic."""
     found = {
         "training": [(row["step"], row["train_loss"]) for row in rows if "train_loss" in row],
         "published": published(run).items(),
@@ -66,8 +66,8 @@ def curves(run: Run, rows: list[dict]) -> dict[str, tuple[list[int], list[float]
 
 
 def loss_axis(lines: dict[str, tuple[list[int], list[float]]]) -> tuple[float, float, list[float]]:
-    """Return the range of all losses, a little wider, and round numbers in it. The axis is
-    logarithmic, because the last losses lie close together, far below the first ones."""
+    """Return both ends and the ticks of the axis of losses. The axis is logarithmic, because the
+    last losses lie close together, far below the first ones."""
     losses = [loss for _, losses in lines.values() for loss in losses]
     low, high = min(losses) / 1.02, max(losses) * 1.02
     unit = 10 ** math.floor(math.log10(high - low))
@@ -75,18 +75,18 @@ def loss_axis(lines: dict[str, tuple[list[int], list[float]]]) -> tuple[float, f
     ticks = []
     for halves in range(math.ceil(2 * low / step), math.floor(2 * high / step) + 1):
         tick = step * halves / 2
-        if halves % 2 == 0 or tick < high / 2:  # low ones lie further apart
+        if halves % 2 == 0 or tick < high / 2:  # there is room for halves at low losses
             ticks.append(tick)
     return low, high, ticks
 
 
 def last_step(run: Run, rows: list[dict]) -> int:
-    """Return the last step that is known."""
+    """Return the last step that the run has reported."""
     return rows[-1]["step"] if rows else max(run.curve)
 
 
 def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
-    """Say in two lines which run it is, where it is, how fast, and when it will be there."""
+    """Return the run's name, and its progress, losses, speed and time left."""
     step = last_step(run, rows)
     timed = [row for row in rows if "ms" in row]
     parts = [f"step {step}/{run.steps}"]
@@ -108,12 +108,12 @@ def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
         if timed:
             left = timedelta(seconds=round((run.steps - step) * ms / 1e3))
             parts.append(f"{left} of training left")
-        parts.append(f"last heard of {idle:.0f} s ago")
+        parts.append(f"last written {idle:.0f} s ago")
     return [f"{run.path}: {run.name}", ", ".join(parts)]
 
 
 def view(run: Run, rows: list[dict], idle: float, width: int, height: int) -> str:
-    """Return the run as text of so many columns and lines."""
+    """Return summary, legend and plot as text of so many columns and lines."""
     text = [line for part in summary(run, rows, idle) for line in textwrap.wrap(part, width)]
     lines = curves(run, rows)
     looks = {"training": ("⠒", "gray"), "published": ("○", "blue"), "validation": ("●", "red")}
@@ -137,7 +137,7 @@ def view(run: Run, rows: list[dict], idle: float, width: int, height: int) -> st
 
 
 def draw(run: Run, rows: list[dict], path: Path) -> None:
-    """Draw the run into a file: losses, and ms/step, over steps."""
+    """Plot losses and ms/step over steps into a picture file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -171,7 +171,7 @@ def draw(run: Run, rows: list[dict], path: Path) -> None:
 
 
 def has_process(path: Path) -> bool:
-    """Say whether a process still makes the run of a log, or may: public runs have no lock."""
+    """Return whether a process may still write a log: it has the lock, or there is no lock."""
     try:
         with path.with_suffix(".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -183,15 +183,15 @@ def has_process(path: Path) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw a run, on a terminal until it ends or Ctrl-C; status 1 and a line if it cannot be."""
+    """Plot a run: on a terminal, until it ends or Ctrl-C. An error is one line and status 1."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("log", nargs="?", type=Path, help="its log [the newest under logs/]")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw into this file instead")
-    parser.add_argument("--interval", type=float, default=2, help="seconds between looks [2]")
+    parser.add_argument("log", nargs="?", type=Path, help="the run's log [the newest under logs/]")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead")
+    parser.add_argument("--interval", type=float, default=2, help="seconds between updates [2]")
     args = parser.parse_args(argv)
     if not args.interval > 0:
-        parser.error("--interval: more than 0 seconds")
+        parser.error("--interval: must be more than 0 seconds")
     logs = [args.log] if args.log else list(Path("logs").glob("*.txt"))
     if not logs:
         sys.exit("watch.py: no log under logs/: name one")
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     live = sys.stdout.isatty() and not args.png
     goes_on = True
     while goes_on:
-        goes_on = has_process(path)  # before the look: what it wrote at last is drawn
+        goes_on = has_process(path)  # asked before reading: the last writes are not missed
         try:
             run, rows = look(path)
             if args.png:
