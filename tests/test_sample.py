@@ -9,7 +9,7 @@ import sample
 import torch
 from conftest import ROOT
 from runs import error_of
-from sample import Decoder, Rereader, choose, gpt2_encoding, parse_with_checkpoint, text_of
+from sample import Decoder, choose, gpt2_encoding, parse_with_checkpoint, text_of
 
 import train_gpt
 from train_gpt import BLOCK, RECORDS
@@ -61,14 +61,6 @@ def test_cached_tokens_are_the_uncached_ones(model, window):
     assert close(torch.stack(rows), read_at_once(model, tokens, window)[-301:], atol=1e-4)
     assert tokens.count(END) > 5 and len(set(tokens)) > 44
     assert len(decoder.recent) <= window + 2 * BLOCK
-
-
-@torch.inference_mode()
-def test_the_reader_without_a_cache_reads_all_again(model):
-    tokens = [END, *range(4, 40), END, *range(20, 30)]
-    reader = Rereader(model, with_window(model, 64))
-    rows = [reader(tokens[:20]), reader(tokens[20:21]), reader(tokens[21:])]
-    assert close(torch.stack(rows), read_at_once(model, tokens, 64)[[19, 20, -1]], atol=1e-5)
 
 
 @torch.inference_mode()
