@@ -207,7 +207,6 @@ def test_calibrate_prints_rates_and_estimates_the_demo(capsys):
 
 
 def test_the_demos_operations_are_what_calibrate_takes_them_for():
-    """Those of all steps, on the batches that a run has, at 60 % of the rate of matmuls."""
     hp = train_gpt.RECORDS["demo"]
     model = train_gpt.GPT(hp)
     stream = hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1
@@ -261,8 +260,8 @@ def collectives(optimizers: train_gpt.Optimizers, now: train_gpt.Moment) -> int:
 
 
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
-    """So they do with the frontier, where Adam learns at each second step. A run's 25th step would
-    have norms of gradients."""
+    """Also with the frontier, where Adam steps every second time. A run's 25th step would have
+    norms of gradients, which are not timed."""
     script = tmp_path / "two_ranks.py"  # the rate is given: two ranks on one core measure it slowly
     script.write_text(f"import bench; bench.matmul_tflops = lambda *_: {RATE}; bench.main()")
     flags += ["--num_iterations", "25"]

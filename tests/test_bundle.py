@@ -110,7 +110,7 @@ def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
 
 
 def test_lines_of_its_functions_are_those_in_it(made, small_fork):
-    """So tracebacks show them; and Triton, which compiles from the source, gets that."""
+    """Tracebacks show these lines, and Triton compiles them."""
     one = made(small_fork)
     core = script.core(script.load(one))
     lines = one.read_text().splitlines()

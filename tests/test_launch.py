@@ -126,7 +126,7 @@ def test_help_starts_nothing(launched, capsys):
 
 
 def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch, capsys):
-    """As a container's, which is used as it is; once."""
+    """Such as a container's Python, which is used without a virtual environment."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda n: None if n.startswith("hug") else find(n)
