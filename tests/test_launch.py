@@ -103,7 +103,7 @@ def test_a_run_has_a_divisor_of_the_batch_and_the_shards_it_reads(
 
 def test_nproc_has_the_last_word(launched, monkeypatch, capsys):
     monkeypatch.setenv("NPROC", "2")
-    for words, gpus in (("--record demo", 8), ("--device cpu", 0)):
+    for words, gpus in (("--record demo", 2), ("--device cpu", 0)):
         assert "--nproc_per_node=2" in launched(words, gpus)[1][-1]
     monkeypatch.setenv("NPROC", "1")
     assert launched("--record demo", 8) == (0, ["here"])

@@ -189,10 +189,11 @@ def test_parquet_holds_the_same_documents_and_what_is_bad_is_located(tmp_path, m
     expect("in.parquet: to read it, pip install pyarrow")
 
 
-def test_val_names_files_that_are_validation_as_a_whole(tmp_path):
+def test_val_names_files_that_are_validation_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:2])
     write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[2:])
-    tokenize(tmp_path, "--val", tmp_path / "a.jsonl", "--out", tmp_path)
+    tokenize(tmp_path, "--val", "a.jsonl", "--out", tmp_path)
     assert read(tmp_path, "*_train_*") == reference(DOCUMENTS[2:])
     assert read(tmp_path, "*_val_*") == reference(DOCUMENTS[:2])
 
