@@ -1,16 +1,24 @@
 """Shared by the frontier's tests; what they share with the textbook's is in tests/conftest.py."""
 
+import functools
 from dataclasses import replace
 
 import pytest
 import reference
 import train_gpt_2026
-from test_memory import graphs  # noqa: F401 (fixtures of the textbook's)
-from test_optimizers import on_ranks  # noqa: F401
+from runs import console_of, val_losses
+from test_memory import graphs  # noqa: F401 (a fixture of the textbook's)
 from train_gpt_2026 import Hyperparameters, Moment
 
 import train_gpt
 from frontier import reference_2026
+from frontier.small_runs import main, outcome, small_flags
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch) -> None:
+    """Let each test run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -35,3 +43,24 @@ def vocabulary_of_512(monkeypatch) -> None:
     """Let the last of 512 words begin a document."""
     for module in (train_gpt, train_gpt_2026, reference, reference_2026):
         monkeypatch.setattr(module, "END_OF_TEXT", 511)
+
+
+@pytest.fixture(scope="session")
+def flags(tmp_path_factory) -> dict[str, list[str]]:
+    """Return the flags of a small run of each record."""
+    return small_flags(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def whole(flags, tmp_path_factory):
+    """Return whole(record): a small run of it on one rank, with its folder and its console."""
+
+    @functools.cache
+    def run(record: str):
+        folder = tmp_path_factory.mktemp("whole")
+        console = console_of(flags[record], folder, main)
+        found = outcome(folder)
+        found.console, found.losses = console, val_losses(console)
+        return found
+
+    return run

@@ -24,8 +24,8 @@ GATE_CHANNELS = 12  # every gate reads 12 channels: the first of its input, but 
 # Parts of the models
 
 
-def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+def rms_norm(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -128,30 +128,24 @@ LAYERS_A = reference.LAYERS[2025]  # window, value table, skip from
 
 
 def loss_a(
-    w: dict[str, Tensor],
-    tokens: Tensor,
-    targets: Tensor,
-    window: int,
-    heads: int,
-    layers: list[tuple] = LAYERS_A,
-    eps: float = EPSILON,
+    w: dict[str, Tensor], tokens: Tensor, targets: Tensor, window: int, heads: int
 ) -> tuple[Tensor, Tensor]:
     """What is trained, the sum over the sequence's tokens, and the mean loss. The long window is in
     tokens, the short one is half its blocks and at least one."""
     masks = {"long": visible_blocks(tokens, window)}
     masks["half"] = visible_blocks(tokens, max(window // 128 // 2, 1) * 128)
-    x = x0 = rms_norm(w["embed.weight"][tokens], eps)
-    n, outputs = len(layers), []
-    for i, (kind, table, skip) in enumerate(layers):
+    x = x0 = rms_norm(w["embed.weight"][tokens])
+    n, outputs = len(LAYERS_A), []
+    for i, (kind, table, skip) in enumerate(LAYERS_A):
         if skip is not None:
             x = x + w["skip_weights"][i - (n - n // 2)] * outputs[skip]
         a, b = w[f"blocks.{i}.lambdas"]
         x = a * x + b * x0
         if kind is not None:
-            u = rms_norm(x, eps)
+            u = rms_norm(x)
             q, k, v = project(u, w[f"blocks.{i}.attn.qkv_w"], heads)
             frequencies, _ = yarn([], q.shape[-1])
-            q, k = rope(rms_norm(q, eps), frequencies), rope(rms_norm(k, eps), frequencies)
+            q, k = rope(rms_norm(q), frequencies), rope(rms_norm(k), frequencies)
             own, from_table = w[f"blocks.{i}.attn.lambdas"]
             v = own * v
             if table is not None:
@@ -162,10 +156,10 @@ def loss_a(
             open_ = gate(u, w[f"blocks.{i}.attn.gate"])
             y = torch.cat([open_[:, h, None] * y[h] for h in range(heads)], 1)
             x = x + y @ w[f"blocks.{i}.attn.c_proj.weight"].T
-        x = x + mlp(rms_norm(x, eps), w, i)
+        x = x + mlp(rms_norm(x), w, i)
         outputs.append(x)
     # 30 * sigmoid(x / 7.5) is 15 * tanh(x / 15) + 15.
-    capped = reference.soft_capped(rms_norm(x, eps) @ w["lm_head.weight"].T, 15.0)
+    capped = reference.soft_capped(rms_norm(x) @ w["lm_head.weight"].T, 15.0)
     losses = cross_entropies(capped, targets)
     return losses.sum(), losses.mean()
 
@@ -480,14 +474,7 @@ def muon_step(p: Tensor, g: Tensor, state: dict, lr: float, momentum: float) -> 
 
 
 def normuon_step(
-    p: Tensor,
-    g: Tensor,
-    state: dict,
-    lr: float,
-    lr_factor: float,
-    momentum: float,
-    decay: float = 1.2,
-    beta2: float = 0.95,
+    p: Tensor, g: Tensor, state: dict, lr: float, lr_factor: float, momentum: float
 ) -> None:
     """From row B on, one matrix. Each neuron, a row of the matrix stood upright, is divided by the
     running root mean square of its updates (from 0, not corrected), and the whole brought back to
@@ -496,21 +483,15 @@ def normuon_step(
     x = polar_express(nesterov(g, state, momentum))
     short_side = 1 if x.shape[0] >= x.shape[1] else 0
     square = x.pow(2).mean(short_side, keepdim=True)
-    state["square"] = beta2 * state.get("square", torch.zeros_like(square)) + (1 - beta2) * square
+    state["square"] = 0.95 * state.get("square", torch.zeros_like(square)) + 0.05 * square
     v = x / state["square"].clamp(min=1e-10).sqrt()
     v = v * x.pow(2).sum().sqrt() / v.pow(2).sum().sqrt().clamp(min=1e-10)
     agrees = (v * p >= 0).double()
-    p -= lr_factor * lr * v + lr_factor * lr * decay * lr * p * agrees
+    p -= lr_factor * lr * v + lr_factor * lr * 1.2 * lr * p * agrees
 
 
 def adam_step(
-    p: Tensor,
-    g: Tensor,
-    state: dict,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float = 1e-10,
-    decay: float = 0.0,
+    p: Tensor, g: Tensor, state: dict, lr: float, betas: tuple[float, float], decay: float
 ) -> None:
     """Epsilon is added to the root before the correction of the bias. Decay is lr squared * decay,
     where update and weight have one sign; `lr` has the parameter's own factor in it."""
@@ -519,14 +500,14 @@ def adam_step(
     state["m"] = beta1 * state.get("m", torch.zeros_like(g)) + (1 - beta1) * g
     state["v"] = beta2 * state.get("v", torch.zeros_like(g)) + (1 - beta2) * g * g
     corrected_lr = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    update = corrected_lr * state["m"] / (state["v"].sqrt() + eps)
+    update = corrected_lr * state["m"] / (state["v"].sqrt() + 1e-10)
     agrees = (update * p > 0).double()
     p -= update + lr * lr * decay * p * agrees
 
 
 # -----------------------------------------------------------------------------
 # Whole steps. w has all weights by name, gradients one dict by name for each step (sums over a
-# sequence's tokens, averaged over the sequences); w changes in place, and the states are returned.
+# sequence's tokens, averaged over the sequences); w changes in place.
 
 ADAM_A = {  # learning rate; all other parameters, the gates too, are Muon's
     "embed.weight": 0.6,
@@ -549,40 +530,26 @@ def matrices(name: str, *tensors: Tensor) -> list[tuple]:
     return [(f"{name}[{part}]", *(x[part] for x in tensors)) for part in range(3)]
 
 
-def play_a(
-    w: dict[str, Tensor],
-    gradients: list[dict[str, Tensor]],
-    first: int = 0,
-    states: dict | None = None,
-    eps: float = 1e-10,
-) -> dict:
+def play_a(w: dict[str, Tensor], gradients: list[dict[str, Tensor]], first: int) -> None:
     """The steps first, first + 1, ... of row A."""
-    states = {} if states is None else states
+    states = {}
     for step, of_step in enumerate(gradients, first):
-        m, momentum = float(multiplier_a(step)), float(momentum_a(step))
+        m, momentum = float(multiplier_a(step)), float(ramp(step))
         for name, p in w.items():
             if without_numbers(name) in ADAM_A:
                 lr, state = m * ADAM_A[without_numbers(name)], states.setdefault(name, {})
-                adam_step(p, of_step[name], state, lr, (0.8, 0.95), eps)
+                adam_step(p, of_step[name], state, lr, (0.8, 0.95), 0.0)
                 continue
             for key, matrix, g in matrices(name, p, of_step[name]):
                 muon_step(matrix, g, states.setdefault(key, {}), 0.05 * m, momentum)
-    return states
 
 
-def play(
-    row: Row,
-    w: dict[str, Tensor],
-    gradients: list[dict[str, Tensor]],
-    first: int = 0,
-    states: dict | None = None,
-    eps: float = 1e-10,
-) -> dict:
+def play(row: Row, w: dict[str, Tensor], gradients: list[dict[str, Tensor]], first: int) -> None:
     """The steps first, first + 1, ... of rows B to D. NorMuon acts on every step, Adam on odd ones
     with the sum of two gradients. Up to the row's split (an odd step) the embedding is the head:
     its gradient is added to the head's, it is copied from the head after each update, and after the
     last such it gets a copy of the head's moments and of their count."""
-    states = {"waiting": {}} if states is None else states
+    states, waiting = {}, {}
     for step, of_step in enumerate(gradients, first):
         m, momentum = float(multiplier(row, step)), float(momentum_of(row, step))
         for name, p in w.items():
@@ -592,12 +559,12 @@ def play(
                     state = states.setdefault(key, {})
                     normuon_step(matrix, g, state, 0.023 * m, factor, momentum)
         if step % 2 == 0:
-            states["waiting"] = {name: g.clone() for name, g in of_step.items()}
+            waiting = of_step
             continue
         summed = dict(of_step)
-        for name, g in states["waiting"].items():
+        for name, g in waiting.items():
             summed[name] = g + of_step[name]
-        states["waiting"] = {}
+        waiting = {}
         tied = is_tied(row, step)
         if tied:
             summed["lm_head.weight"] = summed["lm_head.weight"] + summed["embed.weight"]
@@ -605,13 +572,12 @@ def play(
             if without_numbers(name) in row.adam and not (tied and name == "embed.weight"):
                 lr_factor, betas, decay_factor = row.adam[without_numbers(name)]
                 lr, state = 0.008 * m * lr_factor, states.setdefault(name, {})
-                adam_step(p, summed[name], state, lr, betas, eps, 0.005 * decay_factor)
+                adam_step(p, summed[name], state, lr, betas, 0.005 * decay_factor)
         if tied:
             w["embed.weight"].copy_(w["lm_head.weight"])
         if step == row.split:
             head = states["lm_head.weight"]
             states["embed.weight"] = {"t": head["t"], "m": head["m"] + 0, "v": head["v"] + 0}
-    return states
 
 
 # -----------------------------------------------------------------------------
@@ -630,10 +596,6 @@ def multiplier_a(step: int) -> Fraction:
 def ramp(step: int) -> Fraction:
     """Muon's momentum from .85 to .95 over 300 steps."""
     return Fraction(85, 100) + Fraction(10, 100) * min(Fraction(step, 300), Fraction(1))
-
-
-def momentum_a(step: int) -> Fraction:
-    return ramp(step)
 
 
 def windows_a(step: int) -> tuple[int, int]:

@@ -2,8 +2,10 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 from conftest import language
+from runs import rows
 from train_gpt_2026 import Run
 
 import train_gpt
@@ -50,3 +52,14 @@ def small_flags(folder: Path) -> dict[str, list[str]]:
     the folder."""
     words = [*language(folder), *WORDS.split()]
     return {record: [*words, *row.split()] for record, row in ROW.items()}
+
+
+def outcome(folder: Path, last: int = LAST) -> SimpleNamespace:
+    """Return a run's last weights and optimizer state, and the rows of its .jsonl, but for what
+    differs from run to run."""
+    saved = train_gpt.load_checkpoint(folder / checkpoint(last), Run)
+    state = {f"{n} {key}": v for n, of in saved["optimizers"].items() for key, v in of.items()}
+    metrics = []
+    for row in rows(folder / "logs/it.jsonl"):
+        metrics.append({k: row[k] for k in row.keys() - {"ms", "tokens_per_s", "memory_mib"}})
+    return SimpleNamespace(folder=folder, tensors=saved["model"] | state, rows=metrics)

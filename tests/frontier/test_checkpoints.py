@@ -9,15 +9,15 @@ import pytest
 import test_checkpoints
 import torch
 import train_gpt_2026
-from runs import console_of
 from test_checkpoints import typed  # the textbook's
 from train_gpt_2026 import RECORDS, Hyperparameters, Run
 
 import train_gpt
-from frontier.small_runs import A, checkpoint, main, small_flags
+from frontier.small_runs import A, checkpoint, main
 from train_gpt import HERE, UserError, load_checkpoint, names_about, parse_args
 
 LEARNING = names_about(Hyperparameters, "learning")
+NEW = vars(Hyperparameters()).keys() - vars(train_gpt.Hyperparameters()).keys()
 # Of a run in which each setting is another one than the record's: what must fit the others.
 TINY = {
     "model_dim": 32,
@@ -43,15 +43,13 @@ TEXTS = {
     "stages": "window=256,window=512",
     "adam_groups": "scalar+lr=0.02",
 }
-
-
 another = partial(test_checkpoints.another, texts=TEXTS, check=train_gpt_2026.check)
 
 
-def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
+def test_every_learning_setting_survives_a_checkpoint():
     """A run in which each of them is another one than the record's, but for two that do not fit the
-    others; what a machine has is gone."""
-    monkeypatch.chdir(tmp_path)
+    others; what a machine has is gone. Every new setting is one of learning."""
+    assert NEW and NEW.issubset(LEARNING)
     own = RECORDS[A]
     others = [name for name in LEARNING if name not in NOT_TOGETHER | TINY.keys()]
     changed = TINY | {name: another(name, own) for name in others}
@@ -70,17 +68,9 @@ def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
     assert saved.keys() == names - {"device", "compile", "kernels"}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    """Return the checkpoint of the first two steps of a small run."""
-    folder = tmp_path_factory.mktemp("run")
-    flags = [*small_flags(folder)[A], "--num_iterations", "3", "--val_loss_every", "0"]
-    console_of(flags, folder, main)
-    return str(folder / checkpoint(2))
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_to_resume_with_any_learning_setting_changed_is_refused_by_name(name, path):
+@pytest.mark.parametrize("name", sorted(NEW))
+def test_to_resume_with_a_new_setting_changed_is_refused_by_name(name, whole):
+    path = str(whole(A).folder / checkpoint(2))
     was = load_checkpoint(path, Run)["hyperparameters"]
     now = another(name, was)
     text = f"{name} {train_gpt.show(getattr(was, name))} -> {train_gpt.show(now)}"
@@ -89,8 +79,3 @@ def test_to_resume_with_any_learning_setting_changed_is_refused_by_name(name, pa
         parse_args(words, Run)
     hp, _ = parse_args([*words, "--resume_force"], Run)
     assert getattr(hp, name) == now != getattr(was, name)
-
-
-def test_every_new_setting_is_one_of_learning():
-    new = vars(Hyperparameters()).keys() - vars(train_gpt.Hyperparameters()).keys()
-    assert new and new < set(LEARNING)

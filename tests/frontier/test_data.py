@@ -6,76 +6,96 @@ from dataclasses import replace
 import pytest
 import torch
 import train_gpt_2026
+from conftest import shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from train_gpt_2026 import Hyperparameters, moment
 
+from frontier import reference_2026 as exact
 from train_gpt import UserError, distributed_data_generator
 
-
-@settings(
+END_OF_TEXT = 50256
+# Tokens of each document of each shard, without its end of text.
+sizes = st.lists(st.lists(st.integers(0, 40), max_size=60), min_size=1, max_size=3)
+fuzzed = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    sizes=st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=3),
-    seq_len=st.integers(1, 30),
-    longest=st.integers(1, 25),
-    world_size=st.sampled_from([1, 2, 4]),
-    start_step=st.integers(0, 3),
-)
-def test_aligned_sequences_are_the_beginnings_of_whole_documents(
-    sizes, seq_len, longest, world_size, start_step, write_shard, tmp_path
-):
-    """A document is 50256 and `size` tokens of its own."""
-    for old in tmp_path.glob("*.bin"):
+
+
+def loader(pattern, batch_seqs: int, steps: list[tuple[int, int]], rank=0, world_size=1, **options):
+    """Return the batches of a run. `steps` are the tokens of a sequence and the tokens at which
+    documents are cut (0: they are not), in turn."""
+    hp = Hyperparameters(align_to_documents=True, batch_seqs=batch_seqs)
+
+    def cut(shard, position: int, step: int):
+        length, longest = steps[step % len(steps)]
+        now = replace(moment(0, hp), seq_len=length, longest=longest)
+        return train_gpt_2026.cut(shard, position, now, hp)
+
+    return distributed_data_generator(
+        str(pattern), 64, batch_seqs, rank, world_size, cut=cut, **options
+    )
+
+
+def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
+    """Compare what 1, 2 and 4 ranks read, put together, with batches_of(shard, step): the batches
+    of a shard, from a step on."""
+    for old in folder.glob("*.bin"):
         old.unlink()
-    word, batches = itertools.count(1), []
-    for i, shard in enumerate(sizes):
-        documents = [[50256, *(next(word) for _ in range(size))] for size in shard]
-        write_shard(f"s{i}.bin", [7, 7, *sum(documents, [])])  # begins within a document
-        sequences, current = [], []
-        for document in documents:
-            current += document[:longest]
-            if len(current) > seq_len:
-                sequences.append(current[: seq_len + 1])
-                current = []
-        batches += [sequences[j : j + 4] for j in range(0, len(sequences) - 3, 4)]
-    hp = Hyperparameters(align_to_documents=True, batch_seqs=4)
-    now = replace(moment(0, hp), seq_len=seq_len, longest=longest)
-
-    def loader(rank, start):
-        return distributed_data_generator(
-            str(tmp_path / "s*.bin"),
-            seq_len,
-            4,
-            rank,
-            world_size,
-            start,
-            cut=lambda shard, position, step: train_gpt_2026.cut(shard, position, now, hp),
-        )
-
-    if not batches:
+    word, expected = itertools.count(1), []
+    for i, documents in enumerate(sizes):
+        tokens = [7, 7]  # it begins within a document
+        for size in documents:
+            tokens += [END_OF_TEXT, *(next(word) for _ in range(size))]
+        shard(folder / f"s{i}.bin", tokens)
+        expected += batches_of(tokens, len(expected)) if documents else []
+    pattern = folder / "s*.bin"
+    if not expected:
         with pytest.raises(UserError, match="a batch needs"):
-            loader(0, 0)
+            loader(pattern, 4, steps)
         return
-    found = [list(loader(rank, start_step)) for rank in range(world_size)]
-    assert {len(part) for part in found} == {max(len(batches) - start_step, 0)}
-    for step, expected in enumerate(batches[start_step:]):
-        inputs, targets = (torch.cat([part[step][i] for part in found]).tolist() for i in (0, 1))
-        assert inputs == [sequence[:-1] for sequence in expected]
-        assert targets == [sequence[1:] for sequence in expected]
-        for sequence in inputs:
-            starts = [i for i, token in enumerate(sequence) if token == 50256]
-            ends = [*starts[1:], len(sequence)]
-            assert starts[0] == 0
-            assert all(end - start <= longest for start, end in zip(starts, ends, strict=True))
+    for size in (1, 2, 4):
+        ranks = [
+            loader(pattern, 4, steps, rank, size, start_step=start_step) for rank in range(size)
+        ]
+        for batch, *parts in zip(expected[start_step:], *ranks, strict=True):
+            inputs, targets = (torch.cat(both).tolist() for both in zip(*parts, strict=True))
+            assert list(zip(inputs, targets, strict=True)) == batch
+
+
+@fuzzed
+@given(sizes, st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25))), st.integers(0, 3))
+def test_sequences_are_the_beginnings_of_documents(tmp_path, sizes, steps, start_step):
+    """Lengths and caps may change at any step; a run may go on at any."""
+    steps = [(16, 24), *steps]
+
+    def batches_of(tokens, step):
+        lengths, caps = zip(*(steps[i % len(steps)] for i in range(step, step + 60)), strict=True)
+        return exact.batches_b(tokens, lengths, caps, 4)
+
+    compare(sizes, steps, batches_of, start_step, tmp_path)
+
+
+@fuzzed
+@given(sizes, st.integers(1, 32), st.integers(0, 3))
+def test_sequences_of_row_a_begin_with_documents_and_cut_none(tmp_path, sizes, length, start_step):
+    def batches_of(tokens, _):
+        return exact.batches_a(tokens, length, 4)
+
+    compare(sizes, [(length, 0)], batches_of, start_step, tmp_path)
+
+
+@pytest.mark.parametrize("skipped", [[], [4]])
+def test_row_a_leaves_a_shard_by_where_the_next_document_begins(skipped, write_shard):
+    """From there on, 9 tokens lie ahead: no more than two batches and a token."""
+    tokens = [END_OF_TEXT, 1, 2, 3, *skipped, *[END_OF_TEXT, 5, 6, 7] * 2, END_OF_TEXT]
+    batches = loader(write_shard("s.bin", tokens), 1, [(4, 0)])
+    assert len(list(batches)) == len(exact.batches_a(tokens, 4, 1)) == 1
 
 
 def test_without_documents_a_batch_is_the_textbooks_of_the_stages_length(write_shard):
     """One shard, whose tokens are their positions."""
-    hp = Hyperparameters(
-        num_iterations=6, seq_len=128, batch_seqs=2, stages="length=1,length=3", vocab_size=2560
-    )
+    hp = Hyperparameters(num_iterations=6, batch_seqs=2, seq_len=128, stages="length=1,length=3")
     path = str(write_shard("s.bin", range(2560)))
 
     def cut(shard, position, step):
@@ -83,9 +103,7 @@ def test_without_documents_a_batch_is_the_textbooks_of_the_stages_length(write_s
 
     batches = distributed_data_generator(path, 128, 2, 0, 1, num_batches=5, cut=cut)
     position = 0
-    for step, (inputs, targets) in enumerate(batches):
-        length = 128 if step < 3 else 384
+    for length, (inputs, targets) in zip([128] * 3 + [384] * 2, batches, strict=True):
         assert inputs.flatten().tolist() == list(range(position, position + 2 * length))
         assert inputs.shape == (2, length) and torch.equal(targets, inputs + 1)
         position += 2 * length
-    assert step == 4

@@ -1,17 +1,16 @@
-"""Records and demo on the sample corpus, and a warm-up that compiles all that a run needs."""
+"""Runs on the sample corpus, and a warm-up that compiles all that a run needs."""
 
 from dataclasses import replace
 from functools import partial
 
-import pytest
 import torch
 from runs import val_losses
 from test_compile import graphs_of  # the textbook's
 from torch._dynamo.utils import counters
-from train_gpt_2026 import GPT, RECORDS, moment
+from train_gpt_2026 import GPT, moment
 
 import train_gpt
-from frontier.small_runs import A, D, main, small_flags
+from frontier.small_runs import A, D, main
 from train_gpt import HERE, gradient_buffer
 
 SMALL = (
@@ -19,23 +18,6 @@ SMALL = (
     "--val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_every 0 --num_layers 4 "
     f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin --epochs 0"
 )
-FOUR_LAYERS = "--layers short+v1,long+v2,short+backout,none+x1"
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
-def test_each_record_trains_on_the_sample_at_a_reduced_size(record, capsys):
-    """Of 2026, a tied head does not begin at zero, and Adam makes half of the steps."""
-    of_2026 = "2026" in record
-    layers = FOUR_LAYERS if of_2026 else ""
-    main(f"--record {record} {SMALL} --val_loss_every 4 {layers}".split())
-    losses = val_losses(capsys.readouterr().out)
-    assert losses[0] == pytest.approx(10.8258, abs=0.01 if of_2026 else 5e-5)
-    assert losses[4] < (10.5 if of_2026 else 10.2) and losses[8] < (9.9 if of_2026 else 8.5)
 
 
 def test_without_flags_the_demo_trains_on_the_sample(capsys):
@@ -102,9 +84,11 @@ def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
         torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_compiles_nothing_after_warm_up(monkeypatch, tmp_path):
+def test_a_run_compiles_nothing_after_warm_up(monkeypatch, flags):
     """Stages have lengths, windows, targets, a tied head, and Adam learns at each second step."""
-    more = "--compile on --batch_seqs 2 --save_every 0 --layers short+v0+pair,long+v1+x0+in0"
-    words = [*small_flags(tmp_path)[D], *more.split(), "--num_layers", "2"]
-    after_warm_up, at_end = graphs_of(lambda: main(words), monkeypatch, loss_rows=512)
+    stages = "length=1+window=128+targets=1/.5,length=1+window=128,length=2+window=256"
+    more = f"--compile on --batch_seqs 2 --save_every 0 --stages {stages} --extension_frac 0"
+    words = [*flags[D], *more.split(), *"--layers short+v0+pair,long+v1+x0+in0".split()]
+    run = partial(main, [*words, "--num_layers", "2"])
+    after_warm_up, at_end = graphs_of(run, monkeypatch, loss_rows=512)
     assert after_warm_up == at_end > 10

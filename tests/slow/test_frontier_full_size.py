@@ -1,11 +1,13 @@
-"""The frontier's demo at its full size, and what layers keep where memory is small."""
+"""The frontier's demo at its full size, all records on the sample, and what layers keep."""
 
 import os
 
 import pytest
 import torch
 import train_gpt_2026
+from frontier.small_runs import main
 from frontier.test_memory import kept_by, on_a_gpu
+from frontier.test_run import SMALL
 from runs import run, val_losses
 from test_memory import graphs, kept  # noqa: F401
 from train_gpt_2026 import RECORDS, Hyperparameters, moment
@@ -46,3 +48,18 @@ def test_all_layers_of_2025_keep_what_is_counted_where_memory_is_small(graphs, m
     model = on_a_gpu(Hyperparameters())
     model.hidden(torch.arange(256, dtype=torch.int32), moment(1770, model.hp))
     assert kept(graphs[1], 256) == pytest.approx(kept_by(model.hp, True, 128), rel=1e-3)
+
+
+LAYERS = "--layers short+v1,long+v2,short+backout,none+x1"
+
+
+@pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
+def test_each_record_trains_on_the_sample_at_a_reduced_size(record, capsys, tmp_path, monkeypatch):
+    """Of 2026, a tied head does not begin at zero, and Adam makes half of the steps."""
+    monkeypatch.chdir(tmp_path)
+    of_2026 = "2026" in record
+    layers = LAYERS if of_2026 else ""
+    main(f"--record {record} {SMALL} --val_loss_every 4 {layers}".split())
+    losses = val_losses(capsys.readouterr().out)
+    assert losses[0] == pytest.approx(10.8258, abs=0.01 if of_2026 else 5e-5)
+    assert losses[4] < (10.5 if of_2026 else 10.2) and losses[8] < (9.9 if of_2026 else 8.5)

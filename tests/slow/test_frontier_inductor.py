@@ -1,14 +1,17 @@
 """torch.compile changes no result of the frontier, and compiles nothing after warm-up."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from frontier.conftest import bare, with_window  # noqa: F401 (fixtures)
 from frontier.small_runs import D, small_flags
 from torch._dynamo.utils import counters
-from train_gpt_2026 import GPT, Optimizers, Run, moment
+from train_gpt_2026 import GPT, Optimizers, Run, attend, moment
 
 import train_gpt
+from train_gpt import END_OF_TEXT, block_lists
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 
@@ -43,3 +46,37 @@ def test_compiled_training_equals_eager_without_graph_breaks_or_late_compilation
     torch._dynamo.reset()
     counters.clear()
     assert training_losses(hp, compiled=True) == pytest.approx(training_losses(hp, False), abs=1e-4)
+
+
+def test_compiled_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(
+    bare,  # noqa: F811
+    randomize,
+    with_window,  # noqa: F811
+):
+    """Of paired heads. FlexAttention has no backward on a CPU: gradients are in tests/gpu."""
+    hp = replace(
+        bare,
+        vocab_size=50257,
+        num_layers=2,
+        layers="none,short+v0+pair",
+        paired_heads=True,
+        window_rule="distance",
+    )
+    model = randomize(GPT(hp).eval())
+    generator, length = torch.Generator().manual_seed(1), 512
+    flex = torch.compile(attend, dynamic=False)
+
+    def compare(starts: tuple[int, ...], window: int) -> None:
+        tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
+        tokens[list(starts)] = END_OF_TEXT
+        now = with_window(window, hp)
+        masks = model.masks(tokens, now, block_lists)
+        rotary = model.rotary_of(length, now, torch.device("cpu"))
+        found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
+        torch.testing.assert_close(found, model.hidden(tokens, now), rtol=0, atol=1e-4)
+
+    with torch.no_grad():
+        compare((0,), 128)  # compiles it
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for window in (256, 512, 1792):
+                compare((0, 100, 300, 301), window)
