@@ -1,18 +1,18 @@
 """Train the NanoGPT-speedrun records of August 2025 to March 2026: a fork of train_gpt.py.
 
     torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026.py    # 2026-03-06_SimplifyHC
-    ./run.sh forks/train_gpt_2026.py                                    # likewise; on a CPU, a demo
+    ./run.sh forks/train_gpt_2026.py                                    # the same; on a CPU, a demo
 
 This file imports train_gpt.py and overrides what the records changed. Each technique is a setting,
 or a word in a row of layers or stages, so each can be turned off. Numbers are those of the sources
 in the public logs, in github.com/KellerJordan/modded-nanogpt. A name such as
-2025-12-14_PartialKeyOffset is the public record that brought a technique.
+2025-12-14_PartialKeyOffset is the public record that introduced a technique.
 
 What is overridden, in train_gpt.py's order:
 
     Settings         the new settings; tables of layers, stages and Adam's groups; the records
-    Data             sequences that begin with a document, of documents that are cut
-    Schedules        stages of the run, and what they decide
+    Data             sequences that begin with a document; long documents are cut
+    Schedules        stages of the run, and what each of them sets
     Model            paired heads, gates, bigrams, YaRN, several targets a token, a tied head
     Optimizers       Polar Express, NorMuon, cautious weight decay, Adam at every second step
     Run              the class that tools use
@@ -27,7 +27,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
-import train_gpt as t  # before torch: it sees to OpenMP's threads
+import train_gpt as t  # before torch: it sets how OpenMP's threads wait
 from train_gpt import BLOCK, END_OF_TEXT, Group, Kernel, UserError, number, setting
 
 # isort: split
@@ -41,12 +41,15 @@ Triple = tuple[float, float, float]
 
 
 # -----------------------------------------------------------------------------
-# Settings: what the records after 2025-01-26 decide
+# Settings: those of the records after 2025-01-26
 
 
-# A layer is written as its window and words, joined by "+": long+v0+x5. The words are v0 to v9
-# (values of an embedding table), x5 (the output of layer 5 is added to the input), in5 (attention
-# reads the output of layer 5), pair and backout.
+# A layer is written as its window and words, joined by "+": long+v0+x5. The words are:
+#     v0 to v9    rows of this value-embedding table are mixed into v
+#     x5          the output of layer 5 is added to the input
+#     in5         attention reads the output of layer 5
+#     pair        two heads attend as one of twice as many positions
+#     backout     a share of the layer's output is subtracted before the last norm
 LAYERS_2025_SKIPS = (
     "long+v0,short+v1,short+v2,short,long,short,"
     "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
@@ -65,7 +68,7 @@ LAYERS_HC = (  # late attention reads the output of layer 7
 )
 LAYERS_DEMO = "short+v0+pair,long+v1,short+pair+x0+backout,long+v2"
 
-# Stages and the groups of parameters that learn by Adam, as number_rows reads them.
+# Stages of the run, and settings of Adam's parameter groups. number_rows reads both.
 LATER_STAGES = (
     "length=2+window=896+lr=1.52+targets=1/.5,length=3+window=1408+lr=1.73,"
     "length=3+window=1664+lr=1.73"
@@ -96,77 +99,77 @@ class Hyperparameters(t.Hyperparameters):
     window_rule: str = setting(
         "blocks", "what a window counts", choices=("blocks", "tokens", "distance")
     )
-    layers: str = setting(LAYERS_2025_SKIPS, "a row for each layer", group="model")
-    num_layers: int = setting(12, "how many of them, half from either end", 2)
+    layers: str = setting(LAYERS_2025_SKIPS, "window and words of each layer", group="model")
+    num_layers: int = setting(12, "number of layers, half from each end of --layers", 2)
 
-    stages: str = setting("", "a row for each stage; empty: one stage", group="stages, documents")
-    extension_frac: float = setting(0.0, "share of the steps that come after the schedule", 0, 0.9)
-    exact_stages: bool = setting(False, "starts of stages are not rounded; learning rates follow")
-    last_window: int = setting(0, "long window of the last validation, 0: as it is", 0)
+    stages: str = setting("", "settings of each stage; empty: one", group="stages, documents")
+    extension_frac: float = setting(0.0, "share of steps after the schedule's end", 0, 0.9)
+    exact_stages: bool = setting(False, "stages and learning rates change at unrounded steps")
+    last_window: int = setting(0, "long window of the last validation, 0: unchanged", 0)
     align_to_documents: bool = setting(False, "begin each training sequence with a document")
-    max_document_tokens: int = setting(2048, "then longer documents are cut, 0: none is", 0)
+    max_document_tokens: int = setting(2048, "cut these documents at so many tokens, 0: never", 0)
 
     qkv_init: float = setting(1.0, "factor on init_bound for q, k and v", group="later models")
-    out_init: float = setting(0.0, "factor on init_bound for attention's output, 0: zeros")
-    value_init: float = setting(1.0, "standard deviation of value embeddings at first")
-    head_init: float = setting(0.0, "standard deviation of the head at first")
+    out_init: float = setting(0.0, "factor on init_bound for attention's last weight, 0: zeros")
+    value_init: float = setting(1.0, "initial standard deviation of value embeddings")
+    head_init: float = setting(0.0, "initial standard deviation of the head")
     tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
-    yarn: bool = setting(False, "fit rotary frequencies and attn_scale to growing windows")
-    key_offset: bool = setting(False, "long, unpaired: half of a key is the token's before")
-    paired_heads: bool = setting(False, "pair the heads of layers with the word pair")
+    yarn: bool = setting(False, "YaRN: fit rotary frequencies and attn_scale to the window")
+    key_offset: bool = setting(False, "long, unpaired: half of a key is the previous token's")
+    paired_heads: bool = setting(False, "heads attend in pairs in layers with the word pair")
     attention_gate: bool = setting(False, "gate each head's output")
     value_gate: bool = setting(False, "gate value embeddings for each head")
-    gate_by_values: bool = setting(False, "unpaired, these gates read the value embedding, too")
+    gate_by_values: bool = setting(False, "unpaired, value gates also read the value embedding")
     skip_gate: bool = setting(False, "gate skip connections")
-    smear: bool = setting(False, "add a share of the token before to each embedding")
-    bigram_rows: int = setting(0, "rows of the table of bigrams' embeddings, 0: no table", 0)
-    bigram_lambda: float = setting(0.1, "factor on a bigram's embedding in each layer at first")
-    scaled_projections: bool = setting(False, "attention's lambdas scale what enters and leaves")
-    residual_lambda: float = setting(1.0, "factor on the residual stream at first")
-    sublayer_lambdas: bool = setting(False, "factors on the stream and the result, by sublayer")
-    x0_apart: bool = setting(False, "the factors on x0 are a group of parameters of their own")
-    logit_sigmoid: Triple = setting((0.0, 0.0, 1.0), "a b c, a > 0: a sigmoid((logit + b) / c)")
-    loss_sum: bool = setting(False, "gradients are those of a sequence's sum, not of its mean")
+    smear: bool = setting(False, "add to each embedding a gated share of the previous one")
+    bigram_rows: int = setting(0, "rows of the bigram embedding table, 0: no table", 0)
+    bigram_lambda: float = setting(0.1, "initial factor on bigram embeddings in each layer")
+    scaled_projections: bool = setting(False, "attention's lambdas scale its projections' weights")
+    residual_lambda: float = setting(1.0, "initial factor on the residual stream")
+    sublayer_lambdas: bool = setting(False, "factors on residual stream and output, by sublayer")
+    x0_apart: bool = setting(False, "the factors on x0 are parameters of their own")
+    logit_sigmoid: Triple = setting((0.0, 0.0, 1.0), "a b c: a sigmoid((logit + b) / c); a 0: off")
+    loss_sum: bool = setting(False, "gradients are of a sequence's summed loss, not its mean")
 
     adam_rule: str = setting(
         "torch",
-        "torch's Adam, or one whose weight decay is cautious",
+        "PyTorch's Adam, or Adam with cautious weight decay",
         choices=("torch", "cautious"),
         group="later optimizers",
     )
-    adam_groups: str = setting("", "rows of Adam's groups with numbers of their own")
-    adam_every: int = setting(1, "Adam takes so many steps' gradients at a time", 1, 2)
-    muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors for tall, wide, square matrices")
+    adam_groups: str = setting("", "Adam's groups with settings of their own")
+    adam_every: int = setting(1, "Adam learns at every so many steps, from summed gradients", 1, 2)
+    muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors on muon_lr: tall, wide, square matrices")
     muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
     muon_decay: float = setting(0.0, "Muon's cautious weight decay, times lr^2")
     polar_express: bool = setting(False, "orthogonalise by Polar Express, not by Newton-Schulz")
-    momentum_cooldown_steps: int = setting(0, "last steps, in which it falls again", 0)
+    momentum_cooldown_steps: int = setting(0, "last steps, in which Muon's momentum falls", 0)
 
     @property
     def scheduled_steps(self) -> int:
-        """The steps but for the extension, which comes after them at the last learning rate."""
+        """The steps before the extension, which keeps the last learning rate."""
         return self.num_iterations - round(self.num_iterations * self.extension_frac)
 
     @property
     def sigmoid_form(self) -> Triple:
-        """(a, b, c) of logits that become a * sigmoid((logit + b) / c). Without logit_sigmoid it
-        stands for cap * tanh(logit / cap), which is that less a constant."""
+        """(a, b, c) of the capped logits a * sigmoid((logit + b) / c). Without logit_sigmoid they
+        are cap * tanh(logit / cap) plus a constant, which softmax ignores."""
         if self.logit_sigmoid[0]:
             return self.logit_sigmoid
         return 2 * self.logit_softcap, 0.0, self.logit_softcap / 2
 
     @property
     def most_targets(self) -> int:
-        """The targets of a token in the stage that has most."""
+        """The largest number of targets that a token has in any stage."""
         return max(len(stage.targets) for stage in stage_table(self.stages))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One row of the model: what this layer attends with and what is added to it."""
+    """One layer of the model: what it attends with and what is added to it."""
 
     window: str  # "long", "short" (half of the stage's long one), or "none": no attention
-    values: str | None = None  # mixed into v: a value-embedding table
+    values: str | None = None  # the value-embedding table that is mixed into v
     skip_from: int | None = None  # which earlier layer's output is added to the input
     source: int | None = None  # which earlier layer's output attention reads, if not the input
     paired: bool = False  # two heads attend as one of twice as many positions
@@ -179,7 +182,7 @@ class Layer:
 
 
 def layer_fields(text: str) -> dict:
-    """Return the fields of Layer that a row's window and words set; {} for what is no row."""
+    """Return the fields of Layer that a row's window and words set, or {} if a word is wrong."""
     window, *words = text.split("+")
     found = {"window": window}
     for word in words:
@@ -206,8 +209,8 @@ def layer_fields(text: str) -> dict:
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
-    """Return the layers in use: num_layers of them from both ends, each skip connection between
-    what are mirror images then. A table that names other layers by their numbers is used whole."""
+    """Return the layers in use: num_layers of --layers, half from each end. Skip connections then
+    join mirror images. Rows that name other layers by number need the whole table."""
     rows = hp.layers.split(",")
     n, last = hp.num_layers, len(rows) - 1
     if not 1 <= n <= len(rows):
@@ -240,9 +243,9 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
 def number_rows(
     text: str, name: str, known: tuple[str, ...], lists: tuple[str, ...] = ()
 ) -> list[tuple[str, dict]]:
-    """Return the rows of a setting such as "head+lr=.008+beta1=.5,embed+lr=.6": of each row its
-    name, if it begins with one, and its numbers by known fields. Of fields in `lists` it is a
-    tuple, written 1/2/3. UserError for what is no such row."""
+    """Parse a setting such as "head+lr=.008+beta1=.5,embed+lr=.6". Return each row's name ("" if it
+    has none) and its numbers by field. Fields in `lists` are tuples, written 1/2/3. UserError for
+    an unknown field, a wrong number or a name that comes twice."""
     rows = []
     for row in text.split(",") if text else []:
         words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
@@ -270,19 +273,19 @@ def number_rows(
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the schedule: what holds in a part of the run."""
+    """One stage of the run."""
 
-    length: int = 1  # tokens in a training sequence, in seq_lens
-    window: int = 0  # the long window in tokens; 0: as window_rule has it
+    length: int = 1  # tokens in a training sequence, as a multiple of seq_len
+    window: int = 0  # the long window in tokens; 0: it grows as in train_gpt.py
     lr: float = 1.0  # multiplies every learning rate
-    cap: int = 0  # longer documents are cut; 0: at max_document_tokens
+    cap: int = 0  # tokens at which documents are cut; 0: max_document_tokens
     targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
     # the last of several falls to 0 within the stage
 
 
 @cache
 def stage_table(stages: str) -> tuple[Stage, ...]:
-    """Return the rows of the setting; UserError for what is no stage."""
+    """Return the stages of the setting; UserError for a wrong row."""
     table = []
     names = tuple(f.name for f in fields(Stage))
     for first, numbers in number_rows(stages, "stages", names, lists=("targets",)):
@@ -298,8 +301,8 @@ def stage_table(stages: str) -> tuple[Stage, ...]:
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
-    """Return, of the groups in adam_groups, by their names, the numbers that are theirs alone.
-    UserError for a name that is not known, or what cannot be."""
+    """Return the numbers that adam_groups sets for each group, by the group's name. UserError for
+    an unknown name or a number that is not allowed."""
     known = PATTERNS.keys() - {"muon"}
     table = dict(number_rows(hp.adam_groups, "adam_groups", ("lr", "beta1", "beta2", "decay")))
     for name, row in table.items():
@@ -309,14 +312,14 @@ def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
         elif max(row.get("beta1", 0), row.get("beta2", 0)) >= 1:
             rule = "a beta must be below 1"
         elif "decay" in row and hp.adam_rule != "cautious":
-            rule = "decay wants --adam_rule cautious"
+            rule = "decay needs --adam_rule cautious"
         if rule:
             raise UserError(f"--adam_groups {hp.adam_groups}: {rule}")
     return table
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that no run can have, alone or together."""
+    """Raise UserError for settings that are not allowed, alone or together."""
     layer_table(hp)
     t.check_ranges(hp)
     stages = stage_table(hp.stages)
@@ -327,20 +330,20 @@ def check(hp: Hyperparameters) -> None:
     for name, wrong, rule in (
         ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
         ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),
-        ("stages", has_caps and not hp.align_to_documents, "cap wants --align_to_documents on"),
+        ("stages", has_caps and not hp.align_to_documents, "cap needs --align_to_documents on"),
         ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
-        ("grad_clip", hp.grad_clip and every > 1, f"cannot be with --adam_every {every}"),
-        ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "wants a vocab_size of whole 128s"),
-        ("yarn", hp.yarn and not has_windows, "wants a window in each of --stages"),
-        ("key_offset", hp.key_offset and hp.rope != "half", "wants --rope half"),
-        ("paired_heads", hp.paired_heads and hp.num_heads % 2, "wants an even --num_heads"),
-        ("gate_by_values", hp.gate_by_values and not hp.value_gate, "wants --value_gate on"),
-        ("bigram_rows", hp.bigram_rows == 1, "one row stands for no bigram: 0, or 2 and more"),
-        ("sublayer_lambdas", hp.sublayer_lambdas and not hp.x0_apart, "wants --x0_apart on"),
+        ("grad_clip", hp.grad_clip and every > 1, "needs --adam_every 1"),
+        ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "needs vocab_size a multiple of 128"),
+        ("yarn", hp.yarn and not has_windows, "needs a window in each of --stages"),
+        ("key_offset", hp.key_offset and hp.rope != "half", "needs --rope half"),
+        ("paired_heads", hp.paired_heads and hp.num_heads % 2, "needs an even --num_heads"),
+        ("gate_by_values", hp.gate_by_values and not hp.value_gate, "needs --value_gate on"),
+        ("bigram_rows", hp.bigram_rows == 1, "must be 0 (no table), or 2 and more"),
+        ("sublayer_lambdas", hp.sublayer_lambdas and not hp.x0_apart, "needs --x0_apart on"),
         (
             "layers",
             hp.sublayer_lambdas and hp.layers.startswith("none"),
-            "--sublayer_lambdas on wants attention",
+            "--sublayer_lambdas on needs attention in layer 0",
         ),
         ("logit_sigmoid", a and not c, "its third number must be above 0"),
     ):
@@ -413,9 +416,11 @@ SIMPLIFY_HC = replace(
     residual_lambda=1.1**0.5,
     adam_groups=ADAM_HC,
 )
+# In all records of 2026, weights are float32 masters. The public scripts keep them as bfloat16,
+# with the missing bits in a buffer beside them.
 RECORDS = {
-    # On CUDA Adam's moments of bfloat16 tables are float32 here, as the public records have them
-    # since December 2025; this record had them in bfloat16.
+    # On CUDA, Adam's moments of bfloat16 tables are float32 here, as in the public records since
+    # December 2025. The public script of this record has them in bfloat16.
     "2025-08-23_SparseAttnGate": Hyperparameters(
         num_iterations=1695,
         cooldown_frac=0.45,
@@ -430,8 +435,9 @@ RECORDS = {
         x_s=448 / 768**0.5,
         grad_s=448.0,
     ),
-    # 2026-01-19 without two of its techniques. The source of 2026-01-04 stores q, k, v and output
-    # as one tall matrix.
+    # 2026-01-19 without two of its techniques. Here q, k, v and output of a layer learn with Muon's
+    # factor 2, because the public script stores them as one matrix of 3072 rows. From 2026-01-19 on
+    # they are four square matrices, with factor 1.
     "2026-01-04_MixedPrecisionInterweavedOptimizer": replace(
         BIGRAM_HASH,
         paired_heads=False,
@@ -442,13 +448,14 @@ RECORDS = {
         muon_mul=(2.0, 4.0, 2.0),
     ),
     "2026-01-19_BigramHashEmbedding": BIGRAM_HASH,
+    # An odd number of steps: Adam never uses the gradient of the last one, as in the public run.
     "2026-01-26-UntieValueEmbeddings": replace(
         BIGRAM_HASH, num_iterations=1575, extension_frac=40 / 1575, layers=LAYERS_UNTIED
     ),
     "2026-03-06_SimplifyHC": SIMPLIFY_HC,
     # 2026-03-06 at a size that two CPU cores train in a few minutes (BENCHMARKS.md). Sequences are
-    # short and begin with documents: a run reads the beginnings of the first 761 of 1090 chapters.
-    # Head and embedding learn faster by the ratio of the widths, 768 / 128.
+    # short and begin with a document: a run reads the beginnings of the first 761 of 1090 chapters.
+    # The learning rates of head and embedding are multiplied by 768 / 128, the ratio of the widths.
     "demo": replace(
         SIMPLIFY_HC,
         num_iterations=180,
@@ -488,14 +495,14 @@ def document_starts(shard: t.Shard) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def kept_tokens(shard: t.Shard, longest: int) -> np.ndarray:
-    """Return the tokens up to each document's end, (documents,), if longer documents are cut."""
+    """Return how many tokens are kept up to each document's end, (documents,), in cut documents."""
     lengths = np.diff(document_starts(shard), append=len(shard.tokens))
     return np.minimum(lengths, longest).cumsum()
 
 
 def cut_whole(shard: t.Shard, position: int, length: int):
-    """Cut `length` tokens that begin with the first document from a position on. The next sequence
-    begins with a later document. None if the shard ends before."""
+    """Take `length` tokens from the start of the first document at or after a position. Return the
+    pieces and where the next sequence begins; None if the shard is too short."""
     documents = document_starts(shard)
     first = np.searchsorted(documents, position)
     start = documents[first] if first < len(documents) else len(shard.tokens)
@@ -506,8 +513,9 @@ def cut_whole(shard: t.Shard, position: int, length: int):
 
 
 def cut_pieces(shard: t.Shard, position: int, length: int, longest: int):
-    """Cut `length` tokens in pieces: each is a document's first tokens, at most `longest`. What the
-    last document has left is dropped, as on the leaderboard since September 2025."""
+    """Take `length` tokens in pieces: of each document its first tokens, at most `longest`. The
+    rest of the last document is dropped, as on the leaderboard since September 2025. Return as
+    cut_whole."""
     documents, ends = document_starts(shard), kept_tokens(shard, longest)
     first = np.searchsorted(documents, position)
     end = length + (ends[first - 1] if first else 0)
@@ -521,11 +529,11 @@ def cut_pieces(shard: t.Shard, position: int, length: int, longest: int):
 
 
 def cut(shard: t.Shard, position: int, now: "Moment", hp: Hyperparameters):
-    """Cut the batch of a moment: sequences behind each other, or that begin with documents."""
+    """Cut the batch of a moment: consecutive sequences, or sequences that begin with a document."""
     if not hp.align_to_documents:
         return t.cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
     longest = now.longest
-    # As published, a shard whose whole documents are not cut is left a batch earlier.
+    # As published: a shard whose documents are not cut is left a batch early.
     if not longest and position + 2 * hp.batch_seqs * now.seq_len + 1 >= len(shard.tokens):
         return None
     sequences = []
@@ -543,13 +551,12 @@ def cut(shard: t.Shard, position: int, now: "Moment", hp: Hyperparameters):
 
 
 # -----------------------------------------------------------------------------
-# Schedules: stages of the run, and what they decide
+# Schedules: stages of the run, and what each of them sets
 
 
 def stage_starts(hp: Hyperparameters) -> list[float]:
-    """Return where each row of the stage table begins. Stages are equal shares of the scheduled
-    steps, in whole steps unless hp.exact_stages; if there is an extension, the last row is its
-    own."""
+    """Return the step at which each stage begins. Stages are equal shares of the scheduled steps,
+    rounded to whole steps unless hp.exact_stages. With an extension, the last stage is that."""
     rows, steps = len(stage_table(hp.stages)), hp.scheduled_steps
     shares = rows - 1 if hp.extension_frac > 0 and rows > 1 else rows
     starts = [steps * k / shares for k in range(rows)]
@@ -557,13 +564,13 @@ def stage_starts(hp: Hyperparameters) -> list[float]:
 
 
 def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
-    """Return the rows of the stage table that have begun; the last one holds."""
+    """Return the stages that have begun; the last one is the current one."""
     return stage_table(hp.stages)[: sum(step >= start for start in stage_starts(hp))]
 
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
-    """Return the multiplier on every learning rate: a linear rise, that of the stage, a linear fall
-    to lr_final. An exact stage's holds from the first step after its start."""
+    """Return the multiplier on every learning rate: a linear rise to the stage's, then a linear
+    fall to lr_final. With exact stages, a stage's holds from the first step after its start."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = max(1 - step / hp.scheduled_steps, 0.0)
     w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
@@ -573,7 +580,8 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
 
 
 def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
-    """Return Muon's momentum at the step: a linear ramp, then flat, and perhaps the ramp back."""
+    """Return Muon's momentum at the step: a linear ramp, then flat, then a ramp back if there is a
+    cooldown."""
     ramp = min(step / hp.momentum_warmup_steps, 1.0)
     if hp.momentum_cooldown_steps:
         ramp = min(ramp, (hp.num_iterations - step) / hp.momentum_cooldown_steps)
@@ -592,8 +600,8 @@ def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
 
 
 def is_tied(step: int, hp: Hyperparameters) -> bool:
-    """Say whether head and embedding are one: for a share of the scheduled steps, and on to a step
-    of Adam's; with a share of 1 always."""
+    """Say whether head and embedding are one table: for a share of the scheduled steps, extended to
+    the next step at which Adam learns. With a share of 1, always."""
     steps, every = math.ceil(hp.scheduled_steps * hp.tied_frac), hp.adam_every
     last = math.ceil((steps + 1) / every) * every - 1
     return hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= last)
@@ -603,19 +611,20 @@ def is_tied(step: int, hp: Hyperparameters) -> bool:
 class Moment(t.Moment):
     """All that is scheduled, at one step."""
 
-    longest: int  # where documents are cut, if batches are aligned to them
+    longest: int  # tokens at which documents are cut, if batches are aligned to them
     targets: tuple[float, ...]  # loss weights of the next token, the one after it, ...
     tied: bool  # whether the embedding is the head
-    adam: bool  # whether Adam learns, from all gradients since it last did
+    adam: bool  # whether Adam learns, from the gradients since its last step
 
     @property
     def kind(self) -> tuple:
-        """What decides how a step is compiled and how much memory it takes."""
+        """What decides how a step is compiled and how much memory it takes. Each sequence length
+        and each number of targets is compiled once more."""
         return self.window, self.seq_len, len(self.targets), self.tied, self.adam
 
 
 def moment(step: int, hp: Hyperparameters) -> Moment:
-    """Return what holds at a step, from 0 to num_iterations; beyond, what holds after the last."""
+    """Return the moment of a step from 0 to num_iterations, which is that after the last step."""
     step = min(step, hp.num_iterations)
     at_end = step == hp.num_iterations
     stage = stages_until(step, hp)[-1]
@@ -639,8 +648,8 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
 
 
 def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
-    """Return the mask of train_gpt.py's first_visible. By the rule "distance" a window's whole
-    blocks count, too, but they lie before the token."""
+    """Return the mask of train_gpt.py's first_visible. The rule "distance" rounds the window down
+    to whole blocks, and lets a token see that many tokens before itself."""
     if rule == "distance":
         blocks = (torch.as_tensor(window) // BLOCK).clamp(min=1)
         return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
@@ -648,8 +657,8 @@ def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
 
 
 def offset_keys(k: Tensor) -> Tensor:
-    """Return keys (1, H, T, D) whose channels that half RoPE does not turn are those of the token
-    before, in whatever document that is (2025-12-14_PartialKeyOffset)."""
+    """Return keys (1, H, T, D) in which the channels that half RoPE does not rotate come from the
+    previous token, even if it is in another document (2025-12-14_PartialKeyOffset)."""
     before = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2)
     half = k.size(-1) // 2
     still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
@@ -659,22 +668,22 @@ def offset_keys(k: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float, key_offset: bool
 ) -> Tensor:
-    """train_gpt.py's attend, with keys that may be offset."""
+    """train_gpt.py's attend, with offset keys if key_offset."""
     return t.attend(q, offset_keys(k) if key_offset else k, v, mask, scale)
 
 
 @torch.compiler.assume_constant_result
 def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152. Then
-    memory is worth more than a few milliseconds."""
+    """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152. Such a
+    GPU recomputes some activations, which takes a few milliseconds."""
     if device.type == "cpu":
         return False
     return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
 
 
 def recomputed(function, x: Tensor, *more):
-    """Return function(x, *more) of x (1, T, ...). Where memory is small, compiled code keeps no
-    result and makes it again in the backward pass."""
+    """Return function(x, *more) of x (1, T, ...). Where memory is small, compiled code does not
+    keep the result: the backward pass computes it again."""
     training = torch.is_grad_enabled() and torch.compiler.is_compiling()
     if training and memory_is_small(x.device, x.size(1)):
         return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
@@ -683,8 +692,9 @@ def recomputed(function, x: Tensor, *more):
 
 def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
     """Return rotary frequencies, and the factor on attention's scale, after the long window has had
-    these sizes: YaRN (arXiv 2309.00071). What turns less than once in the old window slows down
-    with its growth; what turns more than 32 times stays as it is."""
+    these sizes: YaRN (arXiv 2309.00071). Each time it grows, frequencies that turn less than once
+    in the old window are divided by its growth. Those that turn more than 32 times are unchanged;
+    those between are interpolated."""
     factor = 1.0
     for old, new in itertools.pairwise(windows):
         turns = old * frequency / (2 * math.pi)
@@ -701,17 +711,17 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor: Tenso
     return ((normed * cos + swapped * sin) * factor).type_as(x).transpose(1, 2)
 
 
-GATE_CHANNELS = 12  # of its input, of which a gate is made
+GATE_CHANNELS = 12  # channels of its input that a gate reads
 
 
 def gate_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Return a gate (..., n) between 0 and 1, of the first channels of x (..., C) and a weight
+    """Return gates (..., n) between 0 and 1, from the first 12 channels of x (..., C) and a weight
     (n, 12)."""
     return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normalised, rotated q and k, with value embeddings mixed into v, and gates."""
+    """Attention with normalised, rotated q and k, value embeddings mixed into v, and gates."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -721,7 +731,7 @@ class CausalSelfAttention(nn.Module):
         self.eps = hp.norm_eps
         qkv = t.CastedLinear(hp.model_dim, 3 * width).weight.detach().view(3, width, -1)
         self.qkv_w = nn.Parameter(qkv * (hp.init_bound * hp.qkv_init))
-        # Factors on the weights of q, k, v and of the output; or on v and the value embedding.
+        # Factors on the weights of qkv and of the output, or else on v and the value embedding.
         self.scales_projections = hp.scaled_projections
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0 if hp.scaled_projections else 0.5]))
         self.c_proj = t.CastedLinear(width, hp.model_dim)
@@ -750,8 +760,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend, post: Tensor | None):
         """Map x (1, T, C) to (1, T, C), times post () if there is one. `value` is rows (T, H * D)
-        of a table. Factors on projections multiply weights: then nothing more is kept for their
-        gradients."""
+        of a table. Factors on the output multiply the last weight: a factor on activations would
+        keep them for its own gradient, 1.6 GB for 2026-03-06."""
         qkv_w, out_w = self.qkv_w, self.c_proj.weight
         if self.scales_projections:
             qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
@@ -766,7 +776,9 @@ class CausalSelfAttention(nn.Module):
             value = self.gated(x, value.view(shape))
             v = v + (value if self.scales_projections else self.lambdas[1] * value)
         cos, sin, factor = rotary
-        if self.paired:  # half of the heads at either position; even heads turn by the first
+        if (
+            self.paired
+        ):  # half of the heads at each position; rotary: even heads use the first position
             heads, head_dim = self.head_shape
             turn = torch.arange(heads, device=x.device) % 2
             q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))
@@ -784,22 +796,21 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(t.MLP):
-    """train_gpt.py's, with a factor on its result."""
+    """train_gpt.py's MLP, with a factor on its output."""
 
     def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
-        """Map x (..., C) to (..., C), times post () if there is one: it multiplies the weight, and
-        nothing more is kept for its gradient."""
+        """Map x (..., C) to (..., C), times post () if there is one. It multiplies the last weight,
+        as in attention."""
         w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
         return t.relu2_mlp(x, self.c_fc.weight.type_as(x), w_out.type_as(x))
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP. Before, an earlier output, x0 and bigrams may be added.
+    """One layer: attention, then the MLP. An earlier output, x0 and bigrams may be added before.
 
-    There are factors on the layer's input and on x0. Or, by sublayer, on the stream beside
-    attention and MLP, and on their results: a layer without attention then adds no x0 and no
-    bigrams. All that differs from layer to layer comes as an argument, so equal ones are compiled
-    once.
+    There are factors on the layer's input and on x0. With hp.sublayer_lambdas, each sublayer has
+    factors on the residual stream and on its output; x0 and bigrams are then added after attention,
+    so a layer without attention adds neither. Whatever differs between layers is an argument.
     """
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
@@ -824,7 +835,7 @@ class Block(nn.Module):
             self.bigram_lambda = nn.Parameter(torch.tensor([hp.bigram_lambda]))
 
     def mixed(self, x: Tensor, x0: Tensor, bigram: Tensor | None) -> Tensor:
-        """Return x with shares of x0 and of a bigram's embedding."""
+        """Return x plus shares of x0 and of the bigram embedding."""
         share = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
         x = x + share * x0
         if bigram is not None:
@@ -832,12 +843,12 @@ class Block(nn.Module):
         return x
 
     def kept(self, x: Tensor, sublayer: int) -> Tensor:
-        """Return what goes on beside attention (0) or the MLP (-1)."""
+        """Return the residual stream past attention (0) or past the MLP (-1)."""
         return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
 
     def forward(self, x, x0, value, skip, rotary, mask, attend, bigram=None, source=None) -> Tensor:
-        """Map x (1, T, C) to (1, T, C). skip is (weight, output) or None. Attention reads `source`,
-        an earlier output after its norm, or else x."""
+        """Map x (1, T, C) to (1, T, C). skip is (factor, earlier output) or None. Attention reads
+        `source`, a normed earlier output, or else x."""
         by_sublayer = self.lambdas is None
         if skip is not None:
             x = x + skip[0] * skip[1]
@@ -856,17 +867,17 @@ class Block(nn.Module):
 
 
 def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
-    """Return the row (T,), int32, of a table that each token (T,) and the one before it select. The
-    first token selects the last row, and the second one reads that row's number in place of the
-    first token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
+    """Return, for each token (T,), the row of the bigram table that the token and the previous one
+    select, (T,) int32. The first token selects the last row; for the second token, that row's
+    number stands for the first token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
     first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
     tokens = torch.cat([first, tokens[1:].int()])
     return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
 
 
 def next_targets(targets: Tensor, count: int) -> Tensor:
-    """Return the next `count` targets of each token, (T, count), of targets (T,); -1 beyond the
-    end."""
+    """Return the next `count` targets of each token, (T, count), from targets (T,). Beyond the end
+    they are -1."""
     return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
 
 
@@ -910,7 +921,7 @@ def weighted_cross_entropy(logits, targets, form, shares=None, grad_scale=None, 
 
 
 class Head(t.Head):
-    """train_gpt.py's, with logits in a sigmoid's form, and several targets for each token."""
+    """train_gpt.py's Head, with logits capped by a sigmoid, and several targets for each token."""
 
     cross_entropy = weighted_cross_entropy
 
@@ -926,8 +937,10 @@ class Head(t.Head):
         return 8192 if memory_is_small(device) else super().chunk_len(device)
 
     def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
-        """Return the mean loss () of x (T, C) and targets (T,) int64. With several shares (K,), the
-        gradients are those of K targets for each token; summed, those of the sequence's sum."""
+        """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K
+        shares, the gradients are those of the losses of K targets, times their shares. With
+        --loss_sum a micro-batch counts as a sum over its tokens, as FP8 scales and Adam's epsilon
+        of these records expect: the same numbers on any number of ranks."""
         weights = None
         if shares != (1.0,):
             weights = torch.stack([number(share, x) for share in shares])
@@ -946,12 +959,12 @@ class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
     attend = staticmethod(attend)
-    # Most layers differ: a graph for each would share nothing, and graphs cost the host time. With
-    # one graph for all layers, no gradient would leave before the backward pass ends.
+    # Most layers differ, so a graph for each would share nothing, and each graph costs the host
+    # time. With one graph for all layers, no gradient could be sent before the backward pass ends.
     layers_a_graph = 4
 
     def __init__(self, hp: Hyperparameters):
-        nn.Module.__init__(self)  # not train_gpt.py's: most parts are others
+        nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
         self.hp = hp
         self.layers = layer_table(hp)
         self.kernels = weighted_cross_entropy, t.relu2_mlp, t.symmetric_matmul
@@ -967,7 +980,7 @@ class GPT(t.GPT):
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
             self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
-        skips = hp.num_layers // 2  # the upper layers may have a skip connection
+        skips = hp.num_layers // 2  # the upper half of the layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
         self.skip_gates = self.smear_gate = self.smear_lambda = self.backout_lambda = None
         if hp.skip_gate:
@@ -987,9 +1000,9 @@ class GPT(t.GPT):
 
     @property
     def context_tokens(self) -> int:
-        """How many ends of text before a document hide what stands before them. Smear and offset
-        keys reach back one token: the last of two is the same after any neighbour. With bigrams it
-        is three, because a sequence's second token has a bigram of its own."""
+        """How many ends of text make a document independent of what stands before them. Smear and
+        offset keys read the previous token, so the last of two is the same after any text. Bigrams
+        need three, because the hash of a sequence's second token is a special one."""
         if self.bigram_embed is not None:
             return 3
         return 2 if self.hp.smear or self.hp.key_offset else 0
@@ -1004,8 +1017,8 @@ class GPT(t.GPT):
         return tables
 
     def compile_layers(self) -> None:
-        """Compile several layers at a time, and what is made of two neighbouring tokens. Where
-        memory is small it is one layer: validation then keeps less at a time."""
+        """Compile several layers as one graph, and what reads the previous token. Where memory is
+        small, a graph is one layer: validation then needs less memory."""
         if memory_is_small(self.lm_head.weight.device):
             self.layers_a_graph = 1
         self.layers_from = self.compile_(self.layers_from)
@@ -1013,7 +1026,7 @@ class GPT(t.GPT):
             self.with_the_token_before = self.compile_(self.with_the_token_before)
 
     def tie(self, tied: bool) -> None:
-        """Let embedding and head be one table, with one gradient, or two."""
+        """Let embedding and head share memory and gradient, or be two tables."""
         if tied == self.tied:
             return
         embed, head = self.embed.weight, self.lm_head.weight
@@ -1024,14 +1037,14 @@ class GPT(t.GPT):
         self.tied = tied
 
     def load_state_dict(self, *args, **kwargs):
-        """Take over weights, with embedding and head as two tables: else one would overwrite the
+        """Load weights. Embedding and head are two tables then: else one would overwrite the
         other."""
         self.tie(False)
         return super().load_state_dict(*args, **kwargs)
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the embeddings (T, C) of tokens (T,), smeared, and what else layers add: the rows
-        of each value table, and of the table of bigrams, by the name "bigram"."""
+        """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
+        each value table by its name, and of the bigram table by "bigram"."""
         x, more = super().embedded(input_seq)
         x, rows = self.with_the_token_before(x, input_seq)
         if rows is not None:
@@ -1039,8 +1052,8 @@ class GPT(t.GPT):
         return x, more
 
     def with_the_token_before(self, x: Tensor, input_seq: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings (T, C) of tokens (T,), smeared, and the rows (T,) of their bigrams,
-        in whatever document the token before is."""
+        """Return the smeared embeddings (T, C) of tokens (T,), and the rows (T,) of their bigrams.
+        Both read the previous token, even if it is in another document."""
         rows = None
         if self.smear_gate is not None:
             share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
@@ -1050,14 +1063,13 @@ class GPT(t.GPT):
         return x, rows
 
     def windows(self, when: Moment) -> dict[str, int]:
-        """Return the windows that layers attend with, by the names of Layer.mask."""
+        """Return the windows that layers attend with, by Layer.mask."""
         names = sorted({layer.mask for layer in self.layers} - {"none"})
         return {name: when.window if name.startswith("long") else when.short for name in names}
 
     def make_masks(self, input_seq: Tensor, windows: dict[str, Tensor], make_mask) -> dict:
-        """Return the masks of input_seq (T,) for some windows, by their names. Where heads are
-        paired, a token has two positions: a document begins at the first of them, and windows
-        count positions."""
+        """Return the masks of input_seq (T,) for these windows, by name. Where heads are paired, a
+        token has two positions: a document begins at the first, and windows count positions."""
         masks = {}
         for name, window in windows.items():
             tokens = input_seq
@@ -1068,9 +1080,9 @@ class GPT(t.GPT):
         return masks
 
     def rotary_of(self, length: int, when: Moment, device: torch.device, start: int = 0):
-        """Return the rotary tables of so many tokens from `start` on, at a moment, by whether heads
-        are paired: cos and sin (T, 1, head_dim), or for two positions a token (T, 2, head_dim),
-        and with hp.yarn a factor () on q, else None. The last ones are kept."""
+        """Return the rotary tables of `length` tokens from `start` on, by whether heads are paired:
+        cos and sin (T, 1, head_dim), or (T, 2, head_dim) for two positions a token; and YaRN's
+        factor () on q, or None. The last tables are kept for the next call."""
         windows = tuple(stage.window for stage in stages_until(when.step, self.hp))
         key = length, start, windows, device
         if key in self.rotary:
@@ -1089,15 +1101,15 @@ class GPT(t.GPT):
         return tables
 
     def skip_factor(self, i: int, weight: Tensor, x0: Tensor) -> Tensor:
-        """Return the factor on the i-th skip connection, of its weight (): that, or gated by x0,
-        (1, T, 1)."""
+        """Return the factor on the i-th skip connection: its weight (), or a gate (1, T, 1) made
+        from weight and x0."""
         if self.skip_gates is None:
             return weight
         return torch.sigmoid(weight) * (2 * gate_of(x0, self.skip_gates[i, None]))
 
     def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
-        """Map embeddings (T, C), and what `embedded` returns besides, to what the head reads,
-        (T, C). Masks come by their names, rotary tables as rotary_of returns them."""
+        """Map what `embedded` returns, embeddings (T, C) and `more`, to the head's input (T, C).
+        Masks are as make_masks returns them, rotary tables as rotary_of."""
         streams = {"x": x}
         for start in range(0, len(self.layers), self.layers_a_graph):
             streams = self.layers_from(start, streams, more, rotary, masks, attend)
@@ -1106,9 +1118,9 @@ class GPT(t.GPT):
     def layers_from(
         self, start: int, streams: dict[str, Tensor], more, rotary, masks: dict, attend
     ) -> dict[str, Tensor]:
-        """Run the layers of one graph, from `start` on. The first graph begins with a norm, and the
-        last one ends with backout and a norm. `streams` are "x" and what later layers read of
-        earlier ones, (1, T, C), by names. Return them with those of these layers."""
+        """Run the layers of one graph, from `start` on. The first graph begins with a norm; the
+        last one ends with backout and a norm. `streams` are x and the earlier outputs that later
+        layers read, (1, T, C), by name. Return them with those of these layers added."""
         streams = dict(streams)
         if start == 0:
             streams["x"] = t.norm(streams["x"], self.hp.norm_eps)[None]
@@ -1153,8 +1165,8 @@ class GPT(t.GPT):
         return streams
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment) -> Tensor:
-        """Return the mean loss () of tokens (T,) and targets (T,) int64, of the next token alone.
-        In training, its gradients are those of all targets of the moment: see Head.loss."""
+        """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64. In
+        training, its gradients are those of all targets of the moment: see Head.loss."""
         if not self.training:
             return self.lm_head.loss(self.hidden(input_seq, when), target_seq)
         self.tie(when.tied)
@@ -1165,7 +1177,7 @@ class GPT(t.GPT):
 # Optimizers: Polar Express, NorMuon, cautious weight decay, Adam at every second step
 
 
-# Polar Express (arXiv 2505.16932), with its margins for rounding: coefficients of each step.
+# Coefficients of each step of Polar Express (arXiv 2505.16932), with a margin for rounding.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1176,14 +1188,14 @@ POLAR_EXPRESS = (
 
 
 def polar_express(G: Tensor) -> Tensor:
-    """Return what zeropower_via_newtonschulz5 returns, with singular values nearer to 1."""
+    """Orthogonalise as zeropower_via_newtonschulz5, with singular values nearer to 1."""
     return t.zeropower_via_newtonschulz5(G, 5, POLAR_EXPRESS, margin=1.02, eps=1e-6)
 
 
 def normuon_(updates, second_moments, beta2: float) -> list[Tensor]:
-    """Return a list of updates (n, rows, cols) whose neurons, the longer side, have equal sizes in
-    the mean over steps; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491). The
-    second moments, (n, rows, 1) or (n, 1, cols), change in place."""
+    """Return the updates (n, rows, cols) with each neuron (along the longer side) divided by the
+    root of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491).
+    The second moments, (n, rows, 1) or (n, 1, cols), change in place."""
     normed = []
     for update, second_moment in zip(updates, second_moments, strict=True):
         old = update.float()
@@ -1197,8 +1209,8 @@ def normuon_(updates, second_moments, beta2: float) -> list[Tensor]:
 
 
 def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
-    """weights -= lr * updates, and where an update makes a weight smaller anyway, or is 0, also
-    lr * decay * weights: cautious weight decay (arXiv 2510.12402). Compiled, it is one launch."""
+    """Subtract lr * updates. Where the update also shrinks the weight, or is 0, subtract
+    lr * decay * weight, too: cautious weight decay (arXiv 2510.12402). Compiled: one launch."""
     changes = []
     for weight, update in zip(weights, updates, strict=True):
         changes.append(lr * (update + decay * weight * (update * weight >= 0)))
@@ -1208,9 +1220,9 @@ def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
 def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: float) -> None:
     """Make a step of Adam in place, in float32, on lists of weights, gradients and state.
 
-    Epsilon is added to the root of the uncorrected second moment. Where an update makes a weight
-    smaller, the weight decays by lr^2 * decay, too. On a CPU, rows of 65536 numbers stay in the
-    cache.
+    Epsilon is added to the root of the uncorrected second moment. Where an update shrinks a weight,
+    the weight also decays by lr^2 * decay. On a CPU, parts of about 65536 numbers are updated one
+    after the other, because they stay in the cache.
     """
     beta1, beta2 = betas
     for weight, grad, kept in zip(weights, grads, state, strict=True):
@@ -1230,8 +1242,8 @@ def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: 
 def muon_updates(
     grads, momenta, momentum: Tensor, damped: bool, orthogonalise, second_moments, beta2: float
 ) -> list[Tensor]:
-    """Return the updates of train_gpt.py's function of this name, a tensor for each part; with a
-    beta2 they are NorMuon's."""
+    """Return the updates of train_gpt.py's function of this name, one tensor for each gradient.
+    With a beta2 they are NorMuon's."""
     updates = t.muon_updates(grads, momenta, momentum, damped, orthogonalise)
     updates = updates.split([len(grad) for grad in grads])
     return normuon_(updates, second_moments, beta2) if beta2 else list(updates)
@@ -1241,8 +1253,8 @@ MUON_STEPS = muon_updates, t.subtract_, cautious_step_
 
 
 def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
-    """train_gpt.py's Muon for matrices (n, rows, cols). With a muon_beta2 it is NorMuon; with a
-    muon_decay, weights decay cautiously, by lr^2. `steps` are the compiled MUON_STEPS."""
+    """train_gpt.py's Muon for matrices (n, rows, cols). With muon_beta2 it is NorMuon. With
+    muon_decay, weights decay cautiously, by muon_decay * lr^2. `steps` are MUON_STEPS, compiled."""
     updates_of, subtract_, cautious_ = steps
     rows, cols = buckets[0].row_shape
     for bucket in buckets:
@@ -1272,7 +1284,7 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
 
 
 def cautious_adam(buckets, lr: float, now: Moment, betas, eps: float, decay: float, step_):
-    """Adam for rows of any shape, with moments in float32; step_ is the compiled cautious_adam_."""
+    """Adam with cautious weight decay and float32 moments; step_ is the compiled cautious_adam_."""
     weights = [bucket.weights() for bucket in buckets]
     for bucket, weight in zip(buckets, weights, strict=True):
         if bucket.state:
@@ -1286,8 +1298,8 @@ def cautious_adam(buckets, lr: float, now: Moment, betas, eps: float, decay: flo
     return weights, t.copy_new
 
 
-# The parameters of each group, in the order of a step. Those of a group in ELSEWHERE belong to the
-# group that is named there, unless hp.adam_groups has a row for their own.
+# The parameters of each group, in the order of a step. A group in ELSEWHERE is merged into the
+# group named there, unless hp.adam_groups has a row for it.
 PATTERNS = {
     "head": ("lm_head.weight",),
     "muon": ("blocks.*.weight", "blocks.*.qkv_w"),
@@ -1314,7 +1326,7 @@ ELSEWHERE = {
 
 
 def parameter_table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
-    """Return the groups, in the order in which gradients leave and weights are updated."""
+    """Return the groups, in the order in which gradients are sent and weights are updated."""
     own, patterns = adam_table(hp), dict(PATTERNS)
     for name, other in ELSEWHERE.items():
         if name not in own:
@@ -1344,14 +1356,18 @@ def parameter_table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
         else:
             groups.append(Group(name, texts, rule, lr, 1, complete="end"))
     if hp.tied_frac:
-        # A tied head waits for the embedding's gradient; then matrices do not wait for the head.
+        # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
         groups.sort(key=lambda group: group.name != "muon")
     return tuple(groups)
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's, with groups that wait. Adam's learn at every second step. The embedding does
-    not learn while it is the head; when they part, it takes a copy of the head's state."""
+    """train_gpt.py's Optimizers, with groups that wait.
+
+    Where Adam learns at every second step, its gradients wait in their buffers. While head and
+    embedding are tied, they share memory and gradient, and the group "head" learns. At the split
+    the embedding takes over a copy of the head's moments and of their count.
+    """
 
     table = staticmethod(parameter_table)
 
@@ -1394,7 +1410,9 @@ class Run(t.Run):
     cut = staticmethod(cut)
 
     def can_stop(self, step: int) -> bool:
-        """Say whether no gradient waits for a step of Adam's: checkpoints hold no gradients."""
+        """Say whether a checkpoint can be taken. It holds no gradients, so where Adam learns at
+        every second step it is taken after an even number of steps. A stop signal may wait one
+        step."""
         return step % self.hp.adam_every == 0
 
 

@@ -88,7 +88,7 @@ def test_a_run_compiles_nothing_after_warm_up(monkeypatch, flags):
     """Stages have lengths, windows, targets, a tied head, and Adam learns at each second step."""
     stages = "length=1+window=128+targets=1/.5,length=1+window=128,length=2+window=256"
     more = f"--compile on --batch_seqs 2 --save_every 0 --stages {stages} --extension_frac 0"
-    words = [*flags[D], *more.split(), *"--layers short+v0+pair,long+v1+x0+in0".split()]
+    words = [*flags[D], *more.split(), *["--layers", "short+v0+pair,long+v1+x0+in0"]]
     run = partial(main, [*words, "--num_layers", "2"])
     after_warm_up, at_end = graphs_of(run, monkeypatch, loss_rows=512)
     assert after_warm_up == at_end > 10
