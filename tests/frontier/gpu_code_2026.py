@@ -6,6 +6,7 @@ python tests/frontier/gpu_code_2026.py h100 2026-03-06_SimplifyHC on layer loss 
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -93,23 +94,19 @@ def loss_graphs(hp):
     )
 
 
-@torch.no_grad()
 def muon_graphs(hp, square_only: bool = False):
-    """Yield the graphs of all matrices of a shape, by the buckets in which one GPU has them all."""
-    with torch.device("meta"):
-        optimizers = train_gpt_2026.Optimizers(GPT(hp), hp)
-    buckets = next(buckets for group, buckets in optimizers.groups if group.name == "muon")
-    for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
-        if square_only and shape[0] != shape[1]:
-            continue
-        counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
-        grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
-        rule = train_gpt.zeropower_via_newtonschulz5
-        if hp.polar_express:
-            rule = train_gpt_2026.polar_express
-        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, rule
-        name = " x ".join(map(str, shape))
-        yield f"muon {name}", captured(train_gpt.muon_updates, *arguments)
+    """Yield the graphs of gpu_code's function of this name, with the fork's model and rule."""
+
+    rule = train_gpt.zeropower_via_newtonschulz5
+    if hp.polar_express:
+        rule = train_gpt_2026.polar_express
+    own = {
+        "GPT": GPT,
+        "Optimizers": train_gpt_2026.Optimizers,
+        "muon_updates": partial(train_gpt.muon_updates, orthogonalise=rule),
+    }
+    with patch.multiple(train_gpt, **own):
+        yield from gpu_code.muon_graphs(hp, square_only)
 
 
 GRAPHS = {

@@ -45,6 +45,20 @@ WORDS = (
     "--save_every 2 --val_loss_every 2"
 )
 checkpoint = "logs/it/state_step{:06}.pt".format
+# What layers do, all of it switched on.
+TECHNIQUES = {
+    "key_offset": True,
+    "paired_heads": True,
+    "attention_gate": True,
+    "value_gate": True,
+    "gate_by_values": True,
+    "skip_gate": True,
+    "smear": True,
+    "bigram_rows": 301,
+    "scaled_projections": True,
+    "sublayer_lambdas": True,
+    "x0_apart": True,
+}
 
 
 def small_flags(folder: Path) -> dict[str, list[str]]:

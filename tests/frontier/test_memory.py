@@ -66,25 +66,6 @@ def test_layers_keep_less_where_memory_is_small(small, graphs, monkeypatch, with
     assert kept_by(model.hp, True, 128) < 0.8 * kept_by(model.hp, False, 128)
 
 
-def test_what_is_made_again_is_what_was_made(monkeypatch):
-    """Bit for bit, and its gradients: a norm, compiled with and without recomputation."""
-    found = []
-    for small in (False, True):
-        answer = torch.compiler.assume_constant_result(lambda device, tokens, small=small: small)
-        monkeypatch.setattr(train_gpt_2026, "memory_is_small", answer)
-        torch._dynamo.reset()
-
-        def twice(x):
-            return train_gpt_2026.recomputed(train_gpt_2026.t.norm, x, 1e-5).square()
-
-        x = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        out = torch.compile(twice, backend="aot_eager")(x)
-        out.sum().backward()
-        found.append((out.detach(), x.grad))
-    for plain, again in zip(*found, strict=True):
-        assert torch.equal(plain, again)
-
-
 def test_four_layers_are_a_graph_and_new_windows_make_no_other(graphs):
     """At moments with other windows and rotary tables, nothing new is compiled."""
     model = on_a_gpu(replace(RECORDS[D], layers=LAYERS[D], num_layers=5))

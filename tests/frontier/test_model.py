@@ -1,4 +1,4 @@
-"""Layers and their words against a float64 reading, and the model without any technique."""
+"""The rows of --layers, and the model without any technique. What layers compute: test_rows.py."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ import train_gpt_2026
 from train_gpt_2026 import GPT, Hyperparameters, Layer, layer_table, moment
 
 import train_gpt
+from frontier.small_runs import TECHNIQUES
 from train_gpt import UserError
 
 DEFAULT = Hyperparameters()
@@ -39,28 +40,6 @@ def test_without_any_technique_it_is_the_textbooks_model(tiny, bare):
     assert losses == pytest.approx(losses_there, abs=1e-6) and losses[4] < losses[0] - 0.5
     for name, weight in last_there.items():
         torch.testing.assert_close(last[name], weight, rtol=0, atol=1e-5)
-
-
-def test_any_layer_table_is_read_as_in_float64(randomize, vocabulary_of_512, with_window):
-    """Its first layers in other places, its outputs used twice and never."""
-    layers = "none,long+v3,short,short+v1,long+x1,none+x1,short+v0+x2,long+v3+x0"
-    rows = [(None, None, None), ("long", 3, None), ("half", None, None), ("half", 1, None)]
-    rows += [("long", None, 1), (None, None, 1), ("half", 0, 2), ("long", 3, 0)]
-    sizes = {"model_dim": 64, "num_heads": 2, "head_dim": 32, "vocab_size": 512}
-    hp = replace(DEFAULT, num_layers=8, layers=layers, **sizes)
-    model = randomize(GPT(hp))
-    stream = torch.randint(0, 511, (385,), generator=torch.Generator().manual_seed(0))
-    stream[[0, 60, 130, 131, 300]] = 511
-    inputs, targets = stream[:-1], stream[1:]
-    loss = model(inputs.int(), targets, with_window(256, hp))
-    loss.backward()
-    weights = {k: p.detach().double().requires_grad_() for k, p in model.named_parameters()}
-    expected = reference.loss(weights, inputs, targets, 256, 2, 2025, layers=rows)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
-    for name, p in model.named_parameters():
-        error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
-        assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
 # -----------------------------------------------------------------------------
@@ -139,27 +118,11 @@ def test_only_the_upper_half_adds_outputs():
 # What a later token changes
 
 
-TECHNIQUES = {
-    "layers": "long+v0+pair,short+backout,short+x1+in0,long+v2+x0",
-    "yarn": True,
-    "key_offset": True,
-    "paired_heads": True,
-    "attention_gate": True,
-    "value_gate": True,
-    "gate_by_values": True,
-    "skip_gate": True,
-    "smear": True,
-    "bigram_rows": 301,
-    "scaled_projections": True,
-    "sublayer_lambdas": True,
-    "x0_apart": True,
-    "window_rule": "distance",
-}
-
-
 def test_a_later_token_changes_no_earlier_output(bare, randomize):
     """Also with all techniques at once: what looks back a token, or reads two."""
-    model = randomize(GPT(replace(bare, **TECHNIQUES))).eval()
+    layers = "long+v0+pair,short+backout,short+x1+in0,long+v2+x0"
+    hp = replace(bare, layers=layers, yarn=True, window_rule="distance", **TECHNIQUES)
+    model = randomize(GPT(hp)).eval()
     tokens = torch.randint(0, 512, (256,), dtype=torch.int32)
     changed = tokens.clone()
     changed[150:] = torch.randint(0, 512, (106,), dtype=torch.int32)

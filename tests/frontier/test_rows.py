@@ -1,7 +1,6 @@
 """The records of 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5) and 2026-03-06
 (D) against their float64 reading: loss and gradients, whole steps of the optimizers, schedules."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -99,26 +98,6 @@ def test_bigrams_have_the_published_rows(rows):
     published = [50256, 464, 3290, 318, 257, 50256, 198, 50256]
     found = train_gpt_2026.bigram_hash(torch.tensor(published, dtype=torch.int32), 251520)
     assert found.tolist() == [251519, 204580, 223622, 60513, 135950, 5304, 14985, 158884]
-
-
-def test_loss_of_the_first_weights_is_10_83():
-    """A little above ln 50304 = 10.826, by half the variance that the other tokens' logits, of
-    deviation .005 * 768 ** .5, have once they are capped: .0045. The mean over all targets has next
-    to no spread; the model gives the loss of 96 of them."""
-    torch.manual_seed(0)
-    hp = replace(FULL["D"], bigram_rows=1234)  # zeros, how many there may be
-    model, now = GPT(hp).eval(), moment(0, hp)
-    inputs, targets = torch.randint(1000, (96,)), torch.randint(50257, (96,))
-    with torch.no_grad():
-        loss = model(inputs.int(), targets, now).item()
-    weights = {}
-    for key, p in model.named_parameters():
-        weights[key] = p.detach()[: 1000 if "value_e" in key else None].double()
-    capped = exact.capped_logits(exact.D, weights, inputs, 0, 6)
-    assert loss == pytest.approx(exact.cross_entropies(capped, targets).mean().item(), abs=1e-5)
-    over_targets = (capped.logsumexp(1) - capped.mean(1)).mean().item()
-    assert over_targets == pytest.approx(10.830, abs=0.003)
-    assert over_targets > math.log(50304) + 0.002
 
 
 MASKS = [("A", 2816, 0), ("A", 2816, 600), ("A", 2816, 1695), ("B", 2816, 1200), ("B", 2816, 1840)]
@@ -305,24 +284,10 @@ def test_later_rows_are_scheduled_as_in_exact_fractions(name):
         assert now.tied == exact.is_tied(row, step), step
 
 
-LR_A = {126: 1, 932: 1, 933: 0.999115, 1500: 0.330088, 1694: 0.10118}
-WINDOW_A = {0: 128, 125: 128, 126: 256, 932: 1024, 1694: 1792}
-LR_B = {600: 1, 601: 1.52, 900: 1.52, 901: 1.518422, 1200: 1.046667, 1201: 1.184856, 1839: 0.1}
-MOMENTUM_B = {0: 0.85, 150: 0.9, 300: 0.95, 1790: 0.95, 1791: 0.948, 1839: 0.852}
-LENGTH_C = {0: 16384, 519: 16384, 520: 32768, 1039: 32768, 1040: 49152, 1560: 49152}
-LR_C = {520: 1, 521: 1.52, 702: 1.52, 703: 1.518345, 1040: 0.960606, 1041: 1.085979, 1560: 0.1}
-LR_D = {482: 1, 483: 1.52, 581: 1.518425, 966: 0.912161, 967: 1.027172, 1449: 0.151816, 1450: 0.15}
-CAP_D = {482: 896, 483: 2048, 1489: 2048}
-TABLES = [("A", "lr", LR_A), ("A", "window", WINDOW_A), ("B", "lr", LR_B)]
-TABLES += [("B", "momentum", MOMENTUM_B), ("C", "seq_len", LENGTH_C), ("C", "lr", LR_C)]
-TABLES += [("D", "lr", LR_D), ("D", "longest", CAP_D)]
 TARGETS_C = {0: (1, 0.5, 0.25), 520: (1, 0.5), 521: (1, 0.499), 1039: (1, 0.00096), 1040: (1,)}
 
 
 def test_schedules_have_the_published_numbers():
-    for name, field, table in TABLES:
-        found = {step: getattr(moment(step, FULL[name]), field) for step in table}
-        assert found == pytest.approx(table, abs=6e-7)
     for step, targets in TARGETS_C.items():
         assert moment(step, FULL["C"]).targets == pytest.approx(targets, abs=5e-5)
     for name, published in (("A", 666.5e6), ("B", 487.6e6), ("C", 424.7e6), ("D", 395.8e6)):

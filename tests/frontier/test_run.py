@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from train_gpt_2026 import GPT, moment
 
 import train_gpt
-from frontier.small_runs import A, D, main
+from frontier.small_runs import TECHNIQUES, A, D, main
 from train_gpt import HERE, gradient_buffer
 
 SMALL = (
@@ -53,17 +53,7 @@ def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
         bare,
         num_layers=6,
         layers="short+v0+pair,long+v1,short+backout,short+x0,none+x1,long+v0+in3",
-        paired_heads=True,
-        key_offset=True,
-        attention_gate=True,
-        value_gate=True,
-        gate_by_values=True,
-        skip_gate=True,
-        smear=True,
-        bigram_rows=301,
-        scaled_projections=True,
-        x0_apart=True,
-        sublayer_lambdas=True,
+        **TECHNIQUES,
     )
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)

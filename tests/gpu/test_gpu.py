@@ -48,26 +48,29 @@ def documents(length: int) -> torch.Tensor:
     return tokens
 
 
-@pytest.mark.parametrize("rule", ["blocks", "tokens"])
-@pytest.mark.parametrize("window", [128, 896, 1792])
-def test_flex_attention_equals_sdpa_with_gradients(window, rule):
-    """Compiled FlexAttention in bfloat16 against SDPA in float64 under the dense mask."""
-    first = train_gpt.first_visible(documents(4096), window, rule)
+def check_attention(attend, first: torch.Tensor, *more) -> None:
+    """Compare compiled FlexAttention in bfloat16 with SDPA in float64 under the dense mask."""
     q, k, v, g = (
         torch.randn(1, 6, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4)
     )
-    flex = torch.compile(train_gpt.attend, dynamic=False)
     results = []
-    for attend, dtype, mask in (
-        (flex, torch.bfloat16, train_gpt.block_lists(first.cuda())),
-        (train_gpt.attend, torch.float64, train_gpt.dense_mask(first.cuda())),
+    for function, dtype, mask in (
+        (torch.compile(attend, dynamic=False), torch.bfloat16, train_gpt.block_lists(first)),
+        (attend, torch.float64, train_gpt.dense_mask(first)),
     ):
         qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out = attend(*qkv, mask, 0.12)
+        out = function(*qkv, mask, *more)
         out.backward(g.to(dtype))
         results.append([out, *(t.grad for t in qkv)])
     for found, expected in zip(*results, strict=True):
         assert relative_error(found, expected) < 0.02
+
+
+@pytest.mark.parametrize("rule", ["blocks", "tokens"])
+@pytest.mark.parametrize("window", [128, 896, 1792])
+def test_flex_attention_equals_sdpa_with_gradients(window, rule):
+    first = train_gpt.first_visible(documents(4096), window, rule)
+    check_attention(train_gpt.attend, first.cuda(), 0.12)
 
 
 def test_fp8_linear_equals_float64():
@@ -107,26 +110,29 @@ def test_compiled_head_and_loss_equal_float64(fp8, monkeypatch):
     assert relative_error(head.weight.grad, w64.grad) < tolerance
 
 
-@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
-def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
-    """Loss and gradients of all layers: bfloat16, compiled and FlexAttention against float32."""
-    hp = replace(record, model_dim=256, num_heads=2, fp8=False)
-    tokens = documents(1025)
+def check_model(make_model, length: int, when) -> None:
+    """Compare the loss and the gradients of all layers on CUDA, in bfloat16, compiled and with
+    FlexAttention, with those in float32 on a CPU."""
+    tokens = documents(length + 1)
     results = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        model = randomize(GPT(hp))
-        model.to_device(device, compiled=device.type == "cuda")
+        model = make_model().to_device(device, compiled=device.type == "cuda")
         inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
-        loss = model(inputs, targets, 384)
+        loss = model(inputs, targets, when)
         loss.backward()
-        grads = {
-            n: getattr(p, "grad32", p.grad) for n, p in model.named_parameters() if p.ndim >= 2
-        }
+        named = model.named_parameters()
+        grads = {n: train_gpt.gradient_buffer(p) for n, p in named if p.ndim >= 2}
         results.append((loss.item(), grads))
     (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
     assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
     for name, grad in cpu_grads.items():
         assert relative_error(cuda_grads[name], grad) < 0.1, name
+
+
+@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
+def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
+    hp = replace(record, model_dim=256, num_heads=2, fp8=False)
+    check_model(lambda: randomize(GPT(hp)), 1024, 384)
 
 
 @torch.no_grad()
@@ -156,36 +162,45 @@ def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(re
     check_inference(lambda: randomize(GPT(hp)), now, hp.logit_softcap)
 
 
-def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
-    """All windows of a run on four layers of full width, training and validation."""
+def check_steps(hp, run_class) -> None:
+    """Train all steps and validate after a warm-up: nothing may synchronise or compile."""
     device = torch.device("cuda")
-    hp = replace(RECORD, num_layers=4, seq_len=4096, val_seq_len=8192, num_iterations=28)
-    model = GPT(hp).to_device(device, compiled=True)
-    optimizers = train_gpt.Optimizers(model, hp)
-    moments = [train_gpt.moment(step, hp) for step in range(hp.num_iterations + 1)]
+    model = run_class.model_class(hp).to_device(device, compiled=True)
+    optimizers = run_class.optimizers_class(model, hp)
+    moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
     train_gpt.warm_up(model, optimizers, moments, device)
     tokens = documents(8193).to(device)
-    inputs, targets = tokens[None, : hp.seq_len], tokens[None, 1 : hp.seq_len + 1].long()
-    train_gpt.train_step(model, optimizers, inputs, targets, moments[0])  # makes Adam's state
+
+    def step_of(now) -> None:
+        inputs, targets = tokens[None, : now.seq_len], tokens[None, 1 : now.seq_len + 1].long()
+        train_gpt.train_step(model, optimizers, inputs, targets, now)
+
+    for now in moments[:2]:  # they make the optimizers' state
+        step_of(now)
     graphs = counters["stats"]["unique_graphs"]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for now in moments[:-1]:
-            train_gpt.train_step(model, optimizers, inputs, targets, now)
+            step_of(now)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    train_gpt.evaluate(model, [tokens[None, :-1], tokens[None, 1:].long()], 1792, device)
+    batch = [tokens[None, :-1], tokens[None, 1:].long()]
+    train_gpt.evaluate(model, batch, moments[-1], device)
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kernel", PLAIN, ids=lambda kernel: kernel.name)
-def test_kernels_agree_with_their_plain_twins_at_the_record_s_shapes(kernel, compiled):
-    """Both eager and inside torch.compile; run with -s for the times."""
+def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
+    """All windows of a run on four layers of full width."""
+    sizes = {"num_layers": 4, "seq_len": 4096, "val_seq_len": 8192, "num_iterations": 28}
+    check_steps(replace(RECORD, **sizes), Run)
+
+
+def check_twins(kernel, record, compiled: bool) -> None:
+    """Compare a kernel with its plain twin at the record's shapes; run with -s for the times."""
     kernels, device = pytest.importorskip("kernels"), torch.device("cuda")
-    fp8 = train_gpt.trains_in_fp8(RECORD.fp8, device)
-    arguments = kernels.EXAMPLES[kernel.name](RECORD, device, torch.bfloat16, fp8)
+    fp8 = train_gpt.trains_in_fp8(record.fp8, device)
+    arguments = kernels.EXAMPLES[kernel.name](record, device, torch.bfloat16, fp8)
     twins = kernel.plain, kernel.fused
     if compiled:
         twins = [torch.compile(twin, dynamic=False) for twin in twins]
@@ -198,6 +213,12 @@ def test_kernels_agree_with_their_plain_twins_at_the_record_s_shapes(kernel, com
     print(
         f"\n{kernel.name}, compiled {compiled}: Triton {fused_ms:.3f} ms, plain {plain_ms:.3f} ms"
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kernel", PLAIN, ids=lambda kernel: kernel.name)
+def test_kernels_agree_with_their_plain_twins_at_the_record_s_shapes(kernel, compiled):
+    check_twins(kernel, RECORD, compiled)
 
 
 def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies():

@@ -8,9 +8,17 @@ import reference
 import torch
 import train_gpt_2026
 from runs import val_losses
-from test_gpu import check_inference, documents, needs_fp8, relative_error
-from torch._dynamo.utils import counters
-from train_gpt_2026 import GPT, RECORDS, Head, Optimizers, Run, moment, weighted_cross_entropy
+from test_gpu import (
+    check_attention,
+    check_inference,
+    check_model,
+    check_steps,
+    check_twins,
+    documents,
+    needs_fp8,
+    relative_error,
+)
+from train_gpt_2026 import GPT, RECORDS, Head, Run, moment, weighted_cross_entropy
 
 import train_gpt
 from train_gpt import HERE
@@ -29,23 +37,9 @@ def plain_functions_again():
 
 @pytest.mark.parametrize("window", [128, 896, 1792])
 def test_flex_attention_by_distance_equals_sdpa_with_gradients(window):
-    """Compiled in bfloat16, with keys of the token before, against SDPA in float64."""
-    first = train_gpt_2026.first_visible(documents(4096), window, "distance").cuda()
-    q, k, v, g = (
-        torch.randn(1, 6, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4)
-    )
-    flex = torch.compile(train_gpt_2026.attend, dynamic=False)
-    results = []
-    for attend, dtype, mask in (
-        (flex, torch.bfloat16, train_gpt.block_lists(first)),
-        (train_gpt_2026.attend, torch.float64, train_gpt.dense_mask(first)),
-    ):
-        qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out = attend(*qkv, mask, 0.1, True)
-        out.backward(g.to(dtype))
-        results.append([out, *(t.grad for t in qkv)])
-    for found, expected in zip(*results, strict=True):
-        assert relative_error(found, expected) < 0.02
+    """With keys of the token before."""
+    first = train_gpt_2026.first_visible(documents(4096), window, "distance")
+    check_attention(train_gpt_2026.attend, first.cuda(), 0.1, True)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -79,26 +73,10 @@ def test_compiled_loss_of_three_targets_equals_float64(fp8, monkeypatch):
     "record, tied", [(A, False), (B, True), (C, False), (C, True), (D, False), (D, True)]
 )
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, tied, randomize):
-    """Loss and gradients of all layers: bfloat16, compiled and FlexAttention against float32. Also
-    where the head is the embedding, with several targets."""
+    """Also where the head is the embedding, with several targets."""
     hp = replace(record, model_dim=256, num_heads=2, fp8=False)
     now = moment(0, hp) if tied else moment(hp.num_iterations, hp)
-    tokens = documents(1025)
-    results = []
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        model = randomize(GPT(hp))
-        model.to_device(device, compiled=device.type == "cuda")
-        inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
-        loss = model(inputs, targets, replace(now, window=384, short=128))
-        loss.backward()
-        grads = {
-            n: getattr(p, "grad32", p.grad) for n, p in model.named_parameters() if p.ndim >= 2
-        }
-        results.append((loss.item(), grads))
-    (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
-    assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
-    for name, grad in cpu_grads.items():
-        assert relative_error(cuda_grads[name], grad) < 0.1, name
+    check_model(lambda: randomize(GPT(hp)), 1024, replace(now, window=384, short=128))
 
 
 def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(randomize):
@@ -108,51 +86,16 @@ def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(ra
 
 
 def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
-    """All stages of a run on four layers of full width, training and validation."""
-    device = torch.device("cuda")
+    """All stages of a run on four layers of full width."""
     layers = "short+v1+pair,long+v2,short+backout+pair,long+v1+x1+in2"
     sizes = {"num_layers": 4, "seq_len": 2048, "val_seq_len": 8192, "num_iterations": 28}
-    hp = replace(D, layers=layers, **sizes)
-    model = GPT(hp).to_device(device, compiled=True)
-    optimizers = Optimizers(model, hp)
-    moments = [moment(step, hp) for step in range(hp.num_iterations + 1)]
-    train_gpt.warm_up(model, optimizers, moments, device)
-    tokens = documents(8193).to(device)
-
-    def step_of(now) -> None:
-        n = now.seq_len
-        train_gpt.train_step(
-            model, optimizers, tokens[None, :n], tokens[None, 1 : n + 1].long(), now
-        )
-
-    for now in moments[:2]:  # they make the optimizers' state
-        step_of(now)
-    graphs = counters["stats"]["unique_graphs"]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for now in moments[:-1]:
-            step_of(now)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    batch = [tokens[None, :-1], tokens[None, 1:].long()]
-    train_gpt.evaluate(model, batch, moments[-1], device)
-    assert counters["stats"]["unique_graphs"] == graphs
+    check_steps(replace(D, layers=layers, **sizes), Run)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("record", [A, D])
 def test_the_loss_s_kernel_agrees_with_its_plain_twin_at_the_record_s_shapes(record, compiled):
-    """Both eager and inside torch.compile."""
-    kernels, device = pytest.importorskip("kernels"), torch.device("cuda")
-    fp8 = train_gpt.trains_in_fp8(record.fp8, device)
-    arguments = kernels.EXAMPLES["weighted_cross_entropy"](record, device, torch.bfloat16, fp8)
-    twins = weighted_cross_entropy.plain, weighted_cross_entropy.fused
-    if compiled:
-        twins = [torch.compile(twin, dynamic=False) for twin in twins]
-    plain, fused = (kernels.outcome(twin, arguments) for twin in twins)
-    for a, b in zip(plain, fused, strict=True):
-        assert relative_error(b, a) < 0.02
+    check_twins(weighted_cross_entropy, record, compiled)
 
 
 @pytest.mark.parametrize("record", [A, D])

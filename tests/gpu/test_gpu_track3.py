@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import test_gpu_frontier
 import torch
-from test_gpu import documents, relative_error
+from test_gpu import check_model, relative_error
 from train_gpt_track3 import GPT, RECORDS, Run, capped
 
 import train_gpt
@@ -16,22 +16,8 @@ on_the_sample = test_gpu_frontier.on_the_sample
 
 @pytest.mark.parametrize("record", ["muon", "adamw"])
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
-    """Loss and gradients: bfloat16, compiled and FlexAttention against float32."""
     hp = replace(RECORDS[record], model_dim=256, num_heads=2, seq_len=2048)
-    tokens = documents(2049)
-    results = []
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        model = randomize(GPT(hp)).to_device(device, compiled=device.type == "cuda")
-        inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
-        loss = model(inputs, targets, train_gpt.moment(0, hp))
-        loss.backward()
-        named = model.named_parameters()
-        grads = {n: train_gpt.gradient_buffer(p) for n, p in named if p.ndim >= 2}
-        results.append((loss.item(), grads))
-    (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
-    assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
-    for name, grad in cpu_grads.items():
-        assert relative_error(cuda_grads[name], grad) < 0.1, name
+    check_model(lambda: randomize(GPT(hp)), 2048, train_gpt.moment(0, hp))
 
 
 def test_logits_are_capped_as_in_float64():
