@@ -15,8 +15,9 @@ from frontier import reference_2026 as exact
 from train_gpt import UserError, distributed_data_generator
 
 END_OF_TEXT = 50256
-# Tokens of each document of each shard, without its end of text.
-sizes = st.lists(st.lists(st.integers(0, 40), max_size=60), min_size=1, max_size=3)
+# Tokens of each document of each shard, without its end of text; some documents are empty.
+documents = st.one_of(st.integers(0, 2), st.integers(0, 40))
+sizes = st.lists(st.lists(documents, max_size=60), min_size=1, max_size=3)
 fuzzed = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
