@@ -97,6 +97,6 @@ def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(
 def test_a_new_run_begins_with_no_row(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/it.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "logs/it.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     train_gpt.main([*saved[0], "--num_iterations", "1", "--save_every", "0"])
     assert [row["step"] for row in rows(tmp_path / "logs/it.jsonl")] == [0, 1]
