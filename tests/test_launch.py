@@ -304,7 +304,7 @@ def test_a_tool_that_is_not_there_is_said_with_those_that_are(shell):
         ("", "-k test_b", "-k test_b"),
         ("", "slow -q", "tests/slow -q"),
         ("", "gpu", "tests/gpu"),
-        ("elsewhere", "", ""),
+        ("elsewhere", "", "-n auto --maxprocesses 4 --dist worksteal"),
         ("elsewhere", "tests/test_a.py", "tests/test_a.py"),
         ("tests/gpu", "../test_a.py::test_it", "tests/gpu/../test_a.py::test_it"),
         ("tests", "test_a.py", "tests/test_a.py"),
