@@ -5,23 +5,23 @@
     python train_gpt.py --help                               # every setting is a flag
 
 The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 3.28 after 1770 steps of 393216
-tokens, published with 2.93 minutes on 8 H100s. --record names two records of 2024 and the demo;
-forks/train_gpt_2026.py has later ones. Numbers and ideas come from
-github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md says what this
-implementation has reached, on what and with which torch.
+tokens, published as 2.93 minutes on 8 H100s. --record selects others: two of 2024, and the demo.
+forks/train_gpt_2026.py has later records. Settings and ideas come from
+github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md lists what was
+measured with this implementation.
 
-The file reads like the life of a batch, and importing it starts nothing:
+Importing this file starts nothing. Its sections, in order:
 
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
     Schedules        learning rate, window and momentum as functions of the step
-    Numerics         FP8 matmuls, the linear layer that uses them, and functions with a Triton twin
+    Numerics         FP8 matmuls, the linear layer that uses them, functions with a Triton version
     Model            masks, attention, layers, and a head whose loss never stores the logits
     Optimizers       Muon and Adam as update rules, and how ranks share them
     Machine          errors, devices, ranks, signals, the log
     Run              flags, checkpoints, warm-up, the timed loop
 
-kernels.py has the Triton twins. Where it or Triton is missing, plain functions do the same.
+kernels.py has the Triton versions ("twins"). Without it, plain functions compute the same.
 """
 
 import argparse
@@ -56,15 +56,16 @@ from pathlib import Path
 from typing import TextIO
 
 if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
-    # OpenMP's threads spin while they wait for each other. Where other programs use the cores, a
-    # long spin makes a step several times as long; where none does, a short one costs a little
-    # (BENCHMARKS.md). GNU's OpenMP asks when torch loads it. The file has, like "2/80", how many
-    # threads run or could just now. Load averages would still count a run that has ended.
-    looks = []
+    # OpenMP threads spin while they wait for each other. On a busy machine, a long spin makes a
+    # step several times as long; on an idle one, a short spin costs a little (BENCHMARKS.md). GNU
+    # OpenMP reads GOMP_SPINCOUNT when torch loads it. The fourth field of /proc/loadavg, such as
+    # "2/80", says that 2 of 80 threads can run now. The load averages, the first three fields,
+    # still count a program that has just ended.
+    runnable = []
     for _ in range(3):
-        looks.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
+        runnable.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
         time.sleep(0.01)
-    if min(looks) > 1:  # always more than this one
+    if min(runnable) > 1:  # each time, more threads than this one
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
@@ -77,10 +78,10 @@ from torch.optim.adam import adam as torch_adam
 from tqdm import tqdm
 
 try:
-    # Names, not the module: PyPI has another package `kernels`. With that one, there are no twins.
+    # PyPI has another package `kernels`. It lacks these names, so importing them fails, too.
     from kernels import TWINS, fault, obstacle
 except ImportError:
-    TWINS, fault = {}, None  # fault is never called: there is always an obstacle
+    TWINS, fault = {}, None  # never called, because obstacle() always gives a reason
 
     def obstacle(device: torch.device) -> str:
         """Say why Triton cannot run."""
@@ -89,21 +90,21 @@ except ImportError:
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
-SAMPLE = f"{HERE}/data/kjv"
+SAMPLE = f"{HERE}/data/kjv"  # the King James Bible
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
 END_OF_TEXT = 50256  # the GPT-2 token that begins every document
 
 
 class UserError(ValueError):
-    """What is wrong, where, and what to do about it: one line for people, without a traceback."""
+    """An error shown in one line, without a traceback: what is wrong, where, and what to do."""
 
 
 class OtherScriptError(UserError):
-    """A checkpoint is another script's."""
+    """Another script saved the checkpoint."""
 
 
 # -----------------------------------------------------------------------------
-# Settings: each is a row with its legal range and a flag; a record is a set of them
+# Settings: each has a legal range and a flag; a record has a value for each setting
 
 
 def setting(
@@ -117,11 +118,11 @@ def setting(
     group: str | None = None,
     about: str = "learning",
 ):
-    """Return a field of Hyperparameters with its help and its legal range.
+    """Return a field of Hyperparameters with its help text and legal range.
 
-    `least` is 1 for integers and 0 for other numbers, unless given. `group` begins a group of
-    --help. A setting about "learning" decides what is learned. One about the "run" may differ when
-    a run is resumed. One about the "machine" is not even kept in checkpoints.
+    `least` defaults to 1 for an integer and 0 for another number. `group` begins a group of --help.
+    A setting about "learning" must stay the same when a run is resumed. One about the "run" may
+    change. One about the "machine" is not saved in checkpoints.
     """
     if least is None:
         least = 1 if type(default) is int else 0
@@ -140,7 +141,7 @@ of_machine = partial(setting, about="machine")
 SWITCH = ("auto", "on", "off")
 Pair = tuple[float, float]
 
-# The rows of `layers`, which layer_table reads.
+# Values of `layers`: a row for each layer. layer_table explains them.
 LAYERS_2024 = ",".join(["long+vfirst"] * 12)
 LAYERS_2025 = (
     "long+v0,short+v1,short+v2,short,long,short,short,none,short,short+v0,short+v1,long+v2"
@@ -155,34 +156,34 @@ class Hyperparameters:
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", 0)
     cooldown_frac: float = setting(0.4, "share of the steps in which the learning rate falls")
     lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
-    window_rule: str = setting("blocks", "what a window counts", choices=("blocks", "tokens"))
+    window_rule: str = setting("blocks", "unit of attention windows", choices=("blocks", "tokens"))
     window_min: int = setting(128, "long attention window at step 0, in tokens")
-    window_span: int = setting(1728, "blocks: final window; tokens: growth from window_min", 0)
+    window_span: int = setting(1728, "rule blocks: final window; tokens: growth from window_min", 0)
     window_step: int = setting(128, "the window is a multiple of this many tokens")
 
-    batch_seqs: int = setting(8, "sequences in a global batch, for all ranks", group="batch")
+    batch_seqs: int = setting(8, "sequences in a batch of all ranks together", group="batch")
     seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, multiple_of=BLOCK)
     val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, multiple_of=BLOCK)
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
-    epochs: int = setting(1, "passes over the training shards at most, 0 for any number", 0)
+    epochs: int = setting(1, "most passes over the training shards, 0 for no limit", 0)
 
-    layers: str = setting(LAYERS_2025, "a row for each layer", group="model")
-    num_layers: int = setting(12, "how many of them, half from either end", 2)
+    layers: str = setting(LAYERS_2025, "window and extra values of each layer", group="model")
+    num_layers: int = setting(12, "layers in use: the first and last num_layers/2 of `layers`", 2)
     num_heads: int = setting(6, "attention heads")
     head_dim: int = setting(128, "channels in a head", 4, multiple_of=4)
     model_dim: int = setting(768, "channels of the residual stream", 16, multiple_of=16)
     vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
-    init_bound: float = setting(0.75**0.5, "hidden weights begin within this / sqrt(fan_in)")
-    attn_scale: float = setting(0.12, "factor on the products of q and k, 0: head_dim**-0.5")
+    init_bound: float = setting(0.75**0.5, "initial hidden weights are within this / sqrt(fan_in)")
+    attn_scale: float = setting(0.12, "factor on the products of q and k; 0: head_dim**-0.5")
     rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
     rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
-    # PyTorch's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
+    # F.rms_norm's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
     norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
     logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
     seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
 
-    # Output projections begin at zero. With so small an epsilon, scalars take full steps meanwhile,
-    # along rounding noise.
+    # Output projections begin at zero. Until they grow, the gradients of scalars are rounding
+    # noise, and with so small an epsilon Adam takes full steps along that noise.
     adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
     adam_betas: Pair = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
@@ -191,35 +192,37 @@ class Hyperparameters:
     muon_lr: float = setting(0.05, "Muon's learning rate for hidden matrices")
     momentum_start: float = setting(0.85, "Muon's momentum at step 0")
     momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
-    momentum_warmup_steps: int = setting(300, "steps of that linear ramp")
-    momentum_damped: bool = setting(True, "momentum averages gradients; off: it sums them")
+    momentum_warmup_steps: int = setting(300, "steps of the momentum's linear ramp")
+    momentum_damped: bool = setting(True, "momentum is an average of gradients; off: a sum")
     grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
 
-    fp8: bool = setting(True, "train the head in FP8 on GPUs that can", group="FP8")
+    fp8: bool = setting(True, "train the head in FP8 on GPUs with FP8", group="FP8")
     x_s: float = setting(2.0, "scale of the head's input", 1e-6)
     w_s: float = setting(2.0**9, "scale of the head's weight", 1e-6)
     grad_s: float = setting(2.0**19, "scale of the logits' gradient", 1e-6)
-    bfloat16_head: bool = setting(False, "train the head in bfloat16 on CPUs that can")
+    bfloat16_head: bool = setting(False, "train the head in bfloat16 on CPUs with AVX512-BF16")
 
-    train_files: str = of_run(f"{FINEWEB}_train_*.bin", "pattern of training shards", group="run")
-    val_files: str = of_run(f"{FINEWEB}_val_*.bin", "pattern of validation shards")
+    train_files: str = of_run(f"{FINEWEB}_train_*.bin", "glob for training shards", group="run")
+    val_files: str = of_run(f"{FINEWEB}_val_*.bin", "glob for validation shards")
     val_loss_every: int = of_run(125, "steps between validations, 0 for the last step only", 0)
     run_id: str = of_run("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
-    save_every: int = of_run(0, "steps between checkpoints on the way, 0 for none", 0)
+    save_every: int = of_run(0, "steps between checkpoints, 0 for none before the end", 0)
     save_last: bool = of_run(True, "save the weights at the end, even if save_every is 0")
-    keep: int = of_run(2, "how many checkpoints of a run are kept, the newest ones")
-    comm_timeout: int = of_run(600, "seconds after which ranks give up on each other")
-    device: str = of_machine("auto", "auto: cuda if there is one", choices=("auto", "cuda", "cpu"))
+    keep: int = of_run(2, "newest checkpoints of a run to keep")
+    comm_timeout: int = of_run(600, "seconds after which ranks stop waiting for each other")
+    device: str = of_machine("auto", "auto: cuda if available", choices=("auto", "cuda", "cpu"))
     compile: str = of_machine("auto", "torch.compile; auto: on a GPU", choices=SWITCH)
-    kernels: str = of_machine("auto", "Triton's; auto: where they are right", choices=SWITCH)
+    kernels: str = of_machine(
+        "auto", "Triton kernels; auto: those that pass a check", choices=SWITCH
+    )
 
     @property
     def padded_vocab(self) -> int:
-        """The rows of the head: whole blocks of 128."""
+        """The rows of the head: vocab_size, rounded up to a multiple of 128."""
         return -(-self.vocab_size // 128) * 128
 
 
-# The records. Numbers are those of the sources in the public logs.
+# The records. Their settings are those of the source code in the public logs.
 WINDOW_WARMUP = Hyperparameters(
     num_iterations=1750,
     cooldown_frac=640 / 1750,
@@ -275,17 +278,17 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One row of the model: what this layer attends with."""
+    """One row of `layers`: a layer's attention window and extra values."""
 
     window: str  # "long", "short" (half of the long one), or "none": no attention
-    values: str | None = None  # mixed into v: a value-embedding table, or the "first" layer's v
+    values: str | None = None  # mixed into v: embedding table "0" to "9", or "first": the first v
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
-    """Return the layers in use: half of num_layers from either end of the rows in hp.layers.
+    """Return the layers in use: the first and the last num_layers / 2 rows of hp.layers.
 
-    A row is a window, and perhaps +v0 (values of embedding table 0; likewise +v1 and so on) or
-    +vfirst (the first layer's values). Source of both: arXiv 2410.17897. UserError for other rows.
+    A row is a window; then perhaps +v0 to +v9 (values from that embedding table) or +vfirst (the
+    first layer's values). Both are from arXiv 2410.17897. UserError for other rows.
     """
     rows = hp.layers.split(",")
     table = []
@@ -293,7 +296,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
         found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
         if not found:
             form = "a row is long, short or none; after long or short, +v0 to +v9 or +vfirst"
-            raise UserError(f"--layers: {row!r} is no layer; {form}")
+            raise UserError(f"--layers: {row!r} is not a layer; {form}")
         table.append(Layer(window=row.split("+")[0], values=found[3]))
     if hp.num_layers > len(rows) or hp.num_layers % 2:
         rule = f"must be even, and at most the {len(rows)} rows of --layers"
@@ -308,7 +311,7 @@ def names_about(settings_class, *about: str) -> list[str]:
 
 
 def show(value) -> str:
-    """Return a setting as it is typed on the command line, a path relative to this file."""
+    """Return a setting's value as typed on the command line; paths are relative to this file."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
@@ -323,7 +326,7 @@ def check_ranges(hp: Hyperparameters) -> None:
     for f in fields(hp):
         value = getattr(hp, f.name)
         if isinstance(value, str):
-            continue  # its choices are the flag's
+            continue  # argparse checks its choices
         least, most, multiple_of = f.metadata["legal"]
         numbers = value if isinstance(value, tuple) else (value,)
         in_range = all(least <= number <= most for number in numbers)
@@ -336,7 +339,7 @@ def check_ranges(hp: Hyperparameters) -> None:
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that no run can have."""
+    """Raise UserError for invalid settings."""
     layer_table(hp)
     check_ranges(hp)
     if hp.val_tokens % hp.val_seq_len:
@@ -348,17 +351,17 @@ def check(hp: Hyperparameters) -> None:
 
 
 def load_data_shard(path: str | Path) -> Tensor:
-    """Return the tokens of a shard, (n,) uint16, mapped from the file.
+    """Return the tokens of a shard, (n,) uint16, memory-mapped.
 
-    A shard is 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16: llm.c's
-    format. Raises UserError with what was found and what was expected.
+    The format is llm.c's: 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16.
+    UserError if the file has another format.
     """
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 256).tolist()
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
     if size <= 1024 or size % 2 or header[:3] != expected:
         found = f"its {size} bytes begin with {header[:3]}, expected {expected}"
-        raise UserError(f"{path} is not a whole token shard: {found}; fetch or make it again")
+        raise UserError(f"{path} is not an intact token shard: {found}; fetch or make it again")
     return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
 
 
@@ -376,14 +379,14 @@ class Shard:
             raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
 
 
-# A sequence is a list of pieces (start, stop) of a shard's tokens. A cut takes the batch that
-# begins at a position. It returns the batch's sequences and the position of the next batch, or None
-# if the shard has too few tokens left.
+# A sequence is a list of pieces (start, stop) of a shard's tokens: here one piece, in a fork
+# several. A cut is a function of a shard, a position in it and a step. It returns the sequences of
+# the batch that begins there and the next batch's position, or None if too few tokens are left.
 
 
 def cut_consecutive(shard: Shard, position: int, step: int, seq_len: int, batch_seqs: int):
-    """Cut sequences that lie one behind the other. Each has seq_len tokens and one more, its last
-    target, which is the first token of the next sequence."""
+    """Cut consecutive sequences of seq_len + 1 tokens. The last token is only a target, and the
+    next sequence begins with it."""
     end = position + batch_seqs * seq_len
     if end >= len(shard.tokens):
         return None
@@ -392,11 +395,10 @@ def cut_consecutive(shard: Shard, position: int, step: int, seq_len: int, batch_
 
 
 def plan_batches(shards: list[Shard], cut: Callable, vocab_size: int, epochs: int) -> Iterator:
-    """Yield, for each step from 0 on, the shard and the sequences of its batch.
+    """Yield the shard and the sequences of each step's batch, from step 0 on.
 
-    cut(shard, position, step) is the cut of a step. Batches are cut forward through the shards,
-    `epochs` times (0: without end). The plan also ends when no shard has room for a batch. A shard
-    is checked when the first epoch reaches it.
+    Batches are cut from the shards in order, `epochs` times (0: without end). An epoch without a
+    batch ends the plan. A shard is checked when the first epoch reaches it.
     """
     step = 0
     for epoch in range(epochs) if epochs else itertools.count():
@@ -415,14 +417,14 @@ def plan_batches(shards: list[Shard], cut: Callable, vocab_size: int, epochs: in
 
 
 def read_batch(shard: Shard, sequences: list, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Return inputs (n, T) int32 and targets (n, T) int64 of n sequences, pinned for a GPU."""
+    """Return inputs (n, T) int32 and targets (n, T) int64, in pinned memory for a GPU."""
     rows = [np.concatenate([shard.tokens[i:j] for i, j in pieces]) for pieces in sequences]
     tokens = np.stack(rows)
     inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
     targets = torch.from_numpy(tokens[:, 1:].astype(np.int64))
     if device is None or device.type == "cpu":
         return inputs, targets
-    torch.cuda.set_device(device)  # else a thread's pinned memory is that of GPU 0
+    torch.cuda.set_device(device)  # otherwise this thread pins memory for GPU 0
     return inputs.pin_memory(), targets.pin_memory()
 
 
@@ -442,9 +444,9 @@ def distributed_data_generator(
     """Yield this rank's part of each global batch from start_step on, read ahead by a thread.
 
     Inputs and targets are (batch_seqs / world_size, seq_len), as read_batch returns them. Rank r
-    has the r-th part of a batch's sequences. A batch lies in one shard; what a shard has left is
-    dropped. The generator ends after num_batches, or else after `epochs` passes over the shards (0:
-    never). cut(shard, position, step) replaces cut_consecutive. UserError at once if shards are
+    has the r-th part of a batch's sequences. A batch lies in one shard; the rest of a shard is
+    dropped. The generator ends before step num_batches, or if that is 0, after `epochs` passes over
+    the shards (0: never). `cut` replaces cut_consecutive. UserError at once if shards are
     missing, damaged, too short for num_batches (0: for one) or hold a token outside the vocabulary.
     """
     if batch_seqs % world_size:
@@ -460,10 +462,10 @@ def distributed_data_generator(
         cut = partial(cut_consecutive, seq_len=seq_len, batch_seqs=batch_seqs)
     plan = partial(plan_batches, shards, cut, min(vocab_size, END_OF_TEXT + 1))
 
-    # The plan of all batches, or of one epoch, is made now: so shards are checked before training.
+    # Plan all batches now, or those of one epoch: this checks the shards before training.
     planned = list(itertools.islice(plan(epochs if num_batches else 1), num_batches or None))
     if len(planned) < max(num_batches, 1):
-        # Either there are too few batches, or no shard has room for the next one.
+        # More epochs help only if some shard has room for the next batch.
         step = len(planned)
         if step and any(cut(shard, 0, step) for shard in shards):
             passes = f" in {epochs} epochs" if epochs > 1 else ""
@@ -497,14 +499,13 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
     """Return the multiplier on every learning rate: a linear rise, 1, a linear fall to lr_final."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = 1 - step / hp.num_iterations
-    w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
-    return rise * (w + (1 - w) * hp.lr_final)
+    fall = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
+    return rise * (fall + (1 - fall) * hp.lr_final)
 
 
 def get_window_size(step: int, hp: Hyperparameters) -> int:
-    """Return the long window in tokens: a multiple of window_step, rounded up ("blocks") or
-    down."""
-    # Integers are exact: the window has grown by grown / unit of window_step.
+    """Return the long window in tokens, rounded to window_step: up ("blocks") or down."""
+    # The window has grown by grown / unit * window_step. Integers make the rounding exact.
     grown = hp.window_span * step
     unit = hp.num_iterations * hp.window_step
     if hp.window_rule == "tokens":
@@ -521,7 +522,7 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
 
 @dataclass(frozen=True)
 class Moment:
-    """All that is scheduled, at one step."""
+    """All scheduled values at one step."""
 
     step: int
     lr: float  # multiplier on every learning rate
@@ -532,14 +533,14 @@ class Moment:
 
     @property
     def kind(self) -> tuple:
-        """What decides how a step is compiled and how much memory it takes: the warm-up makes a
-        step of each kind."""
-        return (self.window,)
+        """Steps of one kind compile alike and take equal memory: warm_up makes one of each. Here
+        there is one kind, because windows are tensors."""
+        return ()
 
 
 def moment(step: int, hp: Hyperparameters) -> Moment:
-    """Return what holds at a step, from 0 to num_iterations. A fork has its own: a rule reads what
-    is scheduled from `now`."""
+    """Return the Moment of a step, from 0 to num_iterations. A variable that holds a Moment is
+    mostly named `now`. A fork that schedules more overrides this function."""
     step = min(step, hp.num_iterations)
     window = get_window_size(step, hp)
     return Moment(
@@ -553,7 +554,7 @@ def moment(step: int, hp: Hyperparameters) -> Moment:
 
 
 # -----------------------------------------------------------------------------
-# Numerics: FP8 matmuls, the linear layer that uses them, and functions with a Triton twin
+# Numerics: FP8 matmuls, the linear layer that uses them, functions with a Triton version
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
@@ -567,16 +568,16 @@ def fp8_supported(device: torch.device) -> bool:
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return x * scale in float8, clamped to its range: a cast to float8_e5m2 alone gives inf."""
+    """Return x * scale in float8, clamped: a plain cast to float8_e5m2 overflows to inf."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Return a @ b / scale in dtype, of float8 (M, K) and (K, N)."""
+    """Return a @ b / scale in dtype, for float8 a (M, K) and b (K, N)."""
     inverse = torch.full((), 1.0 / scale, device=a.device)
     one = torch.full((), 1.0, device=a.device)
-    a, b = a.contiguous(), b.T.contiguous().T  # cuBLAS wants a by rows and b by columns
+    a, b = a.contiguous(), b.T.contiguous().T  # cuBLAS wants a row-major, b column-major
     return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast_accum)
 
 
@@ -617,12 +618,12 @@ class FP8Linear(torch.autograd.Function):
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias whose weight is cast to its input's dtype at use.
+    """A linear layer without bias whose weight is cast to its input's dtype when used.
 
-    With use_fp8, in training, and where the hardware can: x * x_s and w * w_s enter the matmul as
-    float8_e4m3fn, and the output's gradient * grad_s enters the backward ones as float8_e5m2. The
-    head does the same inside its loss (HeadLoss), chunk by chunk; this forward pass is for a fork
-    that wants FP8 in other layers.
+    With use_fp8, in training, on hardware with FP8: the matmul reads x * x_s and w * w_s as
+    float8_e4m3fn, and the backward matmuls read the output's gradient * grad_s as float8_e5m2. The
+    head does the same inside its loss (HeadLoss), chunk by chunk; this forward pass is for forks
+    with FP8 in other layers.
     """
 
     def __init__(
@@ -634,8 +635,8 @@ class CastedLinear(nn.Linear):
         w_s: float = 1.0,
         grad_s: float = 1.0,
     ):
-        # nn.Linear draws the weight within 1 / sqrt(in_features); who wants another one scales it.
-        nn.Linear.__init__(self, in_features, out_features, bias=False)
+        # nn.Linear draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
+        super().__init__(in_features, out_features, bias=False)
         self.scales = (x_s, w_s, grad_s) if use_fp8 else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -647,13 +648,13 @@ class CastedLinear(nn.Linear):
 
 
 def as_is(function):
-    """Return the function unchanged, where nothing is compiled."""
+    """Return the function unchanged, in place of torch.compile."""
     return function
 
 
 class Kernel:
-    """A plain function that may have a Triton twin of its name in kernels.py. choose_kernels
-    decides which of the two is called."""
+    """A plain function, and its twin if kernels.py has one: a Triton function of the same name.
+    choose_kernels decides which of the two is called."""
 
     def __init__(self, plain: Callable):
         self.plain = plain
@@ -676,58 +677,59 @@ def names_in_use(kernels: tuple[Kernel, ...]) -> list[str]:
 
 
 def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
-    """Return the attention mask as one integer for each token: i sees j when first[i] <= j <= i.
+    """Return the first token that each token sees: token i sees j when first[i] <= j <= i.
 
-    The mask is causal, and stays within a document (END_OF_TEXT begins one) and within a window. So
-    a token sees one run, which ends at itself. `window` counts tokens. By the rule "blocks" it
-    counts whole blocks, the token's own among them; that one is always seen. Tokens (T,) to (T,)
-    int32, never decreasing.
+    The mask is causal, and stays within a document (END_OF_TEXT begins one) and within a window.
+    `window` is in tokens, the token itself among them. By the rule "blocks" it is rounded down to
+    whole blocks, the token's own block among them, which is always seen. Maps (T,) to (T,) int32,
+    never decreasing.
     """
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
-    document = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
-    # A window wider than all tokens is no different, but may overflow.
+    document_start = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
+    # A window wider than all tokens hides nothing, but may overflow.
     window = torch.as_tensor(window).clamp(1, len(input_seq) + BLOCK)
     if rule == "blocks":
         blocks = (window // BLOCK).clamp(min=1)
-        in_window = (position // BLOCK + (1 - blocks)) * BLOCK
+        window_start = (position // BLOCK + (1 - blocks)) * BLOCK
     else:
-        in_window = position + (1 - window)
-    return torch.maximum(document, in_window)
+        window_start = position + (1 - window)
+    return torch.maximum(document_start, window_start)
 
 
 def block_lists(first: Tensor) -> tuple[Tensor, ...]:
-    """Return nine tensors: first_visible's mask (T,), and the four lists that FlexAttention wants,
-    each as counts (1, 1, T / BLOCK) and blocks (1, 1, T / BLOCK, T / BLOCK), int32.
+    """Return nine tensors: `first` (T,), of first_visible, and four lists for FlexAttention.
 
-    They are, for each query block, the key blocks that it sees in part, and those that it sees
-    whole (full); and the same of each key block. `first` never decreases, so each list is one run
-    of blocks. Causality keeps the diagonal block from being full: it stands behind the run in both
-    partial lists.
+    The lists are: for each query block, the key blocks that it sees partly, and those that it sees
+    fully; for each key block, the query blocks that see it partly, and those that see it fully.
+    Each list is two int32 tensors: the count of blocks, (1, 1, T / BLOCK), and their numbers,
+    (1, 1, T / BLOCK, T / BLOCK), of which only the first `count` are used. `first` never decreases,
+    so each list is one run of blocks. The mask is causal, so a block on the diagonal is seen
+    partly: it follows the run in both partial lists.
     """
-    own = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # the diagonal
-    # Of each query block: the first key block of which it sees anything, and everything.
-    some = first[::BLOCK] // BLOCK
-    whole = torch.minimum((first[BLOCK - 1 :: BLOCK] + (BLOCK - 1)) // BLOCK, own)
-    # Of each key block: the first query block that no longer sees all of it, and none of it.
-    whole_end = torch.searchsorted(whole, own, right=True, out_int32=True)
-    some_end = torch.searchsorted(some, own, right=True, out_int32=True)
+    index = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # of blocks
+    # For each query block: the first key block that it sees, and the first one that it sees fully.
+    seen = first[::BLOCK] // BLOCK
+    full = torch.minimum((first[BLOCK - 1 :: BLOCK] + (BLOCK - 1)) // BLOCK, index)
+    # For each key block: the first query block that no longer sees it fully, or no longer at all.
+    full_end = torch.searchsorted(full, index, right=True, out_int32=True)
+    seen_end = torch.searchsorted(seen, index, right=True, out_int32=True)
 
     lists = []
     for start, end, partial_list in (
-        (some, whole, True),
-        (whole, own, False),
-        (whole_end, some_end, True),
-        (own + 1, whole_end, False),
+        (seen, full, True),
+        (full, index, False),
+        (full_end, seen_end, True),
+        (index + 1, full_end, False),
     ):
         counts = end - start + int(partial_list)
-        blocks = start[:, None] + own
-        blocks = torch.where(blocks < end[:, None], blocks, own[:, None])
+        blocks = start[:, None] + index  # start, start + 1, ..., then the diagonal from end on
+        blocks = torch.where(blocks < end[:, None], blocks, index[:, None])
         lists += [counts[None, None], blocks[None, None]]
     return first, *lists
 
 
 def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
-    """Return the mask of block_lists for FlexAttention."""
+    """Return FlexAttention's mask, of the tensors that block_lists returns."""
     return BlockMask(
         (len(first), len(first)),
         *lists,  # in the order of BlockMask's arguments
@@ -737,24 +739,24 @@ def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
-    """Return the mask (T, T), or its last rows, as 0 or -inf, as SDPA wants it."""
+    """Return SDPA's mask, 0 or -inf: (T, T), or its last `rows` rows if that is not 0."""
     position = torch.arange(len(first), device=first.device)
     hidden = (position > position[-rows:, None]) | (position < first[-rows:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-# PyTorch chooses 8 warps on an H100 and 4 on other cards. With 4 the backward kernel spills
-# registers there (BENCHMARKS.md). No such card has timed this yet.
+# PyTorch's default is 8 warps on an H100 and 4 on other cards. With 4, the backward kernel spills
+# registers (BENCHMARKS.md). 8 have not been timed on such cards.
 FLEX_OPTIONS = {"bwd_num_warps": 8}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
-    """Attend with q, k and v (1, H, T, D) under block_lists (CUDA, compiled) or a dense_mask (a
-    CPU, where FlexAttention has no backward pass); they agree."""
+    """Return the attention (1, H, T, D) of q, k and v. The mask is block_lists on CUDA, and a
+    dense_mask on a CPU, where FlexAttention has no backward pass."""
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
     flex = flex_attention
-    if not torch.compiler.is_compiling():  # uncompiled, it would make all T x T scores
+    if not torch.compiler.is_compiling():  # uncompiled, it would store T x T scores
         flex = torch.compile(flex_attention, dynamic=False)
     return flex(q, k, v, block_mask=flex_mask(*mask), scale=scale, kernel_options=FLEX_OPTIONS)
 
@@ -765,10 +767,10 @@ def norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
-    """Return the angles (head_dim / 2,) by which pairs of channels turn from a token to the next.
+    """Return the angles (head_dim / 2,) by which pairs of channels rotate from token to token.
 
-    "full" RoPE (arXiv 2104.09864) has frequencies rope_base^(-2i / head_dim). Of "half", the first
-    half of them falls geometrically from 1 to 1/rope_base and the rest are 0.
+    "full" is RoPE (arXiv 2104.09864), with frequencies rope_base^(-2i / head_dim). With "half", the
+    first half of the frequencies falls geometrically from 1 to 1/rope_base; the rest are 0.
     """
     pairs = hp.head_dim // 2
     if hp.rope == "full":
@@ -780,17 +782,17 @@ def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
 
 def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles at positions (..., 1), each (..., 1, head_dim) in float32.
-    rotate_normed wants an angle twice: (cos, cos) and (sin, -sin)."""
+    Both channels of a pair have an entry: (cos, cos) and (sin, -sin)."""
     angle = position[..., None] * frequency
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return norm(x) with channels d and d + D/2 turned by a rotary_table's angles.
+    """Return norm(x) with each pair of channels d and d + D/2 rotated, by a rotary_table.
 
-    (1, T, H, D) to (1, H, T, D), as attend wants it. The halves change places by a flip: compiled
-    code then reads them in another order, where a cat would read everything twice.
+    Maps (1, T, H, D) to (1, H, T, D), as attend wants it. A flip swaps the halves: compiled, it
+    only changes the order of reading, where a cat would read everything twice.
     """
     normed = norm(x, eps).float()
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
@@ -798,7 +800,7 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normalised, rotated q and k, and with values from elsewhere mixed into v."""
+    """Attention with normalised, rotated q and k, and with extra values mixed into v."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -815,8 +817,8 @@ class CausalSelfAttention(nn.Module):
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend):
-        """Map x (1, T, C) to (1, T, C). Return v (1, T, H, D), too, as it was before a value was
-        mixed into it. `value` is rows (T, H * D) of a table, or the first layer's v."""
+        """Map x (1, T, C) to (1, T, C). Return v (1, T, H, D), too, before `value` is mixed into
+        it. `value` is rows (T, H * D) of a table, or the first layer's v."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
         own = v
@@ -824,7 +826,7 @@ class CausalSelfAttention(nn.Module):
             value = value.view_as(v)
         if self.mixes_first:
             if value is None:
-                value = v
+                value = v  # this is the first layer
             share = self.lambdas[0]
             v = (1 - share) * v + share * value
         else:
@@ -839,8 +841,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class ReLUSquared(torch.autograd.Function):
-    """relu(x)^2. It keeps only its result, which the matmul behind it keeps anyway. The derivative,
-    2 relu(x), is twice the result's root, but for the square's rounding."""
+    """relu(x)^2. Only the result is saved, which the next matmul saves anyway. The derivative,
+    2 relu(x), is twice the square root of the result, up to rounding."""
 
     @staticmethod
     def forward(ctx, x):
@@ -878,9 +880,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP. Before, an earlier output and x0 are added.
+    """One layer: add an earlier layer's output and x0, the embeddings, to the input; then apply
+    attention and the MLP.
 
-    All that differs from layer to layer comes as an argument, so equal ones are compiled once.
+    All that differs between layers or steps is an argument, so equal layers are compiled once.
     """
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
@@ -891,8 +894,8 @@ class Block(nn.Module):
         self.eps = hp.norm_eps
 
     def forward(self, x, x0, value, skip, rotary, mask, attend, give_v: bool):
-        """Map x (1, T, C) to (1, T, C). With give_v, return attention's v, too. Else None: an
-        unused v would get a gradient of zeros. skip is (weight, output) or None."""
+        """Map x (1, T, C) to (1, T, C). Return attention's v, too, with give_v, else None: an
+        unused v would get a gradient of zeros. skip is None, or (weight, earlier output)."""
         v = None
         if skip is not None:
             x = x + skip[0] * skip[1]
@@ -905,9 +908,9 @@ class Block(nn.Module):
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
-    """Return where the gradient of a vocabulary table is summed in place: weight.grad, made once.
+    """Return the tensor in which a weight's gradient is summed: weight.grad, made if missing.
 
-    For a bfloat16 table it is weight.grad32: a common token adds thousands of small terms.
+    For a bfloat16 table it is weight.grad32, in float32: a common token adds many small terms.
     """
     name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
     if getattr(weight, name, None) is None:
@@ -916,7 +919,7 @@ def gradient_buffer(weight: Tensor) -> Tensor:
 
 
 def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Return rows (T, C) of a table; their gradient is summed in place, no dense one is made."""
+    """Return rows (T, C) of a table. Backward adds their gradient to gradient_buffer directly."""
     rows = F.embedding(tokens, table.weight.detach())
 
     def accumulate(grad: Tensor) -> None:
@@ -927,21 +930,21 @@ def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
     return rows
 
 
-# Head and loss are one piece that takes the tokens in chunks, so that the float32 logits of a whole
-# sequence never exist (49152 x 50304 of them: 9.9 GB). It makes its gradients in the forward pass,
-# while a chunk's logits are at hand. On a CPU the softmax then takes a few rows of a chunk at a
-# time, which stay in the cache (BENCHMARKS.md).
+# The head and its loss take the tokens in chunks, so the float32 logits of a whole sequence (49152
+# x 50304: 9.9 GB) never exist. Gradients are made in the forward pass, while a chunk's logits
+# exist. On a CPU the softmax takes LOSS_ROWS rows of a chunk at a time, which stay in the cache
+# (BENCHMARKS.md).
 LOSS_ROWS = 16
 
 
 def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
-    """Say whether a head that wants FP8 trains in it: only on a GPU that can."""
+    """Say whether the head trains in FP8: if wanted, and on a GPU with FP8."""
     return wanted and device.type == "cuda" and fp8_supported(device)
 
 
 def trains_in_bfloat16(wanted: bool, device: torch.device) -> bool:
-    """Say whether a head that wants bfloat16 on a CPU trains in it: only with AVX512-BF16, where it
-    takes less than half of the time. On a GPU, a head without FP8 is bfloat16 anyway."""
+    """Say whether the head trains in bfloat16 on a CPU: if wanted, and with AVX512-BF16, which more
+    than halves the time. On a GPU, a head without FP8 is bfloat16 anyway."""
     fast = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return wanted and device.type == "cpu" and fast()
 
@@ -977,18 +980,18 @@ def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=No
 
 
 def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return a head's weight (V, K) * scale in float8_e4m3fn: stored by rows, and by columns."""
+    """Return a head's weight (V, K) * scale in float8_e4m3fn: row-major and column-major."""
     w = to_fp8(weight, scale, torch.float8_e4m3fn)
     return w, w.T.contiguous().T
 
 
 def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
-    """Return three things of x (C, K) under the head's w (V, K): the summed loss (); x as it
-    entered the matmul; and the logits' gradient (C, V) times grad_scale, or None without
-    grad_scale.
+    """Return three things for a chunk x (C, K) and the head's weight w (V, K): the summed loss ();
+    x in the dtype of the matmul; and the logits' gradient (C, V) times grad_scale, or None if
+    grad_scale is None.
 
-    cross_entropy is softcapped_cross_entropy or the like, and options what it takes after the
-    targets. With FP8 scales, w is what head_in_fp8 makes of it.
+    cross_entropy is called as softcapped_cross_entropy is, with `options` after the targets. With
+    FP8 scales, w is what head_in_fp8 returns.
     """
     grads = None
     if scales is not None:
@@ -999,7 +1002,7 @@ def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
         grads = torch.empty_like(logits, dtype=torch.float8_e5m2)
     else:
         logits = x @ w.T
-        if grad_scale is not None:  # in place, but where torch.compile would copy them first
+        if grad_scale is not None:  # in place, unless torch.compile would copy the logits
             grads = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
     if x.is_cuda:
         return cross_entropy(logits, targets, *options, grad_scale, grads), x, grads
@@ -1012,7 +1015,7 @@ def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
 
 
 def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
-    """Return the gradient of x (C, K), and add that of w to grad_w. x and grads are those that
+    """Return the gradient of x (C, K), and add the gradient of w to grad_w. x and grads are what
     logits_loss returned."""
     if scales is not None:
         x_s, w_s, grad_s = scales
@@ -1025,16 +1028,16 @@ def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
     return grads @ w
 
 
-# They are compiled one by one. In one graph, the kernel of the loss would also write the transposed
-# gradients that FP8 wants, each byte far from the last, and the logits would stay allocated.
+# Each is compiled alone. In one graph, the loss kernel would also write the transposed gradient
+# that FP8 wants, each byte far from the one before, and the logits would stay allocated.
 HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
 
 
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of x (T, K) and targets (T, ...) under the weight (V, K) of a Head.
 
-    If x wants a gradient, the forward pass makes it, times grad_scale, and adds the weight's to
-    gradient_buffer. Call backward() exactly once, on the loss itself.
+    If x requires a gradient, the forward pass makes it, times grad_scale, and adds the weight's
+    gradient to gradient_buffer. Call backward() exactly once, on the loss itself.
     """
 
     @staticmethod
@@ -1054,7 +1057,7 @@ class HeadLoss(torch.autograd.Function):
             if with_grad:
                 grad_w = gradient_buffer(weight)
                 grads.append(backward_step(part, w, grad_logits, grad_w, scales))
-            del part, grad_logits  # 0.8 GB, before the next ones are made
+            del part, grad_logits  # 0.8 GB, freed before the next chunk's
         if with_grad:
             ctx.save_for_backward(torch.cat(grads).type_as(x))
         return total / len(x)
@@ -1067,9 +1070,9 @@ class HeadLoss(torch.autograd.Function):
 
 
 class Head(CastedLinear):
-    """Makes logits and their loss of the trunk's output; `steps` are the compiled HEAD_STEPS."""
+    """Turns the trunk's output into logits and their loss. GPT.to_device may compile `steps`."""
 
-    cross_entropy = softcapped_cross_entropy
+    cross_entropy = softcapped_cross_entropy  # a Kernel, which is not bound as a method
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp.model_dim, hp.padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
@@ -1079,8 +1082,8 @@ class Head(CastedLinear):
         self.steps = HEAD_STEPS
 
     def chunk_len(self, device: torch.device) -> int:
-        """Return the tokens in a chunk: enough for fast matmuls. The fewer chunks there are, the
-        fewer times the whole gradient of the head is read and written."""
+        """Return the tokens in a chunk: enough for fast matmuls. Each chunk reads and writes the
+        head's whole gradient, so fewer chunks are faster."""
         return 256 if device.type == "cpu" else 16384
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -1088,8 +1091,8 @@ class Head(CastedLinear):
         return self.loss_of(x, targets, (self.softcap,), grad_scale=1 / len(x))
 
     def loss_of(self, x: Tensor, targets: Tensor, options: tuple, grad_scale: float) -> Tensor:
-        """Return the mean loss () of cross_entropy with `options`. In training, in FP8 or in
-        bfloat16 on a CPU if that is wanted and can be; without gradients never."""
+        """Return the mean loss () of cross_entropy with `options`. Only training uses FP8, or on a
+        CPU bfloat16, if wanted and supported."""
         scales = None
         if x.requires_grad:
             if trains_in_bfloat16(self.use_bfloat16, x.device):
@@ -1100,7 +1103,7 @@ class Head(CastedLinear):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C), in float32, never from FP8. They
-        lie between 0 and 2 cap: see softcapped_cross_entropy."""
+        are between 0 and 2 cap, as z in softcapped_cross_entropy."""
         logits = F.linear(x, self.weight.type_as(x)).float()
         return 2 * self.softcap * torch.sigmoid(logits / (self.softcap / 2))
 
@@ -1108,12 +1111,13 @@ class Head(CastedLinear):
 class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss.
 
-    Parameters have the names of 2025-01-26, whose published checkpoints load. On a CPU all is
+    Parameters are named as in 2025-01-26, so its published checkpoints load. On a CPU everything is
     float32; on CUDA embeddings and activations are bfloat16.
     """
 
-    attend = staticmethod(attend)  # sampling has another one, with a memory
-    context_tokens = 0  # ends of text before a document that hide what stands before them
+    attend = staticmethod(attend)  # tools/sample.py adds a KV cache
+    # How many END_OF_TEXT isolate a document from the text before it (tools/hellaswag.py).
+    context_tokens = 0
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -1130,15 +1134,15 @@ class GPT(nn.Module):
         self.lm_head = Head(hp)
         self.use_flex = False
         self.compiled, self.compile_ = False, as_is
-        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}  # the last of rotary_of
+        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}  # rotary_of's last result
 
     def tables(self) -> list[nn.Module]:
         """Return the vocabulary tables that are bfloat16 on CUDA."""
         return [self.embed, self.value_embeds]
 
     def to_device(self, device: torch.device, compiled: bool) -> "GPT":
-        """Move the model to a device, in the dtypes that are used there. If `compiled`, compile
-        what takes the time."""
+        """Move the model to a device, in the device's dtypes. If `compiled`, compile masks, layers
+        and head."""
         self.to(device)
         self.use_flex = device.type == "cuda"
         for table in self.tables():
@@ -1146,8 +1150,8 @@ class GPT(nn.Module):
         if compiled:
             self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
             torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
-            with contextlib.suppress(AttributeError):  # of a torch that has no such setting
-                # Else layers are compiled anew at each start, because of their autograd.Functions.
+            with contextlib.suppress(AttributeError):  # not every torch has this setting
+                # Without it, layers with an autograd.Function are compiled anew at each start.
                 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
             self.lm_head.steps = tuple(self.compile_(step) for step in self.lm_head.steps)
             self.make_masks = self.compile_(self.make_masks)
@@ -1155,8 +1159,8 @@ class GPT(nn.Module):
         return self
 
     def compile_layers(self) -> None:
-        """Compile layers one at a time, equal ones once. As one they would take longer, and all
-        gradients would come at the end, while other ranks wait for them."""
+        """Compile layers one at a time, and equal layers once. One graph of all layers would take
+        longer to compile, and give all gradients at its end, too late to overlap their sending."""
         for block in self.blocks:
             block.compile(dynamic=False)
 
@@ -1167,8 +1171,8 @@ class GPT(nn.Module):
         return lookup(self.embed, input_seq), values
 
     def windows(self, when: Moment | int) -> dict[str, int]:
-        """Return the windows in tokens that layers attend with, by their names, at a moment or for
-        a long window in tokens."""
+        """Return the windows that layers use, by name, in tokens. `when` is a Moment, or a long
+        window in tokens."""
         if isinstance(when, Moment):
             windows = {"long": when.window, "short": when.short}
         else:
@@ -1179,17 +1183,17 @@ class GPT(nn.Module):
     @torch.no_grad()
     def masks(self, input_seq: Tensor, when: Moment | int, make_mask: Callable) -> dict:
         """Return the masks of input_seq (T,), by the names of `windows`."""
-        # As tensors, so that another window compiles nothing.
+        # Windows are tensors, so that a new window recompiles nothing.
         windows = {name: torch.tensor(window) for name, window in self.windows(when).items()}
         return self.make_masks(input_seq, windows, make_mask)
 
     def make_masks(self, input_seq: Tensor, windows: dict[str, Tensor], make_mask) -> dict:
-        """Return the masks of input_seq (T,) for some windows, by their names."""
+        """Return the masks of input_seq (T,) for windows, by name."""
         rule = self.hp.window_rule
         return {n: make_mask(first_visible(input_seq, w, rule)) for n, w in windows.items()}
 
     def rotary_of(self, length: int, when: Moment | int, device: torch.device, start: int = 0):
-        """Return the rotary_table of so many tokens from `start` on; the last one is kept."""
+        """Return the rotary_table of `length` tokens from `start` on. The last one is cached."""
         key = length, start, device
         if key not in self.rotary:
             position = torch.arange(start, start + length, device=device)[:, None]
@@ -1197,20 +1201,20 @@ class GPT(nn.Module):
         return self.rotary[key]
 
     def hidden(self, input_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
-        """Map tokens (T,), whole blocks, to (T, C), after a norm, at a moment or with a long window
-        in tokens. Masks and rotary angles are made here, once for all layers."""
+        """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer. `when`
+        is as in `windows`. Masks and rotary angles are made here, once for all layers."""
         if not self.use_flex and len(input_seq) > 16384:
-            raise UserError(f"{len(input_seq)} tokens a sequence need a GPU; try --record demo")
+            raise UserError(f"a sequence of {len(input_seq)} tokens needs a GPU; try --record demo")
         masks = self.masks(input_seq, when, block_lists if self.use_flex else dense_mask)
         rotary = self.rotary_of(len(input_seq), when, input_seq.device)
         x, values = self.embedded(input_seq)
         return self.trunk(x, values, rotary, masks, self.attend)
 
     def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
-        """Map embeddings (T, C), with the rows of value tables by name, to what the head reads,
-        (T, C). The layers of the upper half add the output of their mirror images below."""
+        """Map embeddings (T, C), and the rows of value tables by name, to the head's input (T, C).
+        In the second half, layer num_layers - 1 - i adds the output of layer i to its input."""
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
-        x = x0.view(x0.shape)  # where two arguments are one tensor, a layer is compiled once more
+        x = x0.view(x0.shape)  # if two arguments were one tensor, a layer would be compiled again
         weights = self.skip_weights.unbind()
         half = len(weights)
         outputs = []
@@ -1235,8 +1239,7 @@ class GPT(nn.Module):
         return self.lm_head.logits(self.hidden(input_seq, when))
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
-        """Return the mean loss () of tokens (T,) and targets (T,) int64, at a moment or with a long
-        window in tokens."""
+        """Return the mean loss () of tokens (T,) and targets (T,) int64; `when` as in `windows`."""
         return self.lm_head.loss(self.hidden(input_seq, when), target_seq)
 
 
@@ -1250,20 +1253,20 @@ def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) ->
     return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
 
 
-# Coefficients (a, b, c) of each step, which takes singular values s to a s + b s^3 + c s^5: most of
-# them to between 0.7 and 1.2, fast rather than exactly.
+# Coefficients (a, b, c) of each step, which maps a singular value s to a s + b s^3 + c s^5. After
+# five steps most singular values are between 0.7 and 1.2: fast rather than exact.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def zeropower_via_newtonschulz5(
     G: Tensor, steps: int = 5, coefficients=NEWTON_SCHULZ, margin: float = 1.0, eps: float = 1e-7
 ) -> Tensor:
-    """Return G (..., rows, cols) with its singular vectors and with singular values near 1; zero
-    stays zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon.
+    """Return G (..., rows, cols) with its singular values replaced by values near 1; zero stays
+    zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon.
 
     G is divided by margin * its Frobenius norm + eps. Then each (a, b, c) makes a step
-    X <- a X + (b A + c A^2) X with A = X X^T. Sums are made inside the matmuls: in bfloat16 that is
-    half the rounding error.
+    X <- a X + (b A + c A^2) X with A = X X^T. The matmuls add the terms themselves, which halves
+    the rounding error in bfloat16.
     """
     X = G.bfloat16() if activation_dtype(G.device) == torch.bfloat16 else G
     X = X.reshape(-1, *G.shape[-2:])
@@ -1281,13 +1284,11 @@ def zeropower_via_newtonschulz5(
 def muon_updates(
     grads, momenta, momentum: Tensor, damped: bool, orthogonalise=zeropower_via_newtonschulz5
 ) -> Tensor:
-    """Return the updates (n, rows, cols) of n matrices: directions by Nesterov's momentum,
-    orthogonalised.
+    """Return the updates (n, rows, cols) of n matrices: orthogonalised Nesterov momentum.
 
-    Mean gradients and momenta are lists of parts; momenta change in place. Damped, they take up a
-    share of 1 - momentum of each gradient, else all of it: while the momentum is constant, that is
-    only another scale. Compiled, all but the matmuls is one pass over them; momentum () is a
-    tensor, so that a new value compiles nothing.
+    grads (mean gradients) and momenta (momentum buffers, changed in place) are lists of tensors. If
+    `damped`, a buffer adds (1 - momentum) * gradient, else the gradient; with a constant momentum
+    the two differ only in scale. momentum () is a tensor, so that a new value recompiles nothing.
     """
     directions = []
     for grad, buffer in zip(grads, momenta, strict=True):
@@ -1301,8 +1302,8 @@ def muon_updates(
 
 
 def subtract_(weights: list[Tensor], updates: list[Tensor], lr: Tensor) -> None:
-    """weights -= lr * updates, which may be of another dtype; lr () lies on the CPU. Compiled, all
-    of it is one launch; else each product and difference is rounded once, together."""
+    """Subtract lr * updates from the weights, in place. Updates may have another dtype; lr () is on
+    the CPU. Compiled, this is one kernel launch. Uncompiled, lr * update is not rounded."""
     if torch.compiler.is_compiling():
         torch._foreach_sub_(weights, [lr * update.float() for update in updates])
     else:
@@ -1313,16 +1314,16 @@ MUON_STEPS = muon_updates, subtract_
 
 
 def number(value: float, like: Tensor) -> Tensor:
-    """Return a number as a tensor (): compiled functions are not compiled anew for another one."""
+    """Return a number as a tensor (), so that another number recompiles nothing."""
     return torch.full((), value, device=like.device)
 
 
-# An update rule is a function rule(buckets, lr, now). The rows of all its buckets have one shape;
-# lr is the group's learning rate at the Moment now. The rule reads bucket.grads, the mean gradient
-# (n, ...) of this rank's n rows. What it keeps in bucket.state is saved and resumed: tensors
-# (n, ...), or a () that is equal in all buckets. It returns what each bucket sends to the other
-# ranks, (n, ...), and a function take(weights, sent) of two lists, which changes the weights on all
-# ranks.
+# An update rule is a function rule(buckets, lr, now). A Bucket (below) holds parameters as rows;
+# all rows in `buckets` have one shape. lr is the group's learning rate at the Moment `now`.
+# bucket.grads is the mean gradient (n, ...) of this rank's n rows. bucket.state is saved and
+# resumed: tensors (n, ...), or tensors () that are equal in all buckets. The rule returns two
+# things: for each bucket a tensor (n, ...) to send to all ranks, and a function take(weights,
+# sent) of two lists, by which each rank changes the weights.
 
 
 def muon(
@@ -1334,22 +1335,22 @@ def muon(
     orthogonalise=zeropower_via_newtonschulz5,
 ):
     """Step by Muon, for matrices (n, rows, cols). `steps` are the compiled MUON_STEPS."""
-    updates_of, step_ = steps
+    make_updates, subtract = steps
     for bucket in buckets:
         if not bucket.state:
             bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
     grads = [bucket.grads for bucket in buckets]
     momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
     momentum = number(now.momentum, grads[0])
-    updates = updates_of(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
+    updates = make_updates(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
     rows, cols = buckets[0].row_shape
-    own_lr = torch.tensor(lr * max(1, rows / cols) ** 0.5, dtype=torch.float64)
+    scaled_lr = torch.tensor(lr * max(1, rows / cols) ** 0.5, dtype=torch.float64)
     updates = updates.split([len(grad) for grad in grads])
-    return updates, partial(step_, lr=own_lr)
+    return updates, partial(subtract, lr=scaled_lr)
 
 
 def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
-    """Take over what was sent as the new weights. Some of it may lie in its place already."""
+    """Copy what was sent into the weights, unless it arrived in the weights themselves."""
     elsewhere, news = [], []
     for weight, new in zip(weights, sent, strict=True):
         if weight.data_ptr() != new.data_ptr():
@@ -1360,8 +1361,8 @@ def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
 
 
 def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float, decay: float = 0.0):
-    """Step by torch's fused Adam, for rows of any shape. First, weights lose lr * decay of
-    themselves: decoupled weight decay (arXiv 1711.05101)."""
+    """Step by torch's fused Adam, for rows of any shape, with decoupled weight decay (arXiv
+    1711.05101)."""
     for bucket in buckets:
         if not bucket.state:
             weight = bucket.weights()
@@ -1391,21 +1392,22 @@ def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float, decay: float 
 
 @dataclass(frozen=True)
 class Group:
-    """A row of the table of parameters: which parameters these are, and how they learn."""
+    """A row of parameter_table: which parameters these are, and how they learn."""
 
-    name: str  # its gradient's norm is in the metrics as grad_norm_NAME
-    patterns: tuple[str, ...]  # of names of parameters, as fnmatch reads them
+    name: str  # the metrics call its gradient's norm grad_norm_NAME
+    patterns: tuple[str, ...]  # of the parameters' names, such as "blocks.*.weight"
     rule: Callable
     lr: float
-    row_ndim: int  # a rank owns whole rows: matrices (2), rows of a table (1), or numbers (0)
-    least_rows: float = 1  # a bucket has at least so many rows, and one for each rank
-    # When the last micro-batch's gradients are complete: during its "backward" pass, at that pass's
-    # "end", or after its "forward" pass already.
+    row_ndim: int  # ranks own rows: matrices (2), rows of a table (1) or scalars (0)
+    least_rows: float = 1  # a full bucket has so many rows, and at least one for each rank
+    # When gradients are complete, in the last micro-batch: during the "backward" pass, at the "end"
+    # of that pass, or after the "forward" pass.
     complete: str = "backward"
 
 
 def parameter_table(hp: Hyperparameters, compile_: Callable = as_is) -> tuple[Group, ...]:
-    """Return the groups, in the order in which gradients leave and weights are updated."""
+    """Return the groups, in the order in which gradients are sent and weights are updated. Each
+    parameter's name, which is its key in a checkpoint, matches exactly one group."""
     by_muon = partial(muon, hp=hp, steps=tuple(compile_(step) for step in MUON_STEPS))
     by_adam = partial(adam, betas=hp.adam_betas, eps=hp.adam_eps)
     matrices = ("blocks.*.weight", "blocks.*.qkv_w")
@@ -1420,14 +1422,14 @@ def parameter_table(hp: Hyperparameters, compile_: Callable = as_is) -> tuple[Gr
 
 
 def members(model: nn.Module, table: tuple[Group, ...]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return, by each group's name, its parameters by their names. ValueError for a parameter that
-    does not match exactly one row of the table."""
+    """Return {group's name: {parameter's name: parameter}}. ValueError for a parameter that does
+    not match exactly one row of the table."""
     found = {group.name: {} for group in table}
     for name, p in model.named_parameters():
         rows = [g for g in table if any(fnmatchcase(name, text) for text in g.patterns)]
         if len(rows) != 1 or p.ndim < rows[0].row_ndim:
             names = " and ".join(g.name for g in rows) or "no row"
-            wanted = f"it wants exactly one, for its shape {tuple(p.shape)}"
+            wanted = f"it needs exactly one row, for its shape {tuple(p.shape)}"
             raise ValueError(f"{name} matches {names} of parameter_table: {wanted}")
         found[rows[0].name][name] = p
     return found
@@ -1438,10 +1440,11 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Bucket:
-    """Parameters whose gradients travel together, in their dtype, as rows of one shape. Each rank
-    owns a share: one of world_size equal parts of the rows, to the last of which zeros are added.
-    Single numbers are too few to share. Each rank has all of them, with equal gradients, and makes
-    the same step: there a bucket has a world_size of 1.
+    """Parameters whose gradients are sent together, in the parameters' dtype, as rows of one shape.
+
+    The rows, padded with zeros, are divided into world_size equal shares, and each rank owns one.
+    Scalars are too few to divide: each rank owns all of them and makes the same step, so their
+    buckets have a world_size of 1.
     """
 
     def __init__(self, params: list[Tensor], row_ndim: int, rank: int = 0, world_size: int = 1):
@@ -1449,8 +1452,8 @@ class Bucket:
         self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
         self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
         self.share_len = -(-sum(self.counts) // world_size)
-        self.unpadded = self.counts == [world_size * self.share_len]  # one parameter, no zeros
-        self.state: dict[str, Tensor] = {}  # what the update rule keeps of this rank's share
+        self.unpadded = self.counts == [world_size * self.share_len]  # one parameter, no padding
+        self.state: dict[str, Tensor] = {}  # the update rule's, for this rank's share
         self.grads = self.sent = self.work = None
 
     def share(self, tensors: list[Tensor]) -> Tensor:
@@ -1466,15 +1469,14 @@ class Bucket:
         return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
     def weights(self) -> Tensor:
-        """Return this rank's rows. Of one parameter they are its own memory, unless zeros were
-        added."""
+        """Return this rank's rows of the parameters: of one parameter a view, unless padded."""
         return self.share([p.detach() for p in self.params])
 
     def launch(self) -> None:
-        """Begin to sum the gradients over all ranks. They travel in the parameters' dtype, copied
-        once into one tensor, unless a single gradient can be sent as it is."""
+        """Begin to sum the gradients over all ranks. They are copied into one tensor of the
+        parameters' dtype, unless a single gradient can be sent as it is."""
         grads = [gradient_buffer(p) for p in self.params]
-        if self.world_size == 1:  # a table's is used as it is
+        if self.world_size == 1:  # even a table's in float32
             self.grads = self.share(grads)
             return
         if self.unpadded and grads[0].dtype == self.params[0].dtype:
@@ -1489,7 +1491,7 @@ class Bucket:
         self.work = reduce_scatter(self.grads, self.sent, async_op=True)
 
     def wait(self) -> Tensor:
-        """Return this rank's share of the summed gradients, which is in self.grads from now on."""
+        """Wait for the summed gradients, and return this rank's share of them, self.grads."""
         if self.grads is None:
             self.launch()
         if self.work is not None:
@@ -1498,9 +1500,9 @@ class Bucket:
         return self.grads
 
     def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to collect all shares. The function returned waits for them. It returns a tensor
-        for each parameter: in its shape, or as rows where state has rows of another shape. If a
-        share is a part of the only parameter, the other shares arrive in that parameter."""
+        """Begin to collect the shares of all ranks. Return a function that waits for them, and
+        returns a tensor for each parameter: in its shape, or as rows if rows of state have another
+        shape. If `share` is a view of the only parameter, the other shares arrive in that one."""
         rows, work = share, None
         if self.world_size > 1:
             if self.unpadded and share.data_ptr() == self.weights().data_ptr():
@@ -1521,19 +1523,19 @@ class Bucket:
 
 
 class Optimizers:
-    """The update rules at work on all parameters. The order of a step is that of all ranks:
+    """Applies the update rules to all parameters. All ranks make a step in this order:
 
-    1. Gradients leave in the order of the table, each bucket as soon as it is complete and those
-       before it have left: the head's before the last backward pass begins, the matrices' while it
-       runs, from the last layer to the first, the others' at its end. The gradients of all single
-       numbers are one message, the last one.
-    2. In the same order each rank updates its share, and sends what has changed: while gradients of
-       the tables travel, it orthogonalises its matrices.
-    3. At last all ranks take over what was sent.
+    1. Gradients are sent in the order of the table, each bucket once it and all before it are
+       complete: the head's before the last backward pass begins, the matrices' during that pass,
+       from the last layer to the first, the others' at its end. The gradients of all scalars are
+       one message, the last one.
+    2. In the same order each rank updates its share, and sends the result. The matrices are
+       orthogonalised while gradients of the tables are still on their way.
+    3. Each rank changes its weights by what was sent.
     """
 
     table = staticmethod(parameter_table)
-    norms_every = 25  # steps
+    norms_every = 25  # steps between gradient norms
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         self.hp, self.rank, self.world_size = hp, rank, world_size
@@ -1544,12 +1546,12 @@ class Optimizers:
             parts = self.bucket_params(group, list(params.values()))
             place = (rank, world_size)
             if group.row_ndim == 0:
-                place = (0, 1)  # each rank has all single numbers
+                place = (0, 1)  # each rank has all scalars
             buckets = [Bucket(part, group.row_ndim, *place) for part in parts]
             self.groups.append((group, buckets))
         self.order = [bucket for _, buckets in self.groups for bucket in buckets]
-        self.several = hp.batch_seqs > world_size  # micro-batches a step, on each rank
-        self.zero_grad(self.groups)  # sums get their places, also of what this model does not use
+        self.several = hp.batch_seqs > world_size  # micro-batches in a step, on each rank
+        self.zero_grad(self.groups)  # makes gradient buffers, also of unused parameters
         self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
         for group, buckets in self.groups:
             if world_size == 1 or group.complete != "backward":
@@ -1559,40 +1561,40 @@ class Optimizers:
                     p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
 
     def bucket_params(self, group: Group, params: list[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters of a group's buckets, in the order in which backward meets them. A
-        bucket is full when it has the rows that the group wants, and one for each rank."""
+        """Divide a group's parameters into buckets, in the order in which backward reaches them. A
+        full bucket has least_rows rows, and at least one for each rank."""
         least_rows = max(group.least_rows, self.world_size)
-        if self.world_size == 1 and least_rows > 1:  # nothing is sent: all of a shape together
+        if self.world_size == 1 and least_rows > 1:  # nothing is sent: a bucket for each shape
             least_rows = math.inf
         full, unfilled = [], {}
         for p in reversed(params):
             shape = p.shape[p.ndim - group.row_ndim :]
             bucket = unfilled.setdefault(shape, [])
             bucket.insert(0, p)
-            if sum(p.numel() for p in bucket) >= least_rows * shape.numel():
+            if sum(q.numel() for q in bucket) >= least_rows * shape.numel():
                 full.append(unfilled.pop(shape))
         return [*full, *unfilled.values()]
 
     def learning(self, now: Moment) -> list[tuple[Group, list[Bucket]]]:
-        """Return the groups that learn at a moment, with their buckets. A fork may let some wait:
-        their gradients are kept and added to."""
+        """Return the groups that learn at a moment, with their buckets. A fork may leave some out:
+        their gradients accumulate."""
         return self.groups
 
     def begin_last_backward(self, now: Moment) -> None:
-        """From now on, gradients are complete when they arrive; some are complete already."""
+        """Begin to count arriving gradients; launch the buckets that are complete already."""
         for group, buckets in self.learning(now):
             for bucket in buckets:
                 self.missing[bucket] = 0 if group.complete == "forward" else len(bucket.params)
         self.launch_complete()
 
     def arrived(self, bucket: Bucket) -> None:
-        """One of the bucket's gradients is there: complete, if this is the last backward pass."""
+        """Count an arrived gradient, in the last backward pass, and launch complete buckets."""
         if bucket in self.missing:
             self.missing[bucket] -= 1
             self.launch_complete()
 
     def launch_complete(self) -> None:
-        """Launch what is next in order, as far as that is complete."""
+        """Launch the buckets that are next in order, up to the first incomplete one."""
         for bucket in list(self.missing):
             if self.missing[bucket]:
                 break
@@ -1600,27 +1602,27 @@ class Optimizers:
             bucket.launch()
 
     def grad_norms(self, now: Moment) -> Tensor:
-        """Return L2 norms (groups,) of the summed gradients of the groups that learn, else 0."""
+        """Return L2 norms (groups,) of the summed gradients, 0 for groups that do not learn now."""
         learning = [group for group, _ in self.learning(now)]
         squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
-        for square, (group, buckets) in zip(squares, self.groups, strict=True):
+        for square, (group, buckets) in zip(squares, self.groups, strict=True):  # views of squares
             if group not in learning:
                 continue
             for bucket in buckets:
                 length = torch.linalg.vector_norm(bucket.wait(), dtype=torch.float32)
-                weight = bucket.world_size / self.world_size  # all ranks have all single numbers
+                weight = bucket.world_size / self.world_size  # every rank counts all scalars
                 square += length.square() * weight
         all_reduce_([squares])
         return squares.sqrt()
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
-        """Update all groups that learn at a moment, and empty their gradients. Every norms_every
-        steps, and to clip, the list returned holds the norms (groups,) of the mean gradient."""
+        """Update all groups that learn at a moment, and clear their gradients. Return a list. Every
+        norms_every steps, and with grad_clip, it holds the mean gradient's norms (groups,)."""
         for bucket in self.missing:
             bucket.launch()
         self.missing = {}
-        self.sum_numbers(now)
+        self.sum_scalars(now)
         grad_scale, norms = 1 / self.hp.batch_seqs, []
         if (now.step + 1) % self.norms_every == 0 or self.hp.grad_clip:
             norms = [self.grad_norms(now) * grad_scale]
@@ -1646,24 +1648,25 @@ class Optimizers:
         self.zero_grad(self.learning(now))
         return norms
 
-    def sum_numbers(self, now: Moment) -> None:
-        """Begin to sum the gradients of single numbers over all ranks, all in one message."""
-        numbers = []
+    def sum_scalars(self, now: Moment) -> None:
+        """Begin to sum the gradients of scalars over all ranks, all in one message."""
+        scalars = []
         for group, buckets in self.learning(now):
             if group.row_ndim == 0:
-                numbers += buckets
-        if numbers and self.world_size > 1:
-            grads = torch.cat([bucket.wait() for bucket in numbers])
+                scalars += buckets
+        if scalars and self.world_size > 1:
+            grads = torch.cat([bucket.wait() for bucket in scalars])
             work = dist.all_reduce(grads, async_op=True)
-            parts = grads.split([bucket.share_len for bucket in numbers])
-            for bucket, part in zip(numbers, parts, strict=True):
+            parts = grads.split([bucket.share_len for bucket in scalars])
+            for bucket, part in zip(scalars, parts, strict=True):
                 bucket.grads, bucket.work = part, work
 
     def zero_grad(self, groups: list[tuple[Group, list[Bucket]]]) -> None:
-        """Empty the gradients of groups. If a step has one micro-batch, those that are no tables'
-        are dropped: the next backward pass makes new ones, and nothing is added. Of several
-        micro-batches, the first one's tensors would lie in the way of the next ones' large ones.
-        ValueError if two gradients were one tensor, as compiled code makes equal ones."""
+        """Clear the gradients of groups. A table's gradient is filled with zeros. So are the others
+        if a step has several micro-batches: new tensors in the first one would fragment the memory
+        that the next one needs. With one micro-batch, they are dropped: backward then makes new
+        tensors, and adds nothing. ValueError if two parameters share a gradient tensor: compiled
+        code does that if their gradients are always equal."""
         sums, dropped = [], {}
         for group, buckets in groups:
             for p in itertools.chain.from_iterable(bucket.params for bucket in buckets):
@@ -1679,7 +1682,8 @@ class Optimizers:
             torch._foreach_zero_(sums)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return all ranks' state by parameter name, on rank 0's CPU; others only help."""
+        """Return all ranks' state by parameter name, on the CPU of rank 0. All ranks must call
+        this; the others return empty state."""
         saved = {name: {} for name in self.names.values()}
         for bucket in self.order:
             for key, value in bucket.state.items():
@@ -1691,8 +1695,7 @@ class Optimizers:
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Take over such a state of any number of ranks, or begin anew with {}. Gradients that were
-        waiting are forgotten."""
+        """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients."""
         self.zero_grad(self.groups)
         for bucket in self.order:
             rows = [saved.get(self.names[p], {}) for p in bucket.params]
@@ -1707,22 +1710,26 @@ class Optimizers:
 
 
 def all_reduce_(tensors: list[Tensor]) -> None:
-    """Sum each tensor over all ranks, in place; one process has nothing to do."""
+    """Sum each tensor over all ranks, in place; one process has nothing to do.
+
+    All ranks must take the same branches. A value that decides a branch (a loss, a signal to stop,
+    a kernel's fault) is summed first: a rank that decided alone would leave the others waiting.
+    """
     if dist.is_initialized():
         for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
             work.wait()
 
 
 def wait_for_all_ranks(device: torch.device) -> None:
-    """Return when all of them have come here."""
+    """Return when all ranks have called this."""
     count = torch.ones(1, device=device)
     all_reduce_([count])
-    count.item()  # on a GPU, only this waits
+    count.item()  # on a GPU, all_reduce_ does not wait
 
 
 def keep_freed_memory() -> None:
-    """Let glibc, which alone can, keep freed memory. Else each chunk of logits comes anew from the
-    system, page by page: a tenth to a fifth of the demo's time."""
+    """Let glibc, if it is the C library, keep freed memory. Otherwise each chunk of logits takes
+    new pages from the system, which costs a tenth to a fifth of the demo's time."""
     M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -1731,14 +1738,14 @@ def keep_freed_memory() -> None:
 
 
 def start_device(wanted: str, timeout: int = 600) -> torch.device:
-    """Return this process's device. Under torchrun, join the other ranks first; a rank gives up
-    after `timeout` seconds of waiting. UserError if there is no such GPU."""
+    """Return this process's device. Under torchrun, join the other ranks first; a rank waits at
+    most `timeout` seconds for another. UserError if there is no such GPU."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= gpus:
-            remedy = f"start {gpus} processes a node" if gpus else "use --device cpu"
+            remedy = f"start {gpus} processes per node" if gpus else "use --device cpu"
             raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -1762,14 +1769,14 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
 
 @cache
 def rank_store() -> "dist.Store":
-    """Return the store in which torchrun's ranks meet. After a restart the store still has what the
-    ranks before wrote: each start has keys of its own."""
+    """Return the store through which torchrun's ranks meet. The store keeps its keys over a
+    restart, so each start has a prefix of its own."""
     store, _, _ = next(dist.rendezvous("env://"))
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def chosen_by_rank_0(choose: Callable[[], str]) -> str:
-    """Return on all ranks what rank 0 chooses. Its UserError is raised on all ranks, too."""
+    """Return on all ranks what rank 0 chooses. A UserError of rank 0 is raised on all ranks."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return choose()
     if os.environ["RANK"] == "0":
@@ -1789,16 +1796,16 @@ def ranks() -> tuple[int, int]:
 
 
 def clock(device: torch.device) -> float:
-    """Return the time in seconds, when the device has done what it was given."""
+    """Return the time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> tuple[int, int]:
-    """Return peak bytes allocated and reserved on a GPU; without one, the process's, twice."""
+    """Return the peak bytes allocated and reserved on a GPU; on a CPU, the process's, twice."""
     if device.type == "cuda":
-        # Read at each step: torch.cuda.memory_stats, which flattens them, takes ten times as long.
+        # Each step reads this: torch.cuda.memory_stats, which flattens it, takes ten times as long.
         stats = torch.cuda.memory_stats_as_nested_dict()  # empty until something was allocated
         counts = stats.get("allocated_bytes"), stats.get("reserved_bytes")
         return tuple(count["all"]["peak"] if count else 0 for count in counts)
@@ -1807,8 +1814,8 @@ def peak_memory(device: torch.device) -> tuple[int, int]:
 
 
 def to_host(values: Tensor) -> Callable[[], tuple[list[float], float]]:
-    """Start copying from the device. The function returned waits for that copy only, and returns
-    the values and the time when the host saw that they were there."""
+    """Start copying from the device. Return a function that waits for this copy only, and returns
+    the values and the time at which they arrived."""
     if values.device.type == "cpu":
         found = values.tolist(), time.perf_counter()
         return lambda: found
@@ -1825,10 +1832,10 @@ def to_host(values: Tensor) -> Callable[[], tuple[list[float], float]]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect the SIGTERMs and SIGINTs that come: the step ends, and a checkpoint is saved.
+    """Collect the SIGTERMs and SIGINTs that come. Run.loop then saves a checkpoint and exits.
 
-    A second SIGINT leaves at once; but torchrun repeats to its workers what the terminal sends
-    them, hence it counts only after a second.
+    A SIGINT more than a second after the first signal ends the process at once. One within that
+    second may be a copy: the terminal and torchrun both send a Ctrl-C to torchrun's workers.
     """
     seen: list[int] = []
     first = 0.0
@@ -1856,10 +1863,10 @@ def script_of(run_class: type["Run"]) -> Path:
 
 
 def project_files(script: Path) -> list[Path]:
-    """Return a script, and then the files beside it or beside this one that it imports, and those
-    that they import."""
+    """Return a script, and the files beside it or beside this one that it imports, directly or
+    indirectly."""
     found = [script]
-    for path in found:
+    for path in found:  # found grows in the loop
         names = re.findall(r"^ *(?:import|from) (\w+)", path.read_text("utf-8"), re.MULTILINE)
         for name in sorted(set(names)):
             if getattr(sys.modules.get(name), "__file__", None) == str(script):
@@ -1873,10 +1880,10 @@ def project_files(script: Path) -> list[Path]:
 
 
 def lock_run(run_id: str) -> TextIO:
-    """Lock a run for this process, and return the lock's open file. Closing it, or the end of the
-    process, unlocks the run. UserError if another process has the run.
+    """Lock a run for this process, and return the lock's open file. Closing the file, or the end of
+    the process, unlocks the run. UserError if another process holds the lock.
 
-    The processes before a restart by torchrun may still be ending: they get a minute.
+    After a restart by torchrun, the earlier processes get a minute to end.
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     deadline = time.monotonic() + (60 if restarted else 1)
@@ -1885,7 +1892,7 @@ def lock_run(run_id: str) -> TextIO:
         file = open(f"logs/{run_id}.lock", "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         reason = f"cannot write logs/{run_id}.lock in {Path.cwd()}: {error.strerror}"
-        raise UserError(f"{reason}; start in a folder of yours") from error
+        raise UserError(f"{reason}; start in a folder that you can write to") from error
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1893,11 +1900,11 @@ def lock_run(run_id: str) -> TextIO:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.seek(0)
-                reason = f"the run {run_id} goes on in {file.read()}"
+                reason = f"the run {run_id} is in use by {file.read()}"
                 raise UserError(f"{reason}: wait for its end, or choose another --run_id") from None
             time.sleep(0.1)
         except OSError as error:
-            print(f"note: {file.name} cannot be locked ({error.strerror}): start no run twice")
+            print(f"note: cannot lock {file.name} ({error.strerror}): do not start a run twice")
             break
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -1906,29 +1913,29 @@ def lock_run(run_id: str) -> TextIO:
 
 
 class Log:
-    """What rank 0 writes of a run: its log, its metrics, and the console.
+    """What rank 0 writes about a run: its log, its metrics, and the console.
 
-    logs/<run_id>.txt begins with what it takes to believe and to repeat the run: the started script
-    alone, which runs as it stands; then versions, machine, settings, and the other files.
+    logs/<run_id>.txt begins with all that it takes to reproduce the run: the started script, then a
+    line of 100 "="; then versions, machine, settings, and the files that the script imports.
 
-    logs/<run_id>.lock is locked while the run's process lives, so that no other one joins the run.
+    logs/<run_id>.lock is locked while the run's process lives, so no other process writes the run.
 
-    logs/<run_id>.jsonl has an object for each step: step; tokens so far; train_loss, of the step's
-    batch before its update; val_loss after the step, where it was measured; the fields of Moment;
-    ms, from the step before to when the host sees this one's result; tokens_per_s; memory_mib, the
-    peak so far; and where the optimizers make them, grad_norm_head and its like, before clipping. A
-    row is written when the next step is under way: that costs no waiting.
+    logs/<run_id>.jsonl has an object for each step: step; tokens so far; train_loss, before the
+    update; val_loss after the step, where it was measured; the fields of Moment; ms, between the
+    arrivals of the previous step's result and this one's on the host; tokens_per_s; memory_mib, the
+    peak so far; and every norms_every steps, grad_norm_<group>, before clipping. A row is written
+    during the next step, so that the host does not wait for the GPU.
 
-    The console has plain lines, and on a terminal a bar for the steps.
+    The console has a line for each step, or on a terminal a progress bar.
     """
 
     def __init__(self, run: "Run", resumed: bool):
-        """Begin both files, or go on: rows of steps after run.first_step will come again."""
+        """Begin log and metrics, or continue them without rows of steps after run.first_step."""
         hp, rank = run.hp, run.rank
         self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
         if rank == 0 and self.path.exists() and not resumed:
-            raise UserError(f"{self.path} is there already: choose another --run_id, or --resume")
+            raise UserError(f"{self.path} exists: choose another --run_id, or --resume")
         self.lock = lock_run(self.run_id) if rank == 0 else None
         self.file = self.path.open("a", buffering=1, encoding="utf-8")
         self.bar = tqdm(
@@ -1942,7 +1949,7 @@ class Log:
         self.norms = [f"grad_norm_{group.name}" for group, _ in run.optimizers.groups]
         self.tokens = hp.batch_seqs * sum(now.seq_len for now in run.moments[: run.first_step])
         self.row, self.row_tokens, self.result = {}, 0, None
-        self.last, self.ended = (0.0, 0.0), 0.0
+        self.last, self.ended = (0.0, 0.0), 0.0  # the last step's (loss, stop), and its time
         metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
         self.metrics = metrics.open("ab", buffering=0)
         if rank == 0:
@@ -1951,7 +1958,7 @@ class Log:
                 self.write_header(run)
 
     def bytes_until(self, path: Path, step: int) -> int:
-        """Return the size of the metrics' rows up to a step, but for a row that a kill cut."""
+        """Return the bytes of the metrics' rows up to a step, without an incomplete row."""
         size = 0
         with contextlib.suppress(ValueError):
             for row in path.read_bytes().splitlines(keepends=True):
@@ -1976,7 +1983,7 @@ class Log:
             print(part, "=" * 100, sep="\n", file=self.file)
 
     def __call__(self, line: str, console: bool = True) -> None:
-        """Write a line."""
+        """Write a line to the log and, with `console`, to the console."""
         print(line, file=self.file)
         if console:
             self.bar.write(line)
@@ -1996,7 +2003,7 @@ class Log:
             self.lock.close()
 
     def begin_row(self, now: Moment, tokens: int, result: Tensor) -> None:
-        """A step of so many tokens is under way; `result`, of train_step, is still to come."""
+        """Begin the row of a step whose `result`, of train_step, the GPU may still be computing."""
         self.tokens += tokens
         self.row_tokens = tokens
         self.row = vars(now) | {"step": now.step + 1, "tokens": self.tokens}
@@ -2004,8 +2011,8 @@ class Log:
         self.result = to_host(result)
 
     def finish_row(self, since: float) -> tuple[float, float]:
-        """Return loss and `stop` of the last step begun, whose row is complete then but for a
-        validation; `since` is the time when training began or went on."""
+        """Complete the last step's row, and return its loss and `stop`. `since` is the time at
+        which training began, or continued after a validation."""
         if self.result is not None:
             (loss, stop, *norms), ended = self.result()
             seconds = ended - max(self.ended, since)
@@ -2017,7 +2024,7 @@ class Log:
         return self.last
 
     def write_row(self, **more) -> None:
-        """Append the row, if there is one, in one write."""
+        """Append the row and the fields `more`, if there are any, in one write."""
         row = self.row | more
         if row:
             self.metrics.write(json.dumps(row).encode() + b"\n")
@@ -2025,11 +2032,11 @@ class Log:
 
 
 def as_program(name: str, parse: Callable, work: Callable) -> None:
-    """Call work(parse()) as a command; an error of the user's becomes one line and a status.
+    """Call work(parse()) as a command; a user's error becomes one line and an exit status.
 
-    The status is 2 while parsing, else 1. Only rank 0 writes on the console. Where several ranks
-    fail, the lowest reports: torchrun ends all ranks when one has ended, so the others wait. A rank
-    that has lost another one waits, too: the other knows better what happened.
+    The status is 2 while parsing, else 1. Only rank 0 writes to the console. If several ranks fail,
+    the lowest one reports: torchrun ends all ranks when one ends, so higher ranks wait before they
+    report. A rank that lost another rank waits, too: the lost one knows better what happened.
     """
     status, rank = 2, int(os.environ.get("RANK", 0))
     if rank:
@@ -2053,7 +2060,7 @@ def as_program(name: str, parse: Callable, work: Callable) -> None:
         elif isinstance(error, RuntimeError):
             if not (isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)):
                 raise
-            message = f"another rank has stopped, or hangs: {error}"
+            message = f"another rank has stopped or hangs: {error}"
             patience = max(patience, 5)
         time.sleep(patience)
         print(f"{name}: error:", " ".join(message.split())[:500], file=sys.stderr)
@@ -2066,8 +2073,8 @@ def as_program(name: str, parse: Callable, work: Callable) -> None:
 # Run: flags, checkpoints, warm-up, the timed loop
 
 
-def save_whole(path: Path, state: dict) -> None:
-    """Save a checkpoint as a whole file or not at all; UserError."""
+def save_atomically(path: Path, state: dict) -> None:
+    """Save a checkpoint completely or not at all. UserError if that fails."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -2076,15 +2083,15 @@ def save_whole(path: Path, state: dict) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-    except Exception as error:  # torch's writer makes everything a RuntimeError
+    except Exception as error:  # torch's writer turns all errors into RuntimeError
         temporary.unlink(missing_ok=True)
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
 
 
 def load_checkpoint(path: str | Path, run_class: type["Run"], verify: bool = True) -> dict:
-    """Return a checkpoint on the CPU: `model`, its names without _orig_mod., and, unless it is a
-    published one, what Run.save saves. UserError if the file is not a whole checkpoint, or if it is
-    another script's. Without `verify` it is quick: weights stay in the file, unread."""
+    """Return a checkpoint, on the CPU: `model`, with names without _orig_mod., and unless it is a
+    published one, all else that Run.save saves. UserError if the file is damaged, no checkpoint, or
+    another script's. Without `verify`, weights are mapped but not read, which is quick."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}: name a file, or auto for the newest one")
     try:
@@ -2099,20 +2106,21 @@ def load_checkpoint(path: str | Path, run_class: type["Run"], verify: bool = Tru
             return state
         known = run_class.records.get(state["record"])
         names = set(names_about(run_class.settings, "learning", "run"))
-        # A script may have got settings since; another script's that are missing here are no such.
+        # Settings that a checkpoint of this script lacks are new ones: the record has their values.
+        # A checkpoint of another script must have exactly this script's settings.
         own = state["script"] == script_of(run_class).name
         if known is None or saved.keys() - names or (names - saved.keys() and not own):
             other = f"{state['record']} of {state['script']}"
             remedy = "start that script, or a tool with --script"
-            raise OtherScriptError(f"{path} is of {other}: {remedy}")
+            raise OtherScriptError(f"{path} is a checkpoint of {other}: {remedy}")
         state["hyperparameters"] = replace(known, **saved)
         run_class.check(state["hyperparameters"])
         return state
     except (OSError, MemoryError, UserError):
         raise
-    except Exception as error:  # torch's own advice is to load it unsafely
+    except Exception as error:  # torch's own advice is an unsafe load
         reason = error if isinstance(error, (ValueError, TypeError)) else type(error).__name__
-        raise UserError(f"{path} is not a whole checkpoint of this program ({reason})") from error
+        raise UserError(f"{path} is not an intact checkpoint of this program ({reason})") from error
 
 
 def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
@@ -2121,8 +2129,8 @@ def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
 
 
 def newest_checkpoint(run_id: str, run_class: type["Run"], verify: bool = True) -> tuple[str, dict]:
-    """Return the path of the script's newest intact checkpoint under logs/, of a run or of any
-    ("*"), and what load_checkpoint finds there; or "" and {}. UserError if none is intact."""
+    """Return path and content of the script's newest intact checkpoint under logs/, of a run or of
+    any run ("*"); "" and {} if there is no checkpoint. UserError if there are some, none intact."""
     found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
     own = script_of(run_class).name
     for path in found:
@@ -2133,15 +2141,15 @@ def newest_checkpoint(run_id: str, run_class: type["Run"], verify: bool = True) 
         except OtherScriptError:
             continue
         except UserError as error:
-            print(f"{error}; trying the one before")
+            print(f"{error}; trying an older one")
     if found:
         raise UserError(f"no intact checkpoint of {own} is among {len(found)} under logs/")
     return "", {}
 
 
-def can_go_on(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> bool:
-    """Say whether `--resume auto` may go on with a run: no process has it, it is unfinished, and it
-    has the settings that flags ask for. Those are its own if no flag is about learning."""
+def can_resume(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> bool:
+    """Say whether `--resume auto` may resume a run: no process holds its lock, it is unfinished,
+    and it has the settings that the flags ask for, or no flag is about learning."""
     try:
         lock_run(run_id).close()
     except UserError as error:
@@ -2150,7 +2158,7 @@ def can_go_on(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> 
     try:
         _, saved = newest_checkpoint(run_id, run_class, verify=False)
     except UserError:
-        return False  # another script's, or damaged, which was said
+        return False  # another script's, or damaged, as was printed
     if "hyperparameters" not in saved:
         return False  # a published one
     own = asked = saved["hyperparameters"]
@@ -2162,9 +2170,9 @@ def can_go_on(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> 
 
 
 def automatic_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> str:
-    """Return the path of the checkpoint under logs/ that "auto" means: the newest one, of --run_id
-    if that is given. To resume without --run_id, it is of the newest run that can_go_on. Return ""
-    if there is none. UserError if a process has the run of --run_id."""
+    """Return the path of the checkpoint that "auto" means: the newest one under logs/, of --run_id
+    if that is given. For --resume without --run_id, only runs that can_resume count. "" if there is
+    none. UserError if another process holds the lock of --run_id."""
     run_id = getattr(args, "run_id", "")
     if "eval" in args:
         return newest_checkpoint(run_id or "*", run_class)[0]
@@ -2173,12 +2181,12 @@ def automatic_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> st
     else:
         found = checkpoints(Path("logs"), "*/state_step*.pt")
         for name in dict.fromkeys(path.parent.name for path in found):
-            if can_go_on(name, args, run_class):
+            if can_resume(name, args, run_class):
                 run_id = name
                 break
     path = newest_checkpoint(run_id, run_class)[0] if run_id else ""
     if not path:
-        print("--resume auto: no unfinished run of these settings is there, a new one begins")
+        print("--resume auto: there is no unfinished run with these settings; a new one begins")
     return path
 
 
@@ -2188,7 +2196,7 @@ def fail(message: str):
 
 
 def switch(text: str) -> bool:
-    """Return what a switch's value means."""
+    """Return the bool of "on", "true", "off" or "false"."""
     values = {"on": True, "true": True, "off": False, "false": False}
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text} is neither on nor off")
@@ -2196,8 +2204,8 @@ def switch(text: str) -> bool:
 
 
 def flag_parser(run_class: type["Run"], record: str) -> argparse.ArgumentParser:
-    """Return a parser with a flag for each setting, and flags that say what to do. Flags that were
-    not given are missing in its answer; help shows what the record has."""
+    """Return a parser of the flags: one for each setting, and --record, --eval, --resume and such.
+    Its namespace has only the flags that were given. Its help shows the record's values."""
     script = script_of(run_class)
     about = (sys.modules[run_class.__module__].__doc__ or script.name).strip().splitlines()[0]
     parser = argparse.ArgumentParser(
@@ -2214,8 +2222,12 @@ def flag_parser(run_class: type["Run"], record: str) -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
     parser.add_argument("--record", help=f"settings to start from [{record}]: {names}")
     parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
-    parser.add_argument("--resume", metavar="auto|PATH", help="go on from a checkpoint, the newest")
-    parser.add_argument("--resume_force", action="store_true", help="even under other settings")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="resume from a checkpoint; auto: the newest"
+    )
+    parser.add_argument(
+        "--resume_force", action="store_true", help="resume even with other settings"
+    )
     group = parser
     for f in fields(run_class.settings):
         if f.metadata["group"]:
@@ -2253,13 +2265,13 @@ def parse_flags(argv: list[str] | None, run_class: type["Run"]) -> argparse.Name
 
 
 def find_record(name: str, run_class: type["Run"]) -> str:
-    """Return the name of the record that has this name, or alone begins with it. UserError if there
-    is none, or more than one."""
+    """Return the record's full name: `name`, or the only one that begins with `name`. UserError if
+    there is none, or more than one."""
     records = list(run_class.records)
     found = [name] if name in records else [known for known in records if known.startswith(name)]
     if len(found) == 1:
         return found[0]
-    for path in sorted(HERE.glob("forks/*.py")):
+    for path in sorted(HERE.glob("forks/*.py")):  # read, not imported
         table = re.search(r"^RECORDS = \{\n(.*?)^\}", path.read_text("utf-8"), re.M | re.S)
         others = re.findall(r'^    "([^"]*)": ', table[1], re.M) if table else []
         if not found and any(other.startswith(name) for other in others):
@@ -2278,7 +2290,7 @@ def record_asked(args: argparse.Namespace, run_class: type["Run"]) -> str:
 
 
 def with_flags(hp: Hyperparameters, args: argparse.Namespace) -> Hyperparameters:
-    """Return settings with the values that flags give some of them."""
+    """Return the settings, changed by the flags."""
     given = {name: value for name, value in vars(args).items() if name in vars(hp)}
     for name, value in given.items():
         if isinstance(value, list):
@@ -2301,8 +2313,8 @@ def differences(then: Hyperparameters, now: Hyperparameters) -> list[str]:
 def parse_args(
     argv: list[str] | None, run_class: type["Run"]
 ) -> tuple[Hyperparameters, argparse.Namespace]:
-    """Return the settings (flags over the record's, or over a checkpoint's own) and the flags that
-    were given, with `record`, its name, `checkpoint`, its path, and `saved`, what that holds.
+    """Return the settings (a record's or a checkpoint's, changed by flags), and the given flags,
+    with `record` (a name), `checkpoint` (its path or None) and `saved` (its content, or {}) added.
 
     UserError for an unknown flag or a bad value.
     """
@@ -2315,7 +2327,7 @@ def parse_args(
         if "eval" in args and args.checkpoint is None:
             raise UserError("no checkpoint under logs/: train a model first, or name one")
         if args.checkpoint and not Path(args.checkpoint).is_file():
-            reason = f"rank 0 chose {args.checkpoint}, which is not here"
+            reason = f"rank 0 chose {args.checkpoint}, which this rank cannot find"
             raise UserError(f"{reason}: logs/ must be one folder for all ranks")
     if args.checkpoint is not None:
         args.saved = load_checkpoint(args.checkpoint, run_class)
@@ -2332,55 +2344,55 @@ def parse_args(
     if "resume" in args and args.saved:
         check_resumed(hp, args, own)
     elif args.saved.get("script", own) != own:
-        print(f"note: {args.checkpoint} is of {args.saved['script']}; {own} evaluates it")
+        print(f"note: {args.saved['script']} saved {args.checkpoint}; {own} evaluates it")
     return hp, args
 
 
 def check_resumed(hp: Hyperparameters, args: argparse.Namespace, own: str) -> None:
-    """Raise UserError if a run of the script `own` with these settings cannot go on from its
-    checkpoint."""
+    """Raise UserError if the script `own` with these settings cannot resume from args.saved."""
     saved = args.saved.get("hyperparameters")
     if saved is None:
-        raise UserError(f"--resume {args.checkpoint}: it holds weights only, for --eval")
+        raise UserError(f"--resume {args.checkpoint}: the file has only weights, for --eval")
     changed = differences(saved, hp)
     if args.saved["script"] != own:
         changed.insert(0, f"script {args.saved['script']} -> {own}")
     if changed and "resume_force" not in args:
-        remedy = "--resume_force goes on with them"
+        remedy = "--resume_force accepts them"
         text = ", ".join(changed)
-        raise UserError(f"the checkpoint is of other hyperparameters: {text}; {remedy}")
+        raise UserError(f"the checkpoint has other hyperparameters: {text}; {remedy}")
     if args.saved["step"] < hp.num_iterations and not args.saved["optimizers"]:
-        reason = "it is the last one of a finished run, which holds weights only"
+        reason = "it is the last one of a finished run, without the optimizers' state"
         raise UserError(f"--resume {args.checkpoint}: {reason}; name an earlier one")
 
 
 def build(
     model_class: type[GPT], hp: Hyperparameters, device: torch.device, weights: dict | None = None
 ) -> GPT:
-    """Return the model of a run, with its initial weights or these, where and how it will train."""
+    """Return the model on its device, compiled if the settings say so, with initial weights or the
+    given ones."""
     torch.manual_seed(hp.seed)
     model = model_class(hp)
     if weights:
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:
-            reason = f"is of other hyperparameters: {error}"
+            reason = f"has other hyperparameters: {error}"
             if any(name.endswith("attn.c_q.weight") for name in weights):
-                reason = "is a published one of 2024, whose q, k and v are apart: not read here"
+                reason = "is a published one of 2024, with separate q, k and v: not supported"
             raise UserError(f"the checkpoint {reason}") from error
     compiled = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
     return model.to_device(device, compiled)
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batches: list[Tensor], when: Moment | int, device: torch.device) -> float:
-    """Return the mean loss of all ranks' validation sequences, at a moment or with a long window.
+def evaluate(model: GPT, batch: list[Tensor], when: Moment | int, device: torch.device) -> float:
+    """Return the mean loss of all ranks' validation sequences. `when` is as in GPT.windows.
 
     This rank's inputs and targets are (n, T), on its device, and n may be 0.
     """
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
-    for inputs, targets in zip(*batches, strict=True):
+    for inputs, targets in zip(*batch, strict=True):
         loss = model(inputs, targets, when)
         total += torch.stack([loss, torch.ones_like(loss)])
     all_reduce_([total])
@@ -2398,9 +2410,9 @@ def train_step(
 ) -> Tensor:
     """Make one step on this rank's (n, T) micro-batches.
 
-    Returns, of all ranks, the mean loss of the global batch, the sum of `stop`, and the norms of
-    the groups' gradients if the optimizers made them: (2,) or (2 + groups,). Gradients are summed,
-    and divided only then: each micro-batch's FP8 gradient keeps its scale.
+    Return one tensor (2,) or (2 + groups,), equal on all ranks: the mean loss of the global batch,
+    the sum of `stop`, and the groups' gradient norms if the optimizers made them. Gradients are
+    summed first and divided last, so that each micro-batch's FP8 gradient keeps its scale.
     """
     loss = torch.zeros((), device=inputs.device)
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
@@ -2409,7 +2421,7 @@ def train_step(
             optimizers.begin_last_backward(now)
         micro_loss.backward()
         loss += micro_loss.detach()
-        del micro_loss  # with what its graph holds, before the next one is made
+        del micro_loss  # and its graph's memory, before the next one is made
     norms = optimizers.step(now)
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
     all_reduce_([result])
@@ -2417,9 +2429,9 @@ def train_step(
 
 
 def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=print) -> None:
-    """Use the twins that work on all ranks, or what --kernels says, and log their names.
-
-    UserError for --kernels on where Triton cannot run.
+    """Decide which Triton kernels are used, and log their names. --kernels auto uses those that
+    agree with their plain functions on all ranks. UserError for --kernels on where Triton cannot
+    run.
     """
     reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
     if hp.kernels == "on" and reason:
@@ -2433,7 +2445,7 @@ def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=
             reason or fault(kernel.plain, model.compile_, hp, device, dtype, in_fp8)
             for kernel in model.kernels
         ]
-        # A kernel is used where no rank has a fault: all ranks must compute the same.
+        # A kernel is used if no rank has a fault: all ranks must compute the same.
         votes = torch.tensor([float(bool(text)) for text in faults], device=device)
         all_reduce_([votes])
         for kernel, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
@@ -2448,17 +2460,17 @@ def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=
 def warm_up(
     model: GPT, optimizers: Optimizers, moments: list[Moment], device: torch.device, log=print
 ) -> None:
-    """Choose kernels, then make a step of each kind that the run's moments have, on made-up tokens.
+    """Choose kernels, then make a step of each kind in `moments`, on made-up tokens.
 
-    The weights end as they began. Uncompiled, the longest step will do. Compilation leaves cycles
-    of Python objects, which hold gigabytes of a GPU's memory: they are collected, and one more
-    round then takes the memory that the run will need.
+    The initial weights are restored at the end. Without compilation, one step of the longest kind
+    is enough. Compilation leaves cycles of Python objects, which hold gigabytes of GPU memory: they
+    are collected, and one more step then reserves the memory that the run will need.
     """
     hp = model.hp
     initial = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
     choose_kernels(model, hp, device, log)
     kinds = {now.kind: now for now in moments}  # the last moment of each kind
-    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last one of these
+    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
 
@@ -2481,12 +2493,12 @@ def warm_up(
 class Run:
     """A run: where it starts, its loop, and what it writes.
 
-    A fork that imports this file has a Run of its own, a subclass. What the fork changes is in the
-    names and the methods that follow; tools read no others.
+    A fork that imports this file has a subclass, which overrides names and methods from `records`
+    to can_stop. Tools read no others.
     """
 
     records: dict[str, Hyperparameters] = RECORDS
-    default_record = "2025-01-26_BatchSize"  # on a GPU, if no flag names another; else the demo
+    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
     settings = Hyperparameters
     model_class = GPT
     optimizers_class = Optimizers
@@ -2500,7 +2512,7 @@ class Run:
         return cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
 
     def validates(self, step: int) -> bool:
-        """Say whether the run validates after a step; after the last one it does anyway."""
+        """Say whether the run validates after a step. After the last step it always does."""
         every = self.hp.val_loss_every
         return bool(every) and step % every == 0
 
@@ -2513,7 +2525,7 @@ class Run:
         self.hp, self.record, self.log = hp, args.record, None
         self.device = start_device(hp.device, hp.comm_timeout)
         self.rank, self.world_size = ranks()
-        # Validation is one global batch, of which a rank may get nothing.
+        # Validation is one global batch. A rank may get none of its sequences.
         validation = distributed_data_generator(
             hp.val_files,
             hp.val_seq_len,
@@ -2548,7 +2560,7 @@ class Run:
         )
 
     def begin(self, saved: dict, resumed: bool) -> None:
-        """Start the log, warm up, and take over what a checkpoint saved, if there is one."""
+        """Start the log, warm up, and load the rest of a checkpoint, if there is one."""
         hp, device = self.hp, self.device
         on_gpu = device.type == "cuda"
         self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
@@ -2571,43 +2583,46 @@ class Run:
             log("this GPU has no FP8: the head trains in bfloat16")
         start = clock(device)
         warm_up(self.model, self.optimizers, self.moments, device, log)
-        # Batches arrive in one place each: nothing is allocated for them in a step.
+        # Each step copies its inputs and targets to these tensors, so no step allocates any.
         most = hp.batch_seqs // self.world_size * max(now.seq_len for now in self.moments)
         dtypes = (torch.int32, torch.int64)
-        self.places = [torch.empty(most, dtype=dtype, device=device) for dtype in dtypes]
+        self.batch_buffers = [torch.empty(most, dtype=dtype, device=device) for dtype in dtypes]
         log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         if saved:
-            self.take_over(saved)
+            self.restore(saved)
 
-    def take_over(self, saved: dict) -> None:
-        """Go on from a checkpoint, whose weights the model has already."""
+    def restore(self, saved: dict) -> None:
+        """Restore all of a checkpoint but the weights, which the model has already."""
         text = f"resumed at step {self.first_step}"
         if script_of(type(self)).read_text("utf-8") != saved["code"]:
             text += "; the source has changed since"
         if names_in_use(self.model.kernels) != saved["kernels"]:
-            text += f"; its kernels were: {' '.join(saved['kernels']) or 'none'}"
+            text += f"; the kernels then were: {' '.join(saved['kernels']) or 'none'}"
         self.log(text)
         self.optimizers.load_state_dict(saved["optimizers"])
         torch.set_rng_state(saved["random"])
         if self.device.type == "cuda" and saved["cuda_random"] is not None:
             torch.cuda.set_rng_state(saved["cuda_random"])
-        saved.clear()  # as large as the model and more
+        saved.clear()  # frees more than the model's size
 
     def loop(self) -> None:
-        """Train to the last step, or until a signal comes. The clock stands still meanwhile where
-        the run validates or saves."""
+        """Train to the last step, or until a signal comes. Validation and saving are not timed.
+
+        The host never waits for the GPU within a step: it reads a step's loss during the next step.
+        An .item() anywhere in a step would break this, and tests/gpu would notice.
+        """
         hp, log, stop, path = self.hp, self.log, 0.0, None
-        gc.freeze()  # what is there by now stays: no collection need walk through it
+        gc.freeze()  # garbage collection skips what exists now: it stays to the end
         with stop_signals() as signals:
             start = clock(self.device)
-            for step in range(self.first_step, hp.num_iterations + 1):
+            for step in range(self.first_step, hp.num_iterations + 1):  # steps made so far
                 last, new = step == hp.num_iterations, step > self.first_step
-                # What was done before a checkpoint was saved is not done again after resuming.
+                # A resumed run does not repeat the validation at the step where it was saved.
                 validate = (last or self.validates(step)) and (new or step == 0)
                 leave = stop and not last and new and self.can_stop(step)
-                # A run that saves on the way saves its end, too: that tells that it has finished.
+                # With save_every, the last step is saved, too, which marks the run as finished.
                 due = hp.save_every and (last or step % hp.save_every == 0)
                 save = new and (due or (last and hp.save_last))
                 if validate or save or leave:
@@ -2624,7 +2639,7 @@ class Run:
                 now = self.moments[step]
                 batch = self.next_batch()
                 result = train_step(self.model, self.optimizers, *batch, now, stop=bool(signals))
-                loss, stop = log.finish_row(start)  # of the step before: no waiting
+                loss, stop = log.finish_row(start)  # of the step before, so no waiting
                 self.check_loss(loss, step)
                 log.write_row()
                 log.begin_row(now, hp.batch_seqs * now.seq_len, result)
@@ -2636,29 +2651,29 @@ class Run:
     def next_batch(self) -> list[Tensor]:
         """Return inputs and targets (n, T) of the next step, on the device."""
         batch = []
-        for place, arrived in zip(self.places, next(self.batches), strict=True):
-            batch.append(place[: arrived.numel()].view_as(arrived))
+        for buffer, arrived in zip(self.batch_buffers, next(self.batches), strict=True):
+            batch.append(buffer[: arrived.numel()].view_as(arrived))
             batch[-1].copy_(arrived, non_blocking=True)
         return batch
 
     def line(self, step: int, ms: float, loss: str = "") -> str:
-        """Return a line as the community's scripts parse it."""
+        """Return a line of the log, in the format that the community's scripts parse."""
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         return f"step:{step}/{self.hp.num_iterations} {loss}{times}"
 
     def check_loss(self, loss: float, step: int) -> None:
-        """Raise UserError if a loss is not finite. It is equal on all ranks: all stop together."""
+        """Raise UserError if the loss is not finite. All ranks have the same loss, and all stop."""
         if not math.isfinite(loss):
             self.diverged(f"the loss is {loss} at step {step}")
 
     def diverged(self, what: str) -> None:
-        """Raise UserError for what is not finite."""
+        """Raise UserError with `what`, advice, and the last checkpoint's name."""
         kept = next(iter(checkpoints(self.folder)), "none")
         remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
         raise UserError(f"{what}: {remedy}")
 
     def validate(self, step: int) -> dict:
-        """Log the validation loss, and return what the metrics' row shall have of it."""
+        """Log the validation loss, and return fields for the metrics' row."""
         if step == 0:
             self.log(f"validating on {self.hp.val_tokens} tokens")
         loss = evaluate(self.model, self.val_batch, self.moments[step], self.device)
@@ -2668,8 +2683,8 @@ class Run:
         return {"step": step, "val_loss": loss}
 
     def save(self, step: int) -> Path:
-        """Save all that it takes to go on after the step, after the last one the weights without
-        the optimizers' state, and return the file's path."""
+        """Save what is needed to resume after a step, and return the file's path. After the last
+        step, the optimizers' state is left out."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             self.diverged(f"a weight is not finite after step {step}")
         script = script_of(type(self))
@@ -2691,20 +2706,20 @@ class Run:
         }
         path = self.folder / f"state_step{step:06}.pt"
         if self.rank == 0:
-            save_whole(path, state)
+            save_atomically(path, state)
             for old in checkpoints(self.folder)[self.hp.keep :]:
                 old.unlink()
         return path
 
     def leave(self, step: int, signals: list[int]) -> None:
-        """End the process as the signal would have, after rank 0 has saved."""
+        """End the process with the signal's exit status, after rank 0 has saved."""
         wait_for_all_ranks(self.device)
         number = signal.Signals(signals[0] if signals else signal.SIGTERM)
-        self.log(f"stopped by {number.name} and saved; --resume auto goes on after step {step}")
+        self.log(f"stopped by {number.name} and saved; --resume auto continues after step {step}")
         sys.exit(128 + number)
 
     def end(self, path: Path | None) -> None:
-        """Log the memory that was needed, and print what can be done next."""
+        """Log the peak memory, and print commands to try next."""
         self.log.bar.close()
         allocated, reserved = (size >> 20 for size in peak_memory(self.device))
         self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
@@ -2720,12 +2735,11 @@ class Run:
 
 
 def work(parsed: tuple[Hyperparameters, argparse.Namespace], run_class: type[Run]) -> None:
-    """Train as parse_args found, from finding the device to the last line of the log; with --eval,
-    validate once."""
+    """Train with what parse_args returned; with --eval, validate once."""
     hp, args = parsed
     step = args.saved.get("step", hp.num_iterations if args.saved else 0)
     if "resume" in args and args.saved and step >= hp.num_iterations:
-        print(f"the run had finished: step {step} of {hp.num_iterations} is saved")
+        print(f"the run is finished: step {step} of {hp.num_iterations} is saved")
         return
     run = run_class(hp, args)
     if "eval" in args:

@@ -205,7 +205,7 @@ def test_a_checkpoint_of_another_script_is_refused_and_the_script_is_named(
         path = write(tmp_path / "it.pt", saved)
         status, err = error_of([flag, path, "--device", "cpu"], capsys)
         assert status == 2
-        assert f"{path} is of {record} of train_gpt_2026.py: start that script" in err
+        assert f"{path} is a checkpoint of {record} of train_gpt_2026.py: start that script" in err
 
 
 def test_a_checkpoint_with_illegal_settings_is_refused(saved, tmp_path):
@@ -236,7 +236,7 @@ def test_to_go_on_with_other_source_or_kernels_is_said_and_ends_alike(
     saved["seconds"] = 1000.0
     for more, said in (
         ({"code": "another"}, "; the source has changed since"),
-        ({"kernels": ["relu2_mlp", "x"]}, "; its kernels were: relu2_mlp x"),
+        ({"kernels": ["relu2_mlp", "x"]}, "; the kernels then were: relu2_mlp x"),
         ({}, ""),
     ):
         write(Path("logs/it/state_step000004.pt"), saved | more)
@@ -284,7 +284,7 @@ def test_a_flipped_byte_in_any_record_of_a_checkpoint_is_noticed(run, tmp_path):
         flip(path, rng.choice(where))
         with pytest.raises(UserError, match=re.escape(f"its part {name} is damaged")) as error:
             load_checkpoint(path, Run)
-        assert f"{path} is not a whole checkpoint" in str(error.value)
+        assert f"{path} is not an intact checkpoint" in str(error.value)
 
 
 def test_a_cut_checkpoint_is_refused(run, tmp_path):
@@ -292,7 +292,7 @@ def test_a_cut_checkpoint_is_refused(run, tmp_path):
     whole = run.paths[4].read_bytes()
     for length in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 22, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(UserError, match="state_step000001.pt is not a whole checkpoint"):
+        with pytest.raises(UserError, match="state_step000001.pt is not an intact checkpoint"):
             load_checkpoint(path, Run)
 
 
@@ -304,7 +304,7 @@ class Bomb:
 def test_a_pickle_bomb_executes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"step": 1, "model": Bomb()}, "bomb.pt")
-    with pytest.raises(UserError, match="bomb.pt is not a whole checkpoint"):
+    with pytest.raises(UserError, match="bomb.pt is not an intact checkpoint"):
         load_checkpoint("bomb.pt", Run)
     assert not Path("exploded").exists()
     torch.load("bomb.pt", weights_only=False)
@@ -319,11 +319,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     words = ["--resume", "auto", "--run_id", "it", "--device", "cpu"]
     main(words)
     out, err = capsys.readouterr()
-    assert not err and "state_step000008.pt is not a whole checkpoint" in out
-    assert re.search(r"\(its part \S+ is damaged\); trying the one before", out)
+    assert not err and "state_step000008.pt is not an intact checkpoint" in out
+    assert re.search(r"\(its part \S+ is damaged\); trying an older one", out)
     assert "resumed at step 4" in out and val_losses(out) == {8: run.losses[8]}
     main(words)  # it is whole again
-    assert "the run had finished: step 8 of 8 is saved" in capsys.readouterr().out
+    assert "the run is finished: step 8 of 8 is saved" in capsys.readouterr().out
     for path in Path("logs/it").glob("*.pt"):
         path.write_bytes(b"nothing")
     with pytest.raises(SystemExit) as stop:

@@ -43,16 +43,16 @@ FLAGS = [
     ("--logit_softcap 80", 2, "--logit_softcap 80: must be from 0.001 to 38"),
     ("--num_layers 3", 2, "--num_layers 3: must be even, and at most the 12 rows of --layers"),
     ("--num_layers 14", 2, "--num_layers 14: must be even, and at most the 12 rows of --layers"),
-    ("--layers foo", 2, "--layers: 'foo' is no layer; a row is long, short or"),
-    ("--layers long,none+v0,long,long", 2, "--layers: 'none+v0' is no layer; a row is long,"),
+    ("--layers foo", 2, "--layers: 'foo' is not a layer; a row is long, short or"),
+    ("--layers long,none+v0,long,long", 2, "--layers: 'none+v0' is not a layer; a row is long,"),
     ("--layers long,long,long", 2, "--num_layers 4: must be even, and at most the 3 rows"),
     ("--device cuda", 1, "process 0 finds 0 GPUs on its machine: use --device cpu"),
     ("--kernels on", 1, "--kernels on: Triton wants a CUDA GPU"),
-    ("--seq_len 17408 --batch_seqs 1", 1, "17408 tokens a sequence need a GPU; try --record demo"),
+    ("--seq_len 17408 --batch_seqs 1", 1, "a sequence of 17408 tokens needs a GPU; try --record"),
 ]
 SHARDS = [
     ("--train_files none*.bin", 1, "no shard matches none*.bin"),
-    ("--train_files magic.bin", 1, "magic.bin is not a whole token shard: its 1040 bytes begin "),
+    ("--train_files magic.bin", 1, "magic.bin is not an intact token shard: its 1040 bytes begin "),
     ("--train_files version.bin", 1, "its 1040 bytes begin with [20240520, 7, 8], expected [20"),
     ("--train_files size.bin", 1, "begin with [20240520, 1, 9], expected [20240520, 1, 8]"),
     ("--train_files .", 1, "Is a directory: '.'"),
@@ -69,17 +69,17 @@ SHARDS = [
     ("--epochs 1 --num_iterations 30", 1, "holds 29 batches, the run reads 30"),
 ]
 CHECKPOINTS = [
-    ("--eval it.pt --model_dim 32", 1, "the checkpoint is of other hyperparameters: Error(s) in"),
-    ("--resume it.pt --num_iterations 1 --seed 2", 2, "of other hyperparameters: seed 1 -> 2"),
-    ("--eval half.pt", 2, "half.pt is not a whole checkpoint of this program"),
-    ("--eval empty.pt", 2, "empty.pt is not a whole checkpoint of this program"),
-    ("--eval train_1.bin", 2, "train_1.bin is not a whole checkpoint of this program"),
+    ("--eval it.pt --model_dim 32", 1, "the checkpoint has other hyperparameters: Error(s) in"),
+    ("--resume it.pt --num_iterations 1 --seed 2", 2, "other hyperparameters: seed 1 -> 2"),
+    ("--eval half.pt", 2, "half.pt is not an intact checkpoint of this program"),
+    ("--eval empty.pt", 2, "empty.pt is not an intact checkpoint of this program"),
+    ("--eval train_1.bin", 2, "train_1.bin is not an intact checkpoint of this program"),
     ("--eval none.pt", 2, "there is no checkpoint none.pt: name a file, or auto for the newest"),
     ("--eval auto", 2, "no checkpoint under logs/: train a model first, or name one"),
-    ("--resume weights.pt", 2, "--resume weights.pt: it holds weights only, for --eval"),
+    ("--resume weights.pt", 2, "--resume weights.pt: the file has only weights, for --eval"),
     ("--eval ''", 2, "there is no checkpoint : name a file"),  # a shell's variable that is not set
     ("--resume ''", 2, "there is no checkpoint : name a file"),
-    ("--eval 2024.pt", 1, "is a published one of 2024, whose q, k and v are apart: not read here"),
+    ("--eval 2024.pt", 1, "is a published one of 2024, with separate q, k and v: not supported"),
 ]
 RUNNING = [("--embed_lr 1e38", 1, "the loss is nan at step 2: try lower learning rates, or")]
 TABLE = [*FLAGS, *SHARDS, *CHECKPOINTS, *RUNNING]
@@ -136,7 +136,7 @@ def test_more_processes_than_gpus_is_a_sentence(flags, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     status, err = error_of([*flags, "--device", "cuda"], capsys)
     assert status == 1
-    assert "process 2 finds 2 GPUs on its machine: start 2 processes a node" in err
+    assert "process 2 finds 2 GPUs on its machine: start 2 processes per node" in err
 
 
 # ---- in a run
@@ -239,7 +239,7 @@ def test_rank_0_reports_at_once_and_others_wait(monkeypatch, capsys):
     assert report(UserError("mine"), 0) == (1, "it.py: error: mine\n")
     for rank in (0, 3):
         status, err = report(lost, rank)
-        assert status == 1 and err.startswith("it.py: error: another rank has stopped, or hangs: ")
+        assert status == 1 and err.startswith("it.py: error: another rank has stopped or hangs: ")
     assert waited == [0, 10.75, 0, 5, 10.75]
     assert report(KeyboardInterrupt(), 0) == (130, "\nit.py: interrupted\n")
 
@@ -255,4 +255,4 @@ def killed(words: list[str]) -> None:
 def test_a_rank_that_is_killed_stops_the_others(flags):
     program = Program([*flags, "--num_iterations", "9"], 2, killed)
     assert program.end() == [1, -signal.SIGKILL]
-    assert "train_gpt.py: error: another rank has stopped, or hangs" in program.text("err")
+    assert "train_gpt.py: error: another rank has stopped or hangs" in program.text("err")

@@ -159,7 +159,7 @@ NO_LAYERS = ["", "wide", " long", "v0", "long+", "long+V0", "long+v10", "long+x0
 
 @pytest.mark.parametrize("text", [*NO_LAYERS, "none+v0"])
 def test_what_is_no_layer_is_refused_with_the_form_of_a_row(text):
-    with pytest.raises(UserError, match="is no layer; a row is long, short or none") as error:
+    with pytest.raises(UserError, match="is not a layer; a row is long, short or none") as error:
         four_layers(text)
     assert repr(text) in str(error.value)
 

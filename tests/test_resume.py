@@ -133,7 +133,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(flags, tmp_path):
     (half,) = tmp_path.glob("logs/it/*")
     assert half.suffix == ".tmp" and half.stat().st_size > 1000
     out = console_of([*flags, "--resume", "auto", "--num_iterations", "1"], tmp_path)
-    assert "no unfinished run of these settings is there, a new one begins" in out
+    assert "there is no unfinished run with these settings; a new one begins" in out
     assert [path.name for path in tmp_path.glob("logs/it/*")] == ["state_step000001.pt"]
 
 
@@ -154,7 +154,7 @@ def interrupted_twice(words: list[str]) -> None:
 def test_ctrl_c_saves_and_leaves_with_130(flags, tmp_path):
     run = Program([*flags, "--save_every", "0"], work=interrupted_twice)
     assert run.end() == [130] and run.text("err") == ""
-    said = r"stopped by SIGINT and saved; --resume auto goes on after step (\d+)"
+    said = r"stopped by SIGINT and saved; --resume auto continues after step (\d+)"
     step = int(re.search(said, run.text("out"))[1])
     assert load_checkpoint(tmp_path / f"logs/it/state_step{step:06}.pt", Run)["step"] == step >= 3
 
@@ -214,7 +214,7 @@ def hanging(words: list[str]) -> None:
 def test_a_rank_that_hangs_ends_the_run_by_the_timeout(flags):
     run = Program([*flags, "--comm_timeout", "2"], 2, hanging)
     assert run.end(slice(1)) == [1]
-    assert run.text("err").startswith("train_gpt.py: error: another rank has stopped, or hangs")
+    assert run.text("err").startswith("train_gpt.py: error: another rank has stopped or hangs")
     run.send(signal.SIGKILL)  # as torchrun does then
     run.end()
 
@@ -239,7 +239,7 @@ def test_ranks_without_rank_0_s_checkpoint_stop(flags, tmp_path):
     run = Program([*flags, "--resume", "auto"], 2, in_own_folder)
     assert run.end(slice(1, 2)) == [2]
     run.fail()
-    said = r"rank 0 chose logs/it/state_step\d+.pt, which is not here: logs/ must be one folder"
+    said = r"rank 0 chose logs/it/state_step\d+.pt, which this rank cannot find: logs/ must be one"
     assert re.search(said, run.text("err", 1))
 
 
@@ -271,7 +271,7 @@ def test_a_live_run_is_not_joined(flags, tmp_path):
     live = Program(flags, 2, functools.partial(waiting, step=7, go=str(tmp_path / "go")))
     live.wait_for("waiting")
     assert Path("logs/it/state_step000005.pt").exists()
-    holder = f"the run it goes on in process {live.ranks[0].pid} on "
+    holder = f"the run it is in use by process {live.ranks[0].pid} on "
 
     named = Program([*flags, "--resume", "auto"], 2, impatient)
     assert named.end() == [2, 2]
@@ -289,7 +289,7 @@ def test_a_live_run_is_not_joined(flags, tmp_path):
     assert len(list(tmp_path.glob("logs/*.jsonl"))) == 2
     assert "\nresumed at step" not in Path("logs/it.txt").read_text()
     out = console_of([*flags, "--resume", "auto"], tmp_path)
-    assert "the run had finished: step 9 of 9 is saved" in out
+    assert "the run is finished: step 9 of 9 is saved" in out
 
 
 def test_resume_auto_goes_on_with_the_run_that_is_asked_for(flags, tmp_path):
@@ -307,7 +307,7 @@ def test_resume_auto_goes_on_with_the_run_that_is_asked_for(flags, tmp_path):
     assert "resumed at step" in console_of(AUTO, tmp_path)
     assert steps_of("logs/new.jsonl") == list(range(1, 10))
     assert chosen(AUTO) == "old"
-    with pytest.raises(UserError, match=re.escape("seed 1 -> 3; --resume_force goes on")):
+    with pytest.raises(UserError, match=re.escape("seed 1 -> 3; --resume_force accepts")):
         parse_args([*AUTO, "--run_id", "old", "--seed", "3"], Run)
     hp, args = parse_args([*AUTO, "--resume_force", "--seed", "3"], Run)
     assert Path(args.checkpoint).parent.name == "old" and hp.seed == 3
@@ -330,12 +330,12 @@ def test_a_finished_run_is_saved_without_optimizers_and_cannot_train_on(flags, t
     """A run that saves on the way saves its end even with --save_last off."""
     flags = [*flags, "--num_iterations", "3", "--save_every", "2", "--save_last", "off"]
     console_of(flags, tmp_path)
-    assert "the run had finished" in console_of([*flags, "--resume", "auto"], tmp_path)
+    assert "the run is finished" in console_of([*flags, "--resume", "auto"], tmp_path)
     path = "logs/it/state_step000003.pt"
     saved = load_checkpoint(path, Run)
     assert saved["optimizers"] == {} and saved["step"] == 3
     words = ["--resume", path, "--num_iterations", "4", "--resume_force", "--device", "cpu"]
-    with pytest.raises(UserError, match="which holds weights only; name an earlier"):
+    with pytest.raises(UserError, match="without the optimizers' state; name an earlier"):
         parse_args(words, Run)
 
 
@@ -365,7 +365,7 @@ def test_a_disk_without_locks_is_noted_and_one_without_rights_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt.fcntl, "flock", flock)
         train_gpt.lock_run("it").close()
-    assert "logs/it.lock cannot be locked (No locks available)" in capsys.readouterr().out
+    assert "cannot lock logs/it.lock (No locks available)" in capsys.readouterr().out
     Path("logs").rename("others")
     Path("logs").write_text("a file, where a folder is wanted")
     with pytest.raises(UserError, match=f"cannot write logs/it.lock in {tmp_path}: "):
@@ -386,8 +386,8 @@ def test_another_script_s_run_and_a_published_checkpoint_are_not_joined(flags, t
     for words in (["--eval", "auto"], ["--resume", "auto", "--run_id", "it"]):
         with pytest.raises(UserError, match="no intact checkpoint of train_gpt.py is among 1"):
             parse_args([*words, "--device", "cpu"], Run)
-    with pytest.raises(UserError, match="script my_fork.py -> train_gpt.py; --resume_force goes"):
+    with pytest.raises(UserError, match="script my_fork.py -> train_gpt.py; --resume_force"):
         parse_args(["--device", "cpu", "--resume", str(path)], Run)
     capsys.readouterr()
     parse_args(["--device", "cpu", "--eval", str(path)], Run)
-    assert f"note: {path} is of my_fork.py; train_gpt.py evaluates it" in capsys.readouterr().out
+    assert f"note: my_fork.py saved {path}; train_gpt.py evaluates it" in capsys.readouterr().out

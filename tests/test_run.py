@@ -46,7 +46,7 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
     assert console.endswith("tools/sample.py logs/it/state_step000004.pt\n")
 
     status, err = error_of(flags, capsys)
-    assert status == 1 and "logs/it.txt is there already: choose another --run_id" in err
+    assert status == 1 and "logs/it.txt exists: choose another --run_id" in err
     assert (tmp_path / "logs/it.txt").read_text() == log
 
 

@@ -154,7 +154,7 @@ def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(trained, tmp_
     "words, message",
     [
         ("", "no checkpoint under logs/: train a model first, or name one"),
-        ("broken.pt", "broken.pt is not a whole checkpoint of this program"),
+        ("broken.pt", "broken.pt is not an intact checkpoint of this program"),
         ("it.pt --tokens 0", "--n and --tokens must be at least 1"),
         ("it.pt --temperature nan", "--temperature and --top_k at least 0"),
         ("it.pt --seed 9999999999999999999999", "--seed 9999999999999999999999: must be from 0 to"),

@@ -137,10 +137,10 @@ def test_each_script_refuses_the_others_checkpoints_and_names_the_script(
     own = whole(A).folder / checkpoint(LAST)
     status, err = error_of([flag, own, "--device", "cpu"], capsys)
     assert status == 2
-    assert f"{own} is of {A} of train_gpt_2026.py: start that script" in err
+    assert f"{own} is a checkpoint of {A} of train_gpt_2026.py: start that script" in err
     status, err = error_of([flag, trained.path, "--device", "cpu"], capsys, main)
     assert status == 2
-    assert f"{trained.path} is of demo of train_gpt.py: start that script" in err
+    assert f"{trained.path} is a checkpoint of demo of train_gpt.py: start that script" in err
 
 
 def test_the_newest_checkpoint_of_the_script_is_found_among_those_of_both(
@@ -153,4 +153,4 @@ def test_the_newest_checkpoint_of_the_script_is_found_among_those_of_both(
     main(["--eval", "auto", "--device", "cpu"])
     out = capsys.readouterr().out
     assert f"over 1024 tokens, logs/{whole(A).folder.name}/state_step000008.pt" in out
-    assert "trying the one before" not in out  # the textbook's is no damaged one
+    assert "trying an older one" not in out  # the textbook's is no damaged one

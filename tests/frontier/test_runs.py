@@ -94,7 +94,7 @@ def test_a_stopped_run_ends_bit_identical(name, step, saved, flags, whole, tmp_p
     run = Program([*flags[D], "--save_every", every], work=work)
     assert run.end() == [-number if name == "KILL" else 128 + number], run.text("err")
     assert max(tmp_path.glob("logs/it/*.pt")) == tmp_path / checkpoint(saved)
-    assert name == "KILL" or f"--resume auto goes on after step {saved}\n" in run.text("out")
+    assert name == "KILL" or f"--resume auto continues after step {saved}\n" in run.text("out")
     console_of([*flags[D], "--resume", "auto"], tmp_path, main)
     assert_same(outcome(tmp_path), whole(D))
 

@@ -32,7 +32,7 @@ def random_checkpoint(record: str, randomize) -> None:
         "run_id": "",
         "model": randomize(GPT(hp)).state_dict(),
     }
-    train_gpt.save_whole(Path("it.pt"), state)
+    train_gpt.save_atomically(Path("it.pt"), state)
 
 
 @pytest.fixture(params=[C, D])
