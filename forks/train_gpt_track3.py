@@ -5,8 +5,8 @@
 
 The benchmark fixes the model, the data, the batch and one backward pass a step. Optimizer, schedule
 and initial weights are free. The records here are results 36 (muon) and 2 (adamw) of
-github.com/KellerJordan/modded-nanogpt, records/track_3_optimization. README.md shows how to add an
-optimizer.
+github.com/KellerJordan/modded-nanogpt, records/track_3_optimization. forks/README.md shows how to
+add an optimizer.
 """
 
 import math

@@ -1,7 +1,11 @@
-"""The fork that README shows trains as it says; files and flags that README names exist."""
+"""README's fork and README's technique do what README says; its files and flags exist."""
 
 import re
+import sys
+from dataclasses import replace
+from types import ModuleType
 
+import pytest
 import torch
 import train_gpt_2026
 import train_gpt_track3
@@ -13,6 +17,7 @@ from train_gpt import HERE
 
 README = (HERE / "README.md").read_text("utf-8")
 FORK = re.search(r"```python\n(.*?)```", README, re.S)[1]
+TECHNIQUE = re.search(r"```diff\n(.*?)```", README, re.S)[1]
 STEPS = 4
 
 
@@ -72,3 +77,52 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
         losses = [model(i, t, now.window).item() for i, t in zip(inputs, targets, strict=True)]
     trained = rows(tmp_path / "logs/it.jsonl")[-1]["train_loss"]
     assert abs(sum(losses) / len(losses) - trained) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def with_gain() -> ModuleType:
+    """Return train_gpt.py as a module, with README's technique added."""
+    source = (HERE / "train_gpt.py").read_text("utf-8")
+    for hunk in re.split(r"^@@.*\n", TECHNIQUE, flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        after = "".join(line[1:] for line in lines if line[0] != "-")
+        assert source.count(before) == 1, hunk
+        source = source.replace(before, after)
+    module = ModuleType("train_gpt_with_gain")
+    module.__file__ = str(HERE / "train_gpt.py")
+    sys.modules[module.__name__] = module  # dataclasses look for it
+    exec(compile(source, module.__file__, "exec"), vars(module))
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_the_gain_of_a_head_scales_its_columns_of_the_output_projection(with_gain, tiny, randomize):
+    """So the model without the technique, with such projections, has the same logits."""
+    on = with_gain.Hyperparameters(**{**vars(tiny), "head_gain": True})
+    model = randomize(with_gain.GPT(on))
+    plain = with_gain.GPT(replace(on, head_gain=False))
+    weights = model.state_dict()
+    gains = [name for name in weights if name.endswith("attn.gain")]
+    assert len(gains) == tiny.num_layers
+    for name in gains:
+        gain = weights.pop(name).flatten()
+        output = name.replace("gain", "c_proj.weight")
+        weights[output] = weights[output] * gain.repeat_interleave(tiny.head_dim)
+    plain.load_state_dict(weights)
+    tokens = torch.arange(tiny.seq_len) * 7 % tiny.vocab_size
+    torch.testing.assert_close(plain.logits(tokens, 128), model.logits(tokens, 128))
+
+
+def test_the_gains_learn_as_scalars_do(with_gain, tiny):
+    """Adam's first step has the size of the learning rate, whatever the gradient."""
+    on = with_gain.Hyperparameters(**{**vars(tiny), "head_gain": True, "batch_seqs": 1})
+    model = with_gain.GPT(on)
+    optimizers = with_gain.Optimizers(model, on)
+    for name, p in model.named_parameters():
+        if name.endswith("gain"):
+            p.grad = torch.full_like(p, 1e-3)
+    optimizers.step(with_gain.moment(0, on))
+    step = on.scalar_lr * with_gain.moment(0, on).lr
+    for block in model.blocks:
+        torch.testing.assert_close(block.attn.gain, torch.full((2, 1, 1), 1 - step))

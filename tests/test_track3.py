@@ -26,7 +26,7 @@ from train_gpt import HERE, UserError, gradient_buffer, train_step
 
 MUON, ADAMW = RECORDS["muon"], RECORDS["adamw"]
 OWN = re.search(
-    r"```python\n([^`]*train_gpt_track3.*?)```", (HERE / "README.md").read_text("utf-8"), re.S
+    r"```python\n([^`]*train_gpt_track3.*?)```", (HERE / "forks/README.md").read_text("utf-8"), re.S
 )[1]
 main = partial(train_gpt.main, run_class=Run)
 
