@@ -23,7 +23,7 @@ from train_gpt import UserError, main
 FLAGS = [
     ("--no_such_flag 1", 2, "unrecognized arguments: --no_such_flag 1"),
     ("--num_iter 3", 2, "unrecognized arguments: --num_iter 3; did you mean --num_iterations?"),
-    ("--muon_rl=3", 2, "unrecognized arguments: --muon_rl=3; did you mean --muon_lr?"),
+    ("--muon_rl=0.0325", 2, "arguments: --muon_rl=0.0325; did you mean --muon_lr?"),
     ("--muon_lr", 2, "argument --muon_lr: expected one argument"),
     ("--muon_lr fast", 2, "argument --muon_lr: invalid float value: 'fast'"),
     ("--fp8 maybe", 2, "argument --fp8: maybe is neither on nor off"),

@@ -168,11 +168,12 @@ def test_a_script_that_cannot_be_imported_is_not_kept(tmp_path):
     assert script.load(path).default_record == "demo"
 
 
-def test_what_lies_beside_a_script_is_imported_from_there(fork):
-    (fork.parent / "speeds.py").write_text("HALF = 0.5\n")
-    fork.write_text(f"import speeds\n{fork.read_text()}")
+def test_a_script_imports_what_lies_beside_it_rather_than_the_project_s(fork, monkeypatch):
+    monkeypatch.delitem(sys.modules, "cached_fineweb", raising=False)
+    (fork.parent / "cached_fineweb.py").write_text("HALF = 0.5\n")
+    fork.write_text(f"import cached_fineweb\n{fork.read_text()}")
     script.load(fork)
-    assert Path(sys.modules["speeds"].__file__).parent == fork.parent
+    assert Path(sys.modules["cached_fineweb"].__file__).parent == fork.parent
 
 
 @pytest.mark.parametrize("folder", [".", "forks"])
