@@ -6,7 +6,6 @@ python tests/frontier/gpu_code_2026.py h100 2026-03-06_SimplifyHC on layer loss 
 import sys
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -14,7 +13,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "forks")]
 import gpu_code  # noqa: E402
 import train_gpt_2026  # noqa: E402
-from gpu_code import CAPABILITY, CARD, captured  # noqa: E402
+from gpu_code import CARD, captured  # noqa: E402
 from train_gpt_2026 import GPT, Block, Run, moment  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -60,53 +59,24 @@ def layer_graphs(hp):
         yield "paired layer" if paired else "layer", call
 
 
-@torch.no_grad()
-def loss_graphs(hp):
-    """Yield the graphs of the steps of the head and its loss, as a run compiles them."""
-    with torch.device("meta"):
-        head = train_gpt_2026.Head(hp)
-    tokens, vocab = head.chunk_len(torch.device("cuda")), hp.padded_vocab
-    train_gpt.LOSS_ROWS = tokens  # all rows of a chunk at once
-    x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
-    targets = torch.zeros(tokens, dtype=torch.int64)
+def losses(targets, hp):
+    """Return the targets and the options of the loss, in training and in validation."""
     several, shares, count = targets, None, hp.most_targets
     if count > 1:
         several, shares = train_gpt_2026.next_targets(targets, count), torch.ones(count)
-    weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
-    quantize, forward, backward = train_gpt.HEAD_STEPS
-    loss = partial(captured, forward, cross_entropy=head.cross_entropy)
-    bfloat16 = weight.bfloat16()
-    w, scales, inputs, dtype = bfloat16, None, x, torch.bfloat16
-    if hp.fp8 and CAPABILITY >= 89:
-        yield "head in float8", captured(quantize, weight, hp.w_s)
-        w, scales = quantize(weight, hp.w_s), (hp.x_s, hp.w_s, hp.grad_s)
-        inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn)
-        dtype = torch.float8_e5m2
-    grads = torch.empty(tokens, vocab, dtype=dtype)
-    scale = 1.0 if hp.loss_sum else 1 / hp.seq_len
-    options = hp.sigmoid_form, shares
-    yield "loss", loss(x, w, several, options=options, grad_scale=scale, scales=scales)
-    yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
-    options = hp.sigmoid_form, None
-    yield (
-        "loss of validation",
-        loss(x, bfloat16, targets, options=options, grad_scale=None, scales=None),
-    )
+    return [(several, (hp.sigmoid_form, shares)), (targets, (hp.sigmoid_form, None))]
+
+
+def loss_graphs(hp):
+    """Yield the graphs of the fork's head and its loss."""
+    grad_scale = 1.0 if hp.loss_sum else 1 / hp.seq_len
+    yield from gpu_code.loss_graphs(hp, train_gpt_2026.Head, losses, grad_scale)
 
 
 def muon_graphs(hp, square_only: bool = False):
-    """Yield the graphs of gpu_code's function of this name, with the fork's model and rule."""
-
-    rule = train_gpt.zeropower_via_newtonschulz5
-    if hp.polar_express:
-        rule = train_gpt_2026.polar_express
-    own = {
-        "GPT": GPT,
-        "Optimizers": train_gpt_2026.Optimizers,
-        "muon_updates": partial(train_gpt.muon_updates, orthogonalise=rule),
-    }
-    with patch.multiple(train_gpt, **own):
-        yield from gpu_code.muon_graphs(hp, square_only)
+    """Yield the graphs of the fork's matrices."""
+    rule = train_gpt_2026.polar_express if hp.polar_express else None
+    yield from gpu_code.muon_graphs(hp, square_only, Run, rule)
 
 
 GRAPHS = {
