@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +28,7 @@ BLOCK = 32 * 1024  # instead of the script's 16 MiB, where a test needs many in 
 # What a test lets the script do before it begins.
 SMALL_BLOCKS = f"cached_fineweb.BLOCK_BYTES = {BLOCK}; cached_fineweb.WORKERS = 2"
 OFFLINE = "os.environ['HF_HUB_OFFLINE'] = '1'"
-TOKEN = "os.environ['HF_TOKEN'] = 'hf_mine'"
 NO_LIBRARY = "sys.modules['huggingface_hub'] = None"
-LITTLE_SPACE = "cached_fineweb.shutil.disk_usage = lambda path: type('', (), {'free': 1000})"
 FULL_DISK = """import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"""
@@ -50,23 +47,21 @@ SUMS = {name: sha256(data).hexdigest() for name, data in SHARDS.items()}
 
 class Hub(ThreadingHTTPServer):
     """One dataset repository, answered for as huggingface.co does, with a record of what was asked.
-
-    `files` are the bytes it sends and `sums` the checksums it claims for them.
-    """
+    `files` are the bytes it sends."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
-        self.repository, self.files, self.sums = REPOSITORY, dict(SHARDS), dict(SUMS)
-        self.knows_ranges, self.drops = True, False  # whether the next transfer breaks off
+        self.files = dict(SHARDS)
+        self.drops = False  # whether the next transfer breaks off
         self.stalls_at, self.closed = None, threading.Event()  # first byte of transfers that hang
         self.victim, self.kill_at = None, 0  # a process, and the value of `sent` that ends it
-        self.tokens, self.transfers = [], []  # of each request; (file name, first byte)
-        self.sent, self.lock = 0, threading.Lock()  # bytes
+        self.transfers = []  # (file name, first byte)
+        self.asked, self.sent, self.lock = 0, 0, threading.Lock()  # requests; bytes
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def describe(self, name: str) -> dict:
-        lfs = {"oid": self.sums[name], "size": len(self.files[name]), "pointerSize": 134}
+        lfs = {"oid": SUMS[name], "size": len(self.files[name]), "pointerSize": 134}
         return {"type": "file", "path": name, "oid": "1" * 40, "size": lfs["size"], "lfs": lfs}
 
     def handle_error(self, *of_a_client_that_was_killed):
@@ -88,19 +83,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         hub, path = self.server, self.path.split("?")[0]
         name = path.split("/")[-1]
-        api, files = (f"/{kind}datasets/{hub.repository}" for kind in ("api/", ""))
-        if path.startswith(("/api/datasets/", "/datasets/")):
-            hub.tokens.append(self.headers.get("Authorization"))
+        api, files = (f"/{kind}datasets/{REPOSITORY}" for kind in ("api/", ""))
+        hub.asked += 1
         if path in (api, f"{api}/revision/main"):
-            self.reply(200, {"id": hub.repository, "sha": "0" * 40})
+            self.reply(200, {"id": REPOSITORY, "sha": "0" * 40})
         elif path == f"{api}/tree/main":
             self.reply(200, [hub.describe(name) for name in hub.files])
         elif path == f"{files}/resolve/main/{name}":
             self.reply(302, {}, {"Location": f"/storage/{name}"})
-        elif path == f"/storage/{name}":
+        else:
+            assert path == f"/storage/{name}"
             self.send(name)
-        else:  # strangers are not told what is private and what is not there
-            self.reply(401, {"error": "no"}, {"X-Error-Message": "Invalid username or password."})
 
     def reply(self, status: int, body, headers=(), after_piece=lambda size: None):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -112,9 +105,8 @@ class Handler(BaseHTTPRequestHandler):
             after_piece(self.wfile.write(body[start : start + 4096]))
 
     def send(self, name: str):
-        hub, data, first, last = self.server, self.server.files[name], 0, None
-        if hub.knows_ranges:
-            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        hub, data = self.server, self.server.files[name]
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         with hub.lock:
             hub.transfers.append((name, first))
             hub.drops, dropped = False, hub.drops
@@ -130,11 +122,8 @@ class Handler(BaseHTTPRequestHandler):
             if dropped:
                 raise ConnectionAbortedError
 
-        if last is None:
-            self.reply(200, data, after_piece=after_piece)
-        else:
-            headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
-            self.reply(206, data[first : last + 1], headers, after_piece)
+        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        self.reply(206, data[first : last + 1], headers, after_piece)
 
 
 @pytest.fixture
@@ -209,33 +198,21 @@ def assert_one_line(done: tuple[int, str, str], status: int, words: str) -> None
 
 
 def test_a_download_is_what_the_hub_has_and_a_second_call_asks_nothing(hub, start, folder):
-    """With the user's token; sha256sum reads the manifest."""
-    status, out, _ = finish(start(3, TOKEN))
-    assert status == 0
-    assert out.splitlines()[-1] == f"{folder} is now complete: 4 shards, checksums in SHA256SUMS"
+    assert finish(start(3))[0] == 0
     assert_holds(folder, *NAMES[:4])
-    if shutil.which("sha256sum"):
-        subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, check=True)
     assert hub.sent == sum(len(SHARDS[name]) for name in NAMES[:4])
-    assert {*hub.tokens} == {"Bearer hf_mine"}
-
-    asked = len(hub.tokens)
+    asked = hub.asked
     for arguments, line in (
         (["3", "--dir", folder], f"{folder} is complete: 4 shards, checksums in SHA256SUMS\n"),
         (["--verify", f"{folder}/*.bin"], "4 shards are as SHA256SUMS has them\n"),
     ):
         assert call_without_packages(*arguments) == (0, line, "")
-    assert len(hub.tokens) == asked
+    assert hub.asked == asked
 
 
 @pytest.mark.parametrize(
     ("arguments", "dataset", "prefix", "count"),
-    [
-        ("", "fineweb10B", "fineweb", 7),
-        ("103", "fineweb10B", "fineweb", 103),
-        ("99 --edu", "finewebedu10B", "finewebedu", 99),
-        ("1030 --100B", "fineweb100B", "fineweb", 1030),
-    ],
+    [("", "fineweb10B", "fineweb", 7), ("99 --edu", "finewebedu10B", "finewebedu", 99)],
 )
 def test_each_dataset_has_its_own_folder(monkeypatch, arguments, dataset, prefix, count):
     monkeypatch.setattr(sys, "argv", ["cached_fineweb.py", *arguments.split()])
@@ -292,8 +269,7 @@ def test_a_connection_that_breaks_is_taken_up_again(hub, start, folder):
 def test_shards_without_a_checksum_are_compared_and_broken_ones_fetched(hub, start, folder):
     put(folder, VAL, FIRST, manifest=False)
     status, out, err = finish(start(1, OFFLINE))
-    assert (status, err, hub.tokens) == (0, "", [])
-    assert "all 2 shards, but 2 without a checksum" in out and len(out.splitlines()) == 1
+    assert (status, err) == (0, "") and "all 2 shards, but 2 without a checksum" in out
 
     os.truncate(folder / FIRST, 123_456)
     status, _, err = finish(start())
@@ -313,30 +289,15 @@ def test_only_a_whole_shard_with_its_header_counts_as_one(write_shard):
         assert not cached_fineweb.is_shard(write_shard("shard.bin", range(1000), **fault))
 
 
-def change(**attributes):
-    return lambda hub: vars(hub).update(attributes)
-
-
 def flip_a_byte(hub):
     hub.files[FIRST] = SHARDS[FIRST][:-1] + bytes([SHARDS[FIRST][-1] ^ 1])
 
 
-def cut_with_its_sum(hub):
-    hub.files[FIRST] = SHARDS[FIRST][:-2]
-    hub.sums[FIRST] = sha256(hub.files[FIRST]).hexdigest()
-
-
 ERRORS = {  # what is done to the hub and in the script, words of the line, parts left
     "flip": (flip_a_byte, "", f"{FIRST} from {REPOSITORY} has a wrong checksum: not kept", []),
-    "cut": (cut_with_its_sum, "", f"{FIRST} from {REPOSITORY} does not match its header", []),
-    "unknown": (change(repository="some/body"), "", f"there is no {REPOSITORY} on <hub>", []),
-    "lacking": (change(files={}), "", f"{REPOSITORY} lists no {FIRST}", []),
     "refused": (Hub.close, "", f"cannot reach {REPOSITORY} on <hub>: ", []),
-    "ranges": (change(knows_ranges=False), SMALL_BLOCKS, f"instead of {BLOCK}", [(FIRST, 0)]),
-    "library": (change(), NO_LIBRARY, f"huggingface_hub is missing: {sys.executable} -m pip", []),
-    "offline": (change(), OFFLINE, "HF_HUB_OFFLINE is set; unset it", []),
-    "space": (change(), LITTLE_SPACE, "no space in <folder>: 0.0 GB to fetch, 0.0 GB free", []),
-    "disk": (change(), FULL_DISK, "<folder>: File too large; what", [(FIRST, 300_000)]),
+    "library": (bool, NO_LIBRARY, f"huggingface_hub is missing: {sys.executable} -m pip", []),
+    "disk": (bool, FULL_DISK, "<folder>: File too large; what", [(FIRST, 300_000)]),
 }
 
 
@@ -355,11 +316,6 @@ def test_an_error_is_one_line_and_leaves_what_is_right(
     ("arguments", "status", "line"),
     [
         ("0", 2, "0 train shards: kjj0/fineweb10B-gpt2 has 1 to 103"),
-        ("100 --edu", 2, "100 train shards: kjj0/finewebedu10B-gpt2 has 1 to 99"),
-        ("1031 --100B", 2, "1031 train shards: kjj0/fineweb100B-gpt2 has 1 to 1030"),
-        ("--verify set/*.bin --dir set", 2, "--verify fetches nothing: give it by itself"),
-        ("--verify set/*.bin none/*", 1, "no shard matches none/*: name some"),
-        ("--verify set", 1, "cannot read set: Is a directory; name shards only"),
         ("--verify [odd]/a.bin", 1, "there is no checksum of a.bin in [odd]/SHA256SUMS"),
     ],
 )
@@ -372,16 +328,14 @@ def test_a_wrong_call_is_one_line_whatever_is_installed(tmp_path, arguments, sta
     assert_holds(tmp_path / "set", VAL)
 
 
-def test_verify_names_each_changed_shard_that_sha256sum_listed(write_shard, tmp_path):
+def test_verify_names_each_changed_shard(write_shard, tmp_path):
     a, b = write_shard("a.bin", range(400)), write_shard("b.bin", range(400))
-    sums = subprocess.run(["sha256sum", "a.bin", "-b", "b.bin"], cwd=tmp_path, capture_output=True)
-    (tmp_path / "SHA256SUMS").write_bytes(sums.stdout)
+    sums = [f"{sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in (a, b)]
+    (tmp_path / "SHA256SUMS").write_text("".join(sums))
     pattern, data = str(tmp_path / "*.bin"), bytearray(b.read_bytes())
     assert cached_fineweb.verify([pattern, str(b)]) == "2 shards are as SHA256SUMS has them"
     data[-1] ^= 1
     b.write_bytes(data)
-    with pytest.raises(cached_fineweb.UserError, match=f"^{b}: not as SHA256SUMS has it"):
-        cached_fineweb.verify([pattern])
     a.write_bytes(data[:-2])
     with pytest.raises(cached_fineweb.UserError, match=f"^{a}, {b}: not as SHA256SUMS has it"):
         cached_fineweb.verify([pattern])
