@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import os
 import resource
 import shlex
 import subprocess
@@ -113,15 +112,10 @@ def test_a_long_document_is_cut_where_its_tokens_stay_the_same(units, piece, tmp
     assert read(tmp_path, "*.bin") == reference([text])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a" + " " * 1_200_000 + "b" * 600_000,  # no place to cut: tiktoken alone fails on it
-        "before<|endoftext|>after",
-        "lines of\r\nWindows\r\n",
-    ],
-    ids=["long", "special", "windows"],
-)
+LONG = "a" + " " * 1_200_000 + "b" * 600_000  # no place to cut: tiktoken alone fails on it
+
+
+@pytest.mark.parametrize("text", [LONG, "lines<|endoftext|>of\r\nWindows\r\n"], ids=["long", "odd"])
 def test_one_document_comes_back_whole_without_its_byte_order_mark(text, tmp_path):
     (tmp_path / "in.txt").write_bytes(text.encode("utf-8-sig"))
     tokenize(tmp_path / "in.txt", "--out", tmp_path, "--val_fraction", 0)
@@ -129,64 +123,39 @@ def test_one_document_comes_back_whole_without_its_byte_order_mark(text, tmp_pat
     assert first == 50256 and max(tokens) < 50256 and ENCODING.decode(tokens) == text
 
 
-def test_reading_stays_a_few_batches_ahead_of_encoding():
-    pulled = itertools.count()
-    batches = ([("train", True, f"{next(pulled)}")] for _ in range(100))
-    first = next(tokenize_text.encode_all(batches, workers=2))
-    assert first["train"].tolist() == reference(["0"])
-    assert 2 <= next(pulled) <= 6
-
-
 def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path):
-    texts = tmp_path / "texts"
-    (texts / "b").mkdir(parents=True)
-    (texts / "folder.txt").mkdir()
-    for name, text in zip(
-        ["a.txt", "b/1.TXT", "b/2.txt", "c.txt", "d.txt"], DOCUMENTS, strict=True
-    ):
-        (texts / name).write_text(text, encoding="utf-8")
-    (texts / "empty.txt").write_text(" \n")
-    (texts / "README.md").write_text("not for training")
+    (tmp_path / "texts/b").mkdir(parents=True)
+    for name, text in zip(["a", "b/1", "b/2", "c", "d"], DOCUMENTS, strict=True):
+        (tmp_path / f"texts/{name}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "texts/README.md").write_text("not for training")
     blocks = "\n \n\n".join(text.strip("\n") for text in DOCUMENTS)
-    (tmp_path / "blocks.txt").write_text(f"\n{blocks}\n\n", encoding="utf-8")
-    lines = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
-    lines.write_text(lines.read_text().replace("\n", "\n\n"))
-    (tmp_path / "[odd].txt").write_text("odd")
+    (tmp_path / "blocks.txt").write_text(blocks, encoding="utf-8")
+    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
 
-    def of(*inputs):
-        tokenize(*inputs, "--out", tmp_path / "out", "--overwrite", "--val_fraction", 0)
+    def of(*names, flags=()):
+        inputs = [tmp_path / name for name in names]
+        flags = "--overwrite", "--val_fraction", 0, *flags
+        tokenize(*inputs, "--out", tmp_path / "out", *flags)
         return read(tmp_path / "out", "text_train_*.bin")
 
     expected = reference(DOCUMENTS)
-    assert of(texts) == expected
-    assert of(texts / "a.txt", texts / "b", texts / "?.txt") == expected  # each file once
-    assert of(lines) == of(tmp_path / "*.jsonl") == expected
+    assert of("texts") == of("in.jsonl") == expected
+    assert of("texts/a.txt", "texts/b", "texts/?.txt") == expected  # each file once
     stripped = reference(text.strip("\n") for text in DOCUMENTS)
-    assert of(tmp_path / "blocks.txt", "--blank_line_documents") == stripped
-    assert of(tmp_path / "blocks.txt") == reference([f"\n{blocks}\n\n"])
-    assert of(tmp_path / "[odd].txt") == reference(["odd"])
+    assert of("blocks.txt", flags=["--blank_line_documents"]) == stripped
 
 
-def test_parquet_holds_the_same_documents_and_what_is_bad_is_located(tmp_path, monkeypatch):
+def test_parquet_holds_the_same_documents(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    path, out = tmp_path / "in.parquet", tmp_path / "out"
-
-    def expect(message, **columns):
-        if columns:
-            parquet.write_table(pyarrow.table(columns), path, row_group_size=50)
-        with pytest.raises(SystemExit, match=message):
-            tokenize(path, "--out", tmp_path / "bad")
-
-    expect("row 1: no field `text`", body=["a"])
-    expect("row 501: `text` is of type NoneType", text=[*DOCUMENTS * 100, None])
-    parquet.write_table(pyarrow.table({"id": range(600), "text": DOCUMENTS * 120}), path)
-    tokenize(path, "--out", out, "--val_fraction", 0)
-    assert read(out, "*.bin") == reference(DOCUMENTS * 120)
+    path = tmp_path / "in.parquet"
+    table = pyarrow.table({"id": range(600), "text": DOCUMENTS * 120})
+    parquet.write_table(table, path, row_group_size=50)
+    tokenize(path, "--out", tmp_path, "--val_fraction", 0)
+    assert read(tmp_path, "*.bin") == reference(DOCUMENTS * 120)
     path.write_bytes(path.read_bytes()[:-9])
-    expect(f"{path}: not a whole .parquet.*: fetch or make it again")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    expect("in.parquet: to read it, pip install pyarrow")
+    with pytest.raises(SystemExit, match=f"{path}: not a whole .parquet.*: fetch or make it again"):
+        tokenize(path, "--out", tmp_path / "bad")
 
 
 def test_val_names_files_that_are_validation_as_a_whole(tmp_path, monkeypatch):
@@ -207,49 +176,28 @@ def test_existing_shards_are_kept_or_replaced_without_a_rest(tmp_path):
     with pytest.raises(SystemExit, match="text_train_000001.bin already exists.*--overwrite"):
         tokenize(tmp_path / "in.jsonl", "--out", out)
     assert contents(out) == before
-    tokenize(tmp_path / "in.jsonl", "--out", out, "--name", "text_train")  # another name: no clash
     (out / "text_train_notes.bin").write_text("mine")
     tokenize(tmp_path / "in.jsonl", "--out", out, "--overwrite", "--val_fraction", 0)
-    assert sorted(contents(out)) == [
-        *("text_train_000001.bin", "text_train_notes.bin"),
-        *("text_train_train_000001.bin", "text_train_val_000000.bin"),
-    ]
+    assert sorted(contents(out)) == ["text_train_000001.bin", "text_train_notes.bin"]
     assert read(out, "text_train_000001.bin") == reference(DOCUMENTS)
 
 
 FILES = {
     "good.jsonl": b'{"text": "a"}\n' * 9,
-    "latin.txt": b"fine\nfine\nbroken \xff\n",
     "torn.jsonl": b'{"text": "a"}\n\n{"text": "b\n',
     "body.jsonl": b'{"text": "a"}\n{"body": "b"}\n',
-    "string.jsonl": b'"text"\n',
-    "null.jsonl": b'{"text": null}',
-    "blank.txt": b" \n\n",
     "one.txt": b"one",
-    "notes.md": b"notes",
 }
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
     [
-        ("good.jsonl latin.txt", 1, "/latin.txt:3: not UTF-8: convert"),
         ("good.jsonl torn.jsonl", 1, "/torn.jsonl:3: not JSON: repair"),
         ("good.jsonl body.jsonl", 1, "/body.jsonl:2: no field `text`: rename"),
-        ("good.jsonl string.jsonl", 1, "/string.jsonl:1: no field `text`"),
-        ("good.jsonl null.jsonl --workers 2", 1, "/null.jsonl:1: `text` is of type NoneType"),
         ("nothing*.txt", 1, "no .txt, .jsonl, .parquet file matches nothing*.txt"),
-        ("notes.md", 1, "notes.md: unknown extension, expected one of .txt, .jsonl"),
-        ("blank.txt", 1, "no documents: there is nothing but white space"),
         ("one.txt", 1, "validation takes all documents (1); add text, or try --blank_line_docu"),
-        ("one.txt --val one.txt", 1, "no training text"),
-        ("one.txt --out notes.md", 1, "--out notes.md: cannot write there (File exists)"),
         ("one.txt --val_fraction 1", 2, "--val_fraction: 1: must be from 0 to less than 1"),
-        ("one.txt --val_fraction 1/0", 2, "--val_fraction: 1/0: must be from 0"),
-        ("one.txt --shard_size 0", 2, "--shard_size 0: must be from 1 to 2147483647"),
-        ("one.txt --shard_size 2147483648", 2, "--shard_size 2147483648: must be"),
-        ("one.txt --workers 0", 2, "--workers 0: must be at least 1"),
-        ("one.txt --name a/b", 2, "--name a/b: must be of letters"),
     ],
 )
 def test_an_error_is_one_line_and_leaves_nothing(
@@ -287,19 +235,7 @@ def test_full_disk_leaves_the_shards_that_were_there(tmp_path):
     assert contents(out) == before
 
 
-def die(batch):
-    os._exit(1)
-
-
-def test_a_worker_that_is_killed_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_text, "encode", die)
-    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
-    with pytest.raises(SystemExit, match="a worker was killed"):
-        tokenize(tmp_path / "in.jsonl", "--out", tmp_path / "out", workers=2)
-    assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("val_count", [1025, 65536, 70000])
+@pytest.mark.parametrize("val_count", [1025, 70000])
 def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys):
     (tmp_path / "val.txt").write_text(" a" * (val_count - 1))
     (tmp_path / "train.txt").write_text(" b" * 5000)
@@ -320,14 +256,11 @@ def test_as_a_program_it_ends_with_one_line(tmp_path):
     script = str(HERE / "data/tokenize_text.py")
     (tmp_path / "two.txt").write_text("one\n\ntwo\n")
 
-    def run(*arguments):
-        command = [sys.executable, script, *arguments, "--out", "out"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    done = run("two.txt", "--blank_line_documents", "--workers", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert read(tmp_path / "out", "*_train_*") == reference(["two"])
-    failed = run("three.txt")
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
-    header = np.fromfile(tmp_path / "out/text_val_000000.bin", "<i4", 256)
+    for name, status in ("two.txt", 0), ("three.txt", 1):
+        command = [sys.executable, script, name, "--blank_line_documents", "--workers", "2"]
+        done = subprocess.run(
+            [*command, "--out", "."], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == status and done.stderr.count("\n") == status
+    header = np.fromfile(tmp_path / "text_val_000000.bin", "<i4", 256)
     assert header.tolist() == [20240520, 1, 2] + [0] * 253
