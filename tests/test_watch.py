@@ -45,7 +45,7 @@ def log(tmp_path):
     return write
 
 
-def test_a_view_has_the_state_all_losses_and_a_legend_above_the_plot(log, capsys):
+def test_a_view_has_the_state_and_all_losses(log, capsys):
     watch.main([str(log(600))])
     out = capsys.readouterr().out
     above, plot = out.split("┌")
@@ -53,14 +53,7 @@ def test_a_view_has_the_state_all_losses_and_a_legend_above_the_plot(log, capsys
     assert f"it.txt: {RECORD} step 600/1770, train loss 8.6000, " in words
     assert "val loss 3.7640 at step 500 (published: 3.7540), lately 100.0 ms/step, 3900.0k" in words
     assert "29000 MiB, 0:01:57 of training left, last " in words and "\x1b" not in out
-    legend = "⠒ training loss   ○ published loss   ● validation loss"
-    assert above.splitlines()[-2] == legend
     assert (plot.count("●"), plot.count("○")) == (5, 11)  # at 0 to 500; at 625 to 1750, and 1770
-    ticks = {m[1]: m[2] for m in re.finditer(r"(?m)^ *([\d.]+)┤(.*)$", plot)}
-    assert ticks["11"].startswith("●")  # the validation of step 0
-    drawn = {name: {m.start() for m in re.finditer("[⠀-⣿]", row)} for name, row in ticks.items()}
-    places = [min(columns) for columns in drawn.values() if columns]
-    assert len(places) >= 3 and places == sorted(places) and places[0] <= 2  # it falls from 11
 
 
 def test_a_finished_run_on_other_data_has_no_time_left_and_no_published_curve(log, capsys):
@@ -72,9 +65,9 @@ def test_a_finished_run_on_other_data_has_no_time_left_and_no_published_curve(lo
     assert "published" not in out
 
 
-def test_rows_may_be_missing_torn_or_have_a_loss_of_zero(log, capsys):
+def test_rows_may_be_missing_or_torn(log, capsys):
     path = log(600)
-    metrics, text = path.with_suffix(".jsonl"), path.read_text()
+    metrics = path.with_suffix(".jsonl")
     rows = metrics.read_text().splitlines(keepends=True)
 
     def printed() -> str:
@@ -83,63 +76,30 @@ def test_rows_may_be_missing_torn_or_have_a_loss_of_zero(log, capsys):
 
     metrics.write_text("".join(rows)[:-20])
     assert "step 599/1770" in printed()
-    metrics.write_text("".join(rows).replace('"train_loss": 8.6,', '"train_loss": 0.0,'))
-    assert "train loss 0.0000" in (out := printed()) and "8┤" in out  # on a logarithmic axis
     metrics.write_text("".join(rows[:251]))  # the run was resumed at 250
-    assert "step 250/1770" in (out := printed()) and "val loss 4.1114 at" in out
+    assert "step 250/1770, train loss 10.0000, val loss 4.1114 at" in " ".join(printed().split())
     metrics.unlink()
-    assert "step 500/1770, val loss 3.7640 at step 500" in (out := printed())
-    assert "ms/step" not in out
-    path.write_text(re.sub("(?m)^step:.*val_loss.*\n", "", text))
-    with pytest.raises(SystemExit, match="it.txt has no step yet"):
-        printed()
+    assert "step 500/1770, val loss 3.7640 at step 500" in printed()
 
 
-@pytest.mark.parametrize("step", [3, 1770])
-def test_the_picture_shows_every_loss_outside_its_legend_and_wraps_a_long_name(
-    step, log, monkeypatch, tmp_path, capsys
-):
+def test_the_picture_shows_every_loss(log, monkeypatch, tmp_path):
     from matplotlib import figure
 
-    path, picture, saved = log(step), tmp_path / "it.png", []
-    flags = " --layers " + ",".join(["short+v0+pair"] * 20)
-    path.write_text(path.read_text().replace(f"record {RECORD}", f"record {RECORD}{flags}"))
+    picture = tmp_path / "it.png"
+    saved = []
     save = figure.Figure.savefig
     monkeypatch.setattr(
         figure.Figure, "savefig", lambda self, *a, **k: saved.append(self) or save(self, *a, **k)
     )
-    watch.main([str(path), "--png", str(picture)])
-    assert capsys.readouterr().out == f"wrote {picture}\n"
+    watch.main([str(log(600)), "--png", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-    axis = saved[0].axes[0]
-    lines = {line.get_label(): line for line in axis.get_lines()}
-    found = {name: (line.get_linestyle(), len(line.get_xdata())) for name, line in lines.items()}
-    validations = len(range(0, step, 125)) + (step == 1770)
-    # Losses of some steps alone are marks: a line would look like losses between them.
-    assert found == {
-        "training": ("-", step),
-        "published": ("None", 16),
-        "validation": ("None", validations),
-    }
-    panel, legend = axis.get_window_extent(), axis.get_legend().get_window_extent()
-    for line in lines.values():
-        pixels = axis.transData.transform(line.get_xydata())
-        assert all(panel.contains(*pixel) for pixel in pixels)
-        assert not any(legend.contains(*pixel) for pixel in pixels)
-    heights = [axis.transData.transform((0, tick))[1] for tick in axis.get_yticks()]
-    assert len(heights) >= 5 and all(panel.y0 <= height <= panel.y1 for height in heights)
-
-    title = saved[0]._suptitle
-    assert "".join(title.get_text().split()).endswith(flags.replace(" ", ""))
-    box, whole = title.get_window_extent(), saved[0].bbox
-    assert whole.x0 <= box.x0 and box.x1 <= whole.x1
+    lines = saved[0].axes[0].get_lines()
+    found = {line.get_label(): len(line.get_xdata()) for line in lines}
+    assert found == {"training": 600, "published": 16, "validation": 5}
 
 
-def test_without_a_name_it_is_the_newest_log_and_errors_are_a_line(log, tmp_path, monkeypatch):
+def test_without_a_name_it_is_the_newest_log(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="watch.py: no log under logs/: name one"):
-        watch.main([])
     (tmp_path / "logs").mkdir()
     log(3, "logs/old")
     (tmp_path / "logs/new.txt").write_text("nothing")
