@@ -5,7 +5,6 @@ import json
 import random
 import re
 from dataclasses import replace
-from http.client import IncompleteRead
 
 import hellaswag
 import pytest
@@ -16,7 +15,7 @@ from runs import Program
 
 import train_gpt
 from gpt2 import gpt2_encoding
-from train_gpt import RECORDS, UserError
+from train_gpt import RECORDS
 
 WORDS = "the a cat dog river stone walks sings under over blue old house bird 7 quickly"
 VOCAB = 128  # GPT-2's tokens that occur in questions of these words, numbered anew
@@ -116,7 +115,6 @@ def test_on_two_ranks_it_prints_what_it_prints_on_one(trained, tmp_path, capsys)
     words = [str(trained.path), "--data", data, "--limit", "20", "--device", "cpu"]
     hellaswag.main(words)
     alone = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{trained.path}: 20 questions in \d+\.\d s", alone[0])
     assert re.fullmatch(r"acc 0\.\d{4}  acc_norm 0\.\d{4}  standard error 0\.\d{4}", alone[1])
     program = Program(words, ranks=2, work=hellaswag.main)
     assert program.end() == [0, 0], program.text("err")
@@ -132,46 +130,13 @@ def test_questions_are_fetched_once_and_only_whole(trained, tmp_path, monkeypatc
     monkeypatch.setattr(hellaswag, "HERE", tmp_path)
     words = [str(trained.path), "--device", "cpu"]
 
-    def assert_refused(message: str) -> None:
-        with pytest.raises(SystemExit, match="1"):
-            hellaswag.main(words)
-        assert message in capsys.readouterr().err and not list(tmp_path.rglob("hellaswag_val*"))
-
     home.write_bytes(whole.replace(b"river", b"rivet"))
-    assert_refused("has SHA-256")
-    home.unlink()
-    assert_refused("could not fetch")
-    with monkeypatch.context() as patch:
-
-        def broken(*address, timeout):
-            raise IncompleteRead(b"")
-
-        patch.setattr(hellaswag.urllib.request, "urlopen", broken)
-        assert_refused("could not fetch")
-
+    with pytest.raises(SystemExit, match="1"):
+        hellaswag.main(words)
+    assert "has SHA-256" in capsys.readouterr().err and not path.exists()
     home.write_bytes(whole)
     hellaswag.main(words)
     assert ": 5 questions in" in capsys.readouterr().out and path.read_bytes() == whole
     home.unlink()
     hellaswag.main(words)
     assert ": 5 questions in" in capsys.readouterr().out
-
-
-QUESTION = '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 3}\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "it.jsonl holds no question"),
-        (QUESTION + '{"ctx": 1}\n', "it.jsonl:2: not a HellaSwag question"),
-        (QUESTION.replace("3", "-1"), "it.jsonl:1: not a HellaSwag question"),
-        (QUESTION.replace(', "e"', ""), "it.jsonl:1: not a HellaSwag question"),
-        ("\udcff", "it.jsonl:0: not a HellaSwag question (UnicodeDecodeError"),
-        (QUESTION + "no json\n", "it.jsonl:2: not a HellaSwag question (JSONDecodeError"),
-    ],
-)
-def test_a_bad_file_is_named_with_its_line(text, message, tmp_path):
-    (tmp_path / "it.jsonl").write_text(text, errors="surrogateescape")
-    with pytest.raises(UserError, match=re.escape(message)):
-        read_questions(tmp_path / "it.jsonl", limit=0)
