@@ -96,12 +96,9 @@ def test_pieces_of_text_are_whole_characters():
     tokens = encoding.encode(text)
     pieces = list(text_of(tokens, encoding))
     assert "".join(pieces) == text and len(tokens) > 12 and "🙂" in "".join(pieces[:6])
-    assert list(text_of([50256, *encoding.encode("A")], encoding))[:2] == ["<|endoftext|>\n", "A"]
-    assert list(text_of(encoding.encode("日")[:1], encoding)) == ["", "\ufffd"]  # not all of it
 
 
 def test_the_command_that_a_run_prints_last_gives_text(trained, capsys, monkeypatch):
-    """As is, with a seed twice, greedily with the cache and without, and without a name."""
     monkeypatch.chdir(trained.folder)
     command = trained.console.splitlines()[-1]
     words = re.fullmatch(r"read what it writes: (.*/run\.sh) tools/sample\.py (\S+)", command)
@@ -109,16 +106,14 @@ def test_the_command_that_a_run_prints_last_gives_text(trained, capsys, monkeypa
 
     def written(*flags: str, name=(words[2],)) -> str:
         sample.main([*name, *flags])
-        out, err = capsys.readouterr()
-        assert re.fullmatch(rf"{words[2]}, --seed \d+\n\d+\.\d tokens/s\n", err)
-        return out
+        return capsys.readouterr().out
 
     a, b, c = (written("--n", "2", "--tokens", "20", "--seed", seed) for seed in "112")
     assert a == b != c and len(a.split("-" * 80)) == 2
     long = ["--n", "1", "--tokens", "140", "--temperature", "0", "--prompt", "a b c"]
     text = written(*long)
     assert text.startswith("a b c") and text == written(*long, "--no_cache")
-    written("--n", "1", "--tokens", "5", "--device", "cpu", name=())  # the newest checkpoint
+    assert text == written(*long, name=())  # of the newest checkpoint
 
 
 FORK = "import train_gpt\n\n\nclass Run(train_gpt.Run):\n    pass\n"
@@ -142,34 +137,12 @@ def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(trained, tmp_
     (tmp_path / "sampled_fork.py").write_text(FORK)
     found = run_class_of(forked)
     assert train_gpt.script_of(found) == tmp_path / "sampled_fork.py"
-    assert run_class_of(forked, "--script", "./sampled_fork.py") is found
     assert run_class_of(forked, "--script", str(ROOT / "train_gpt.py")) is train_gpt.Run
     assert run_class_of(state | {"script": "train_gpt.py"}) is train_gpt.Run
-    sizes = ["--model_dim", "32", "--num_heads", "2", "--head_dim", "16", "--device", "cpu"]
-    published = {"model": state["model"]}
-    assert run_class_of(published, "--record", "demo", *sizes) is train_gpt.Run
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("", "no checkpoint under logs/: train a model first, or name one"),
-        ("broken.pt", "broken.pt is not an intact checkpoint of this program"),
-        ("it.pt --tokens 0", "--n and --tokens must be at least 1"),
-        ("it.pt --temperature nan", "--temperature and --top_k at least 0"),
-        ("it.pt --seed 9999999999999999999999", "--seed 9999999999999999999999: must be from 0 to"),
-        ("--tocens 3", "unrecognized arguments: --tocens 3"),
-        ("--tokens 3 it.pt", "it.pt: name the checkpoint first, before all flags"),
-        ("words.pt", "words.pt: 512 tokens are not GPT-2's vocabulary"),
-    ],
-)
-def test_what_cannot_be_ends_with_one_line(words, message, trained, tmp_path, monkeypatch, capsys):
+def test_without_a_checkpoint_it_ends_with_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.pt").write_bytes(b"nothing")
-    (tmp_path / "it.pt").symlink_to(trained.path)
-    if words == "words.pt":
-        state = torch.load(trained.path, weights_only=True)
-        state["hyperparameters"]["vocab_size"] = 512
-        torch.save(state, words)
-    status, err = error_of(words.split(), capsys, sample.main)
-    assert status == 2 and err.startswith("sample.py: error: ") and message in err
+    status, err = error_of([], capsys, sample.main)
+    assert status == 2
+    assert err.startswith("sample.py: error: no checkpoint under logs/: train a model first")
