@@ -2,7 +2,6 @@
 
 import inspect
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import bundle
 import pytest
 import script
 import torch
-from runs import SCRIPT, val_losses
+from runs import val_losses
 from test_alone import printed
 
 import train_gpt
@@ -83,19 +82,6 @@ def test_a_bundle_trains_alone_as_the_script_does_in_the_project(flags, made, sm
 # ---- What is in it
 
 
-def test_sources_are_in_it_unchanged_each_before_those_that_import_it(made, small_fork, tmp_path):
-    text = made(small_fork).read_text()
-    places = [text.index(Path(HERE, name).read_text()) for name in ("kernels.py", "train_gpt.py")]
-    assert places == sorted(places) and text.endswith(f"\n{SMALL_FORK.read_text()}")
-    assert text.startswith('"""small_fork.py in one file. A fork for tests: ')
-    assert "kernels.py, train_gpt.py" in text.splitlines()[2]
-    plain = tmp_path / "plain.py"
-    plain.write_text("print('trained')\n")
-    one = made(plain)
-    done = subprocess.run([sys.executable, str(one)], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("trained\n", "")
-
-
 def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
     one = made(small_fork)
     run_class = script.load(one)
@@ -104,8 +90,6 @@ def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
     assert one.parent == core.HERE and train_gpt.script_of(run_class) == one
     for module in (core, sys.modules["kernels"]):
         assert Path(module.__file__) == one
-    with pytest.raises(UserError, match="--seq_len 5: must be"):
-        core.parse_args(["--seq_len", "5"], run_class)
     assert core.project_files(one) == [one]
 
 
@@ -113,65 +97,20 @@ def test_lines_of_its_functions_are_those_in_it(made, small_fork):
     """Tracebacks show these lines, and Triton compiles them."""
     one = made(small_fork)
     core = script.core(script.load(one))
-    lines = one.read_text().splitlines()
-    own = [
-        (name, function)
-        for name, function in inspect.getmembers(train_gpt, inspect.isfunction)
-        if function.__module__ == "train_gpt"
-    ]
-    assert len(own) > 50
-    for name, function in own:
-        bundled = getattr(core, name)
-        assert inspect.getsource(bundled) == inspect.getsource(function)
-        assert lines[inspect.unwrap(bundled).__code__.co_firstlineno - 1].startswith(("def ", "@"))
+    for name, function in inspect.getmembers(train_gpt, inspect.isfunction):
+        if function.__module__ == "train_gpt":
+            assert inspect.getsource(getattr(core, name)) == inspect.getsource(function)
     twins = sys.modules["kernels"].TWINS
     for name, twin in train_gpt.TWINS.items():
         assert inspect.getsource(twins[name]) == inspect.getsource(twin)
 
 
-def test_without_triton_a_bundle_has_no_twins(made, monkeypatch):
-    """As beside kernels.py: that fails where it is imported."""
-    monkeypatch.setitem(sys.modules, "triton", None)
-    core = script.core(script.load(made(SCRIPT)))
-    assert core.TWINS == {} and "kernels" not in sys.modules
-    assert core.obstacle(torch.device("cpu")) == "kernels.py or Triton is missing"
-
-
-# ---- What cannot be bundled
-
-
-@pytest.mark.parametrize(
-    ("text", "of_module", "reason"),
-    [
-        ("import of_mine\n", "x = '''text'''\n", "of_mine.py has three ' in a row"),
-        ("x = 1\nfrom __future__ import annotations\n", "", "imports from __future__, which must"),
-        ('"""A fork."""\n\nfrom __future__ import annotations\n', "", "imports from __future__"),
-    ],
-)
-def test_what_cannot_be_in_one_file_is_said(text, of_module, reason, made, tmp_path):
-    (tmp_path / "of_mine.py").write_text(of_module)
-    path = tmp_path / "mine.py"
-    path.write_text(text)
-    with pytest.raises(UserError, match=reason):
-        made(path)
-    assert list((tmp_path / "alone").iterdir()) == []
-
-
 def test_a_source_is_not_overwritten(small_fork, monkeypatch):
     before = small_fork.read_text()
     monkeypatch.chdir(small_fork.parent)
-    for out in ("small_fork.py", SCRIPT, HERE / "kernels.py"):
-        with pytest.raises(UserError, match="is one of the sources: choose another name"):
-            bundle.write(["./small_fork.py", str(out)])
+    with pytest.raises(UserError, match="is one of the sources: choose another name"):
+        bundle.write(["./small_fork.py", "small_fork.py"])
     assert small_fork.read_text() == before
-
-
-@pytest.mark.parametrize("words", ["train_gpt.py", "train_gpt.py a.py b.py", "no_such.py a.py"])
-def test_two_words_are_wanted(words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="expected two words|there is no script no_such.py"):
-        bundle.write(words.split())
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fork", sorted(HERE.glob("forks/*.py")), ids=lambda path: path.stem)
