@@ -210,16 +210,13 @@ def test_a_download_is_what_the_hub_has_and_a_second_call_asks_nothing(hub, star
     assert hub.asked == asked
 
 
-@pytest.mark.parametrize(
-    ("arguments", "dataset", "prefix", "count"),
-    [("", "fineweb10B", "fineweb", 7), ("99 --edu", "finewebedu10B", "finewebedu", 99)],
-)
-def test_each_dataset_has_its_own_folder(monkeypatch, arguments, dataset, prefix, count):
-    monkeypatch.setattr(sys, "argv", ["cached_fineweb.py", *arguments.split()])
+def test_each_dataset_has_its_own_folder(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb.py", "99", "--edu"])
     _, names, repository, folder = cached_fineweb.parse_arguments()
-    assert (repository, folder) == (f"kjj0/{dataset}-gpt2", SCRIPT.parent / "data" / dataset)
-    assert names[0] == f"{prefix}_val_000000.bin"
-    assert names[1:] == [f"{prefix}_train_{i + 1:06}.bin" for i in range(count)]
+    assert repository == "kjj0/finewebedu10B-gpt2"
+    assert folder == SCRIPT.parent / "data/finewebedu10B"
+    assert names[0] == "finewebedu_val_000000.bin" and len(names) == 100
+    assert names[99] == "finewebedu_train_000099.bin"
 
 
 def test_kills_at_random_points_lose_no_more_than_the_blocks_under_way(hub, start, folder):
