@@ -94,33 +94,10 @@ def test_flags_turn_a_technique_off_and_nothing_else(technique):
     assert turned_off == technique.off.keys() | {"run_id"}
 
 
-def test_a_record_has_no_technique_of_a_later_one():
-    """Except skip connections, which have the date of their last form."""
-    for record in [name for name in RECORDS if name[0] == "2"]:
-        for technique in TECHNIQUES:
-            if technique.name != "skip connection":
-                off = flags_without(technique, RECORDS[record])
-                assert not off or technique.brought <= record[:10], technique.name
-
-
-def test_words_are_removed_from_rows_whole():
-    for words, text, left in (
-        (["x3"], "long+x3,short+x31,none+x3+v1,long+x13+x3", "long,short+x31,none+v1,long+x13"),
-        (["decay=N"], "a+lr=8e-5+decay=8e-5,b+decay=8e+5+lr=8e+5", "a+lr=8e-5,b+lr=8e+5"),
-        (["cap=N", "targets=N"], "lr=1+targets=1/.5/.25+cap=896,lr=2+cap=8", "lr=1,lr=2"),
-    ):
-        words = [word.replace("=N", f"={techniques.NUMBER}") for word in words]
-        remove = techniques.without("layers", *words)
-        assert remove(SimpleNamespace(layers=text), Frontier) == left
-
-
-TWO_STAGES = "--extension_frac 0 --stages length=1+window=128+lr=1,length=4+window=256+lr=2"
-
-
-@pytest.mark.parametrize("words", [*OF_2026, f"{NEWEST} {TWO_STAGES}"])
-def test_one_stage_has_as_many_tokens_and_the_last_window(words):
+@pytest.mark.parametrize("record", OF_2026)
+def test_one_stage_has_as_many_tokens_and_the_last_window(record):
     """Its length is rounded to whole sequences."""
-    flags = ["--record", *words.split()]
+    flags = ["--record", record]
     hp = settings_of(flags)
     technique = next(t for t in TECHNIQUES if t.name == "stages of the batch")
     off = settings_of([*flags, *flags_without(technique, hp)])
@@ -150,11 +127,7 @@ def tables(count: int, rows: int, seeds: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("rows", "seeds", "left_out"),
-    [
-        (5, 3, []),
-        (12, 3, [8, 9, 10]),  # one of its block is left
-        (33, 3, [*range(8), 12, 32]),  # a whole block
-    ],
+    [(12, 3, [8, 9, 10]), (33, 3, [*range(8), 12, 32])],  # one of a block is left; none
 )
 def test_the_deviation_is_that_of_a_least_squares_fit(rows, seeds, left_out):
     """With a variable for each technique, and one for each run of the record."""
@@ -192,9 +165,7 @@ def test_equal_differences_of_losses_have_the_error_of_their_rounding():
     assert found.verdict(0, "loss") == ("not significant", pytest.approx(p))
 
 
-@pytest.mark.parametrize(
-    ("rows", "seeds", "free"), [(1, 3, 2), (1, 4, 3), (2, 3, 2), (2, 4, 3), (4, 2, 3), (9, 1, 0)]
-)
+@pytest.mark.parametrize(("rows", "seeds", "free"), [(1, 3, 2), (1, 4, 3), (4, 2, 3)])
 def test_a_verdict_needs_three_degrees_of_freedom(rows, seeds, free):
     values = tables(1, rows, seeds)[0][0] + 1e6
     found = Effects.of(values, values, 1.0)
@@ -234,17 +205,6 @@ def test_the_verdict_is_on_the_number_that_is_judged():
         assert [found.verdict(i, judge)[0] for i in (1, 2)] == verdicts
 
 
-def test_rank_correlation_of_a_textbook():
-    """IQ and hours of television of ten people, whose squared differences of ranks sum to 194."""
-    iq = 106, 100, 86, 101, 99, 103, 97, 113, 112, 110
-    hours = 7, 27, 2, 50, 28, 29, 20, 12, 6, 17
-    rho, low, high = ablate.rank_correlation(iq, hours)
-    assert rho == pytest.approx(1 - 6 * 194 / (10 * 99))
-    # z = artanh(-0.175758) = -0.177604; its deviation is sqrt((1 + 0.030891 / 2) / 7) = 0.380872
-    assert (low, high) == pytest.approx((math.tanh(-0.924113), math.tanh(0.568905)), abs=1e-5)
-    assert ablate.rank_correlation(iq, iq)[0] == pytest.approx(1)
-
-
 # ---- The table
 
 SPECIAL = {"record": (1490, 0.0), "record_longer": (1862, None)}  # steps, harm to the loss
@@ -259,9 +219,7 @@ def ablation(tmp_path, monkeypatch, capsys):
     longer run's loss is lower by `gain`. It returns status, lines, the error and the runs in order,
     by name, side and seed."""
 
-    def call(
-        words: str | list[str], changed_seed=-1, fails=(), gain=0.05
-    ) -> tuple[int, list[str], str, dict]:
+    def call(words, changed_seed=-1, fails=(), gain=0.05) -> tuple[int, list[str], str, dict]:
         made = {}
 
         def run(side: Side, name: str, seed: int) -> SimpleNamespace:
@@ -281,7 +239,7 @@ def ablation(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(Side, "run", run)
         try:
-            ablate.main(words.split() if isinstance(words, str) else words)
+            ablate.main(words.split())
         except SystemExit as end:
             status = end.code
         out, err = capsys.readouterr()
@@ -339,8 +297,8 @@ def check_table(lines: list[str], made: dict, seeds: range, count: int) -> None:
         assert gain == ("-" if HAVING[side].gain is None else f"{HAVING[side].gain:.1f}")
     known = [side for side in order if HAVING[side].gain is not None]
     for place, of, text in ((1, 2, "time to equal loss"), (3, 0, "loss")):
-        gains, found = [HAVING[x].gain for x in known], [effects[x][of] for x in known]
-        rho = np.corrcoef(stats.rankdata(gains), stats.rankdata(found))[0, 1]
+        found = [HAVING[x].gain for x in known], [effects[x][of] for x in known]
+        rho = stats.spearmanr(*found).statistic
         text = f"rank correlation of {text} with the gains of {len(known)} techniques: {rho:.2f}, "
         assert lines[end + place].startswith(f"{text}from ")
     assert lines[end + 5] == f"one step of 1490 is worth {worth / 1490:.2g} of the loss"
@@ -382,10 +340,9 @@ def test_a_technique_whose_run_fails_is_left_out(ablation):
     assert "left out: smear: the run it_smear_seed4 failed" in lines
 
 
-@pytest.mark.parametrize("side", ["record", "record_longer"])
-def test_a_failing_run_of_the_record_ends_the_ablation(side, ablation):
-    status, lines, err, made = ablation(NAMED, fails={(side, 1)})
-    assert status == 1 and err.count("\n") == 1 and f"{side}_seed1 failed" in err
+def test_a_failing_run_of_the_record_ends_the_ablation(ablation):
+    status, _, err, made = ablation(NAMED, fails={("record", 1)})
+    assert status == 1 and err.count("\n") == 1 and "record_seed1 failed" in err
     assert {seed for _, other, seed in made if other not in SPECIAL} == {0}
 
 
@@ -393,35 +350,6 @@ def test_only_takes_techniques_by_words_of_their_names(ablation):
     _, lines, _, made = ablation(f"{NAMED} --runs 2 --only VaLue")
     assert shown_after(lines, "2 of 2") == {t.name for t in ALONE if "value" in t.name}
     assert len({side for _, side, _ in made} - {*SPECIAL}) == 4
-    assert not any("rank correlation" in line for line in lines)  # their gains are not known
-    words = [*f"{NAMED} --runs 2 --only".split(), "smear, polar,YARN,,extension, wide"]
-    names = {"smear", "Polar Express", "YaRN", "extension, wide last window"}
-    assert shown_after(ablation(words)[1], "2 of 2") == names
-
-
-def test_a_word_in_no_name_is_refused_with_the_nearest_technique(ablation):
-    for word, nearest in (("normoun", "NorMuon"), ("bigramm", "table of bigrams")):
-        for more in ([], ["--list"]):
-            status, lines, err, made = ablation(["--ablate", FORK, "--only", f"yarn,{word}", *more])
-            assert (status, lines, made) == (2, [], {}) and err.count("\n") == 1
-            assert f"--only {word}: " in err and f'the nearest one is "{nearest}"' in err
-
-
-@pytest.mark.parametrize("runs", [3, 4])
-def test_a_single_technique_needs_four_seeds_for_a_verdict(runs, ablation):
-    status, lines, err, made = ablation(f"{NAMED} --only smear --runs {runs}")
-    assert (status, err, len(made)) == (0, "", 3 * runs)
-    assert ("intervals and verdicts need --runs 4 or more" in lines[2]) == (runs == 3)
-    last = lines[lines.index(f"after {runs} of {runs} seeds:") + 3]
-    if runs == 3:
-        assert "±" not in last and re.search(r" -  +-  +1\.1$", last)
-        assert "too few runs for intervals and verdicts" in lines
-    else:
-        values = by_hand(made, range(runs))[0]["smear"]
-        low, high = stats.ttest_1samp(values[:, 0], 0).confidence_interval(0.95)
-        assert f"  {values[:, 0].mean():+.4f} ± {(high - low) / 2:.4f}  " in last
-        p = stats.ttest_1samp(values[:, 2], 0).pvalue
-        assert f"  {p:.3f}  not significant " in last or f"  {p:.2e}  hurts " in last
 
 
 def test_without_a_worth_of_time_the_loss_may_be_judged_with_the_same_name(ablation):
@@ -434,16 +362,6 @@ def test_without_a_worth_of_time_the_loss_may_be_judged_with_the_same_name(ablat
     assert shown_after(lines, "3 of 3") == {"smear", "YaRN"}
     header = re.split("  +", lines[lines.index("after 3 of 3 seeds:") + 2])
     assert header == [name for name in HEADER if name != "to equal loss"]
-
-
-def test_the_worth_of_time_is_the_mean_over_the_seeds(ablation, monkeypatch):
-    """A single longer run with a higher loss does not end the ablation."""
-    gains = iter((0.05, -0.02, 0.03))
-    monkeypatch.setattr(ablate.compare, "worth_of_time", lambda own, longer: next(gains))
-    status, lines, err, _ = ablation(f"{NAMED} --only smear,yarn --runs 3")
-    assert (status, err) == (0, "")
-    found = [line.split(" worth ")[1] for line in lines if line.startswith("one step of 1490")]
-    assert found == [f"{mean / 1490:.2g} of the loss" for mean in (0.05, 0.015, 0.02)]
 
 
 def test_an_ablation_continues_only_with_the_same_flags(ablation):
@@ -464,12 +382,9 @@ def test_runs_whose_source_changed_are_refused(ablation):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"--ablate {FORK} --runs 0", "--runs 0"),
-        (f"--ablate {FORK} --record {NEWEST} --only sum", "--only sum"),
+        (f"--ablate {FORK} --only normoun", 'the nearest one is "NorMuon"'),
         ("--ablate --record 2024-11-19_FlexAttention", f"run.sh --ablate {FORK}"),
-        ("--ablate --no_such 1", "--no_such"),
         ("--ablate --eval auto", "no checkpoint"),
-        (f"--record {NEWEST}", "--ablate"),
     ],
 )
 def test_bad_flags_start_nothing(words, reason, ablation):
@@ -480,30 +395,15 @@ def test_bad_flags_start_nothing(words, reason, ablation):
 # ---- The list
 
 
-def listed(lines: list[str]) -> dict[str, list[str]]:
-    """Return the lines about each technique that --list prints, by name."""
-    blocks = [block.split("\n") for block in "\n".join(lines).split("\n\n")[1:]]
-    return {first.split(": ")[0]: rest for first, *rest in blocks}
-
-
-@pytest.mark.parametrize("record", ["2026-01-19_BigramHashEmbedding", None])
-def test_the_list_has_each_technique_with_the_flags_that_turn_it_off(record, ablation):
-    """In a record, or else in the script's default record."""
-    named = f" --record {record}" if record else ""
-    status, lines, err, made = ablation(f"--ablate {FORK} --list{named}")
+def test_the_list_has_the_flags_that_turn_a_technique_off(ablation):
+    status, lines, err, made = ablation(f"--ablate {FORK} --list")
     assert (status, err, made) == (0, "", {})
-    record = record or Frontier.default_record
-    found = listed(lines)
-    assert list(found) == [technique.name for technique in TECHNIQUES]
-    for technique, facts in zip(TECHNIQUES, found.values(), strict=True):
-        assert f"    setting  {technique.switch}" in facts
-        assert technique.gain is None or facts[1].startswith(f"    gain     {technique.gain} s")
-        off = " ".join(flags_without(technique, RECORDS[record])) or f"not in {record}"
-        assert facts[-1].split(maxsplit=2)[2] == off if technique.off else "stays on" in facts[-1]
-    assert sum(not technique.off for technique in TECHNIQUES) == 5
-    found = listed(ablation(f"--ablate {FORK} --list --only gate")[1])
-    assert set(found) == {"attention gate", "value gates", "value gates read values"}
-    assert set(listed(ablation("--ablate --list")[1])) == {"value embeddings"}
+    blocks = [block.split("\n") for block in "\n".join(lines).split("\n\n")[1:]]
+    record = RECORDS[Frontier.default_record]
+    for technique, (first, *_, last) in zip(TECHNIQUES, blocks, strict=True):
+        assert first.startswith(f"{technique.name}: ")
+        flags = " ".join(flags_without(technique, record))
+        assert flags in last and (technique.off or "stays on" in last)
 
 
 def test_settings_functions_and_tests_of_a_technique_exist():
