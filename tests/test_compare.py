@@ -29,20 +29,14 @@ run_id, steps, trick = flags["run_id"], int(flags["num_iterations"]), flags.get(
 noise, changed = random.Random(run_id), flags.get("muon_lr") == "0.06"
 if trick == "fails":
     sys.exit("first line\\nout of luck")
-if trick == "ends_as_interrupted":
-    sys.exit(130)
 if trick == "is_interrupted":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-if trick == "interrupts":
-    print("a warning of", run_id, file=sys.stderr)
-    os.kill(os.getppid(), signal.SIGINT)
 ms = 1e5 * steps / 128 * (1 + 0.01 * changed + 0.004 * NOISE * noise.gauss(0, 1))
 loss = 3.3 + 0.002 * changed - SLOPE * math.log(steps / 128) + 0.002 * NOISE * noise.gauss(0, 1)
 settings = "\\n".join(f"{k}: {v}" for k, v in flags.items())
 lines = f"record demo\\nstep:0/{steps} val_loss:10.8258 train_time:0ms step_avg:0.00ms\\n"
-if trick != "is_truncated":
-    lines += f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:1.00ms\\n"
+lines += f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:1.00ms\\n"
 Path("logs").mkdir(exist_ok=True)
 parts = source, "torch 2.13.0", settings, lines
 Path("logs", run_id + ".txt").write_text(("\\n" + 100 * "=" + "\\n").join(parts))
@@ -80,12 +74,6 @@ def test_p_values_and_intervals_are_those_of_scipy():
 
 def test_equal_numbers_have_a_p_of_0_or_1():
     assert compare.p_values([[0, 0, 0], [0.1, 0.1, 0.1]]).tolist() == [[1, 1], [0, 0]]
-    then = [0.1, 0.1, 0.1, 0.3]  # equal only at first
-    assert compare.p_values(then).tolist() == [
-        0,
-        0,
-        pytest.approx(stats.ttest_1samp(then, 0).pvalue),
-    ]
 
 
 def test_with_a_known_deviation_p_and_interval_are_those_of_the_normal_distribution():
@@ -97,9 +85,7 @@ def test_with_a_known_deviation_p_and_interval_are_those_of_the_normal_distribut
     assert compare.half_width([1.0, 5.0, 2.0, 2.0], known=2.0) == pytest.approx(1.96, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("alpha", "most", "known"), [(0.01, 20, None), (0.05, 5, None), (0.01, 20, 1.0)]
-)
+@pytest.mark.parametrize(("alpha", "most", "known"), [(0.05, 5, None), (0.01, 20, 1.0)])
 def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most, known):
     numbers = np.random.default_rng(most).standard_normal((4000, most))
     limits = compare.thresholds(alpha, most, known=known)
@@ -109,40 +95,10 @@ def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most,
     assert alpha / 2 < hits.any(1).mean() <= bound(alpha, 4000)
 
 
-def test_the_help_has_the_figures_of_a_simulation():
-    """Of 20,000 comparisons, without a difference and with one of a standard deviation."""
-    about = " ".join(compare.__doc__.split())
-    naive = re.search(r"at p < 0.01 after each of 20 pairs would do so in (\d) %", about)[1]
-    power, pairs, fixed = re.search(
-        r"a probability of (\d+) %, after ([\d.]+) pairs on average. A fixed .* needs (\d+) pairs",
-        about,
-    ).groups()
-    numbers = np.random.default_rng(2).standard_normal((20_000, 20))
-    naively = (compare.p_values(numbers) < 0.01).any(1)
-    assert 100 * naively.mean() == pytest.approx(float(naive), abs=0.5)
-    hits = compare.p_values(numbers + 1) < compare.thresholds(0.01, 20)
-    at = np.where(hits.any(1), hits.argmax(1) + 2, 20)
-    assert 100 * hits.any(1).mean() == pytest.approx(float(power), abs=1)
-    assert at.mean() == pytest.approx(float(pairs), abs=0.1)
-    n = np.arange(2, 60)
-    of_one_test = stats.nct.sf(stats.t.isf(0.005, n - 1), n - 1, np.sqrt(n))
-    assert n[of_one_test >= hits.any(1).mean()][0] == int(fixed)
-
-
 def pairs_of(losses, seconds, count: int) -> list[tuple]:
     """Return equal pairs of runs, given the losses and the times of A and B."""
     a, b = (SimpleNamespace(loss=x, seconds=t) for x, t in zip(losses, seconds, strict=True))
     return [(a, b)] * count
-
-
-def test_before_the_fourth_pair_there_is_no_look():
-    """However large the difference is."""
-    for count in (1, 2, 3, 4):
-        found = Comparison("time", 0.01, 8, pairs=pairs_of((0, 0), (1.0, 9.0), count))
-        assert found.significant == (count == 4) and math.isnan(found.p) == (count < 4)
-        if count < 4:
-            text = f"{count} of at most 8 pairs: the first result comes after pair 4"
-            assert found.sentence() == text
 
 
 @pytest.mark.parametrize(("judge", "worth"), [("loss", None), ("together", 0.3)])
@@ -159,9 +115,8 @@ def test_worth_of_time_is_the_slope_of_loss_over_the_logarithm_of_steps():
         SimpleNamespace(steps=steps, loss=5 - 0.3 * math.log(steps)) for steps in (1000, 1250)
     )
     assert compare.worth_of_time(short, long) == pytest.approx(0.3)
-    for steps, more in ((1, 2), (2, 3), (8, 10), (1490, 1862)):
-        found = compare.longer(Side("A", ("--muon_lr", "0.06")), steps)
-        assert found == Side("A_longer", ("--muon_lr", "0.06", "--num_iterations", str(more)))
+    found = compare.longer(Side("A", ("--muon_lr", "0.06")), 1490)
+    assert found == Side("A_longer", ("--muon_lr", "0.06", "--num_iterations", "1862"))
 
 
 # ---- Whole comparisons
@@ -258,13 +213,9 @@ def test_a_comparison_ends_when_the_difference_is_significant(fork):
         f"the limit is {limits[-1]:.2g})"
     )
     assert f"one step more or less of 128 is worth {worth / 128:.2g} of A's loss" in lines
-    loss, seconds = last_step("B_seed4")
-    assert f"B seed 4: loss {loss:.4f} in {seconds:.1f} s" in lines
-    estimates = [line for line in lines if " more runs: about " in line]
-    assert len(estimates) == 1 and estimates[0].startswith("40 more runs")
 
 
-@pytest.mark.parametrize(("judge", "noise"), [("together", 0), ("loss", 1), ("time", 1)])
+@pytest.mark.parametrize(("judge", "noise"), [("together", 0), ("loss", 1)])
 def test_what_is_equal_is_run_to_the_end_and_not_significant(judge, noise, fork):
     fork.write(noise)
     status, lines, _ = fork.compare("", "--runs", 4, "--judge", judge)
@@ -273,33 +224,25 @@ def test_what_is_equal_is_run_to_the_end_and_not_significant(judge, noise, fork)
     assert (status, fork.calls()) == (0, expected[:2] + longer + expected[2:])
     assert "the difference is not significant after 4 of at most 4 pairs (p = " in lines[-2]
     assert ("to A's loss it takes" in lines[-2]) == (judge == "together")
-    if noise:
-        losses, times = differences(range(4))
-        assert f"p = {ps(losses if judge == 'loss' else times)[-1]:.3f}," in lines[-2]
-    else:
-        assert "B is 0.0 % ± 0.0 % different than A; its loss is 0.0000 ± 0.0000 diff" in lines[-2]
-        assert "p = 1.000," in lines[-2]
+    p = ps(differences(range(4))[0])[-1] if noise else 1
+    assert f"p = {p:.3f}," in lines[-2]
 
 
 def test_a_known_deviation_gives_the_interval_and_the_test_of_the_loss(fork):
     flags = "--runs", 4, "--judge", "loss", "--deviation", 0.0013
     status, lines, err = fork.compare("--muon_lr 0.06", *flags)
     assert (status, err) == (0, "")
-    losses, times = differences(range(4))
+    losses, _ = differences(range(4))
     sem = 0.0013 * math.sqrt(2 / 4)
     p = math.erfc(abs(losses.mean()) / sem / math.sqrt(2))
     assert f"loss is {abs(losses.mean()):.4f} ± {1.96 * sem:.4f} " in lines[-2]
     limit = compare.thresholds(0.01, 4, known=1.0)[-1]
     assert f"(p = {leaderboard.show_p(p)}, the limit is {limit:.2g})" in lines[-2]
-    slower, by = interval(times)
-    assert f"± {100 * math.exp(slower) * by:.1f} % slower" in lines[-2]
-    status, _, err = fork.compare("--muon_lr 0.06", *flags[:-1], 0.002)
-    assert status == 1 and "deviation was 0.0013: choose another --run_id" in err
 
 
 def test_a_comparison_continues_with_the_finished_runs(fork):
     """After a stop before the fifth pair, and if the end of a log is missing."""
-    _, (said, *_, last, _), _ = fork.compare("", "--runs", 5)
+    _, (*_, last, _), _ = fork.compare("", "--runs", 5)
     fork.calls()
     log = Path("logs/it_B_seed1.txt")
     text, metrics, checkpoints = log.read_text(), log.with_suffix(".jsonl"), log.with_suffix("")
@@ -307,101 +250,66 @@ def test_a_comparison_continues_with_the_finished_runs(fork):
     metrics.write_text("of the run that was cut")
     checkpoints.mkdir()
     Path(checkpoints, "state_step000064.pt").write_text("of the run that was cut")
-    others = Path("logs/it_A_seed1")
-    others.mkdir()
     for side in "AB":
         Path(f"logs/it_{side}_seed4.txt").unlink()
-    compare.note("it", run_seconds=42)  # of the first run
     status, lines, _ = fork.compare("", "--runs", 5)
     assert fork.calls() == ["B_seed1", "A_seed4", "B_seed4"]
     assert (status, lines[-2]) == (0, last)
-    assert lines[0] == f"{said}, 3 of them not made yet, in about 2 minutes"
-    assert log.read_text() == text and not metrics.exists()
-    assert not checkpoints.exists() and others.exists()
-    same_plan = "--runs=5", "--alpha", "1e-2", "--judge", "together"
-    status, lines, _ = fork.compare("", *same_plan)
+    assert log.read_text() == text and not metrics.exists() and not checkpoints.exists()
+    status, lines, _ = fork.compare("", "--runs", 5)
     assert (status, lines[-2], fork.calls()) == (0, last, [])
-    assert lines[0] == f"{said}, 0 of them not made yet"
 
 
 def test_the_plan_may_not_change(fork):
     fork.compare("", "--runs", 4)
     fork.calls()
     plan = json.loads(Path("logs/it.json").read_text())
-    gain = last_step("A_seed0")[0] - last_step("A_longer_seed0")[0]
-    assert plan["worth"] == pytest.approx(gain / math.log(160 / 128))
-    for key, b, flags in (
-        ("runs", "", "--runs 5"),
-        ("alpha", "", "--runs 4 --alpha 0.02"),
-        ("judge", "", "--runs 4 --judge time"),
-        ("seed", "", "--runs 4 --seed 2"),
-        ("A", "", "--runs 4 --muon_lr 0.05"),
-        ("B", "--muon_lr 0.06", "--runs 4"),
-    ):
+    for key, b, flags in (("runs", "", "--runs 5"), ("B", "--muon_lr 0.06", "--runs 4")):
         status, lines, err = fork.compare(b, *flags.split())
         assert (status, lines, fork.calls()) == (1, [], [])
         assert f"logs/it.json: {key} was {plan[key]}: choose another --run_id\n" in err
         assert json.loads(Path("logs/it.json").read_text()) == plan
 
 
-@pytest.mark.parametrize("side", ["A", "B"])
-def test_runs_of_another_source_are_not_mixed(side, fork):
+def test_runs_of_another_source_are_not_mixed(fork):
     fork.compare("", "--runs", 4)
-    Path(f"logs/it_{side}_seed2.txt").unlink()
+    Path("logs/it_B_seed2.txt").unlink()
     fork.path.write_text(f"{fork.path.read_text()}# changed\n")
     status, _, err = fork.compare("", "--runs", 4)
     assert status == 1 and err.count("\n") == 1
-    assert f"logs/it_{side}_seed0.txt and logs/it_{side}_seed2.txt differ in source" in err
+    assert "logs/it_B_seed0.txt and logs/it_B_seed2.txt differ in source" in err
 
 
-@pytest.mark.parametrize(("slope", "judge"), [(0, "loss"), (-0.1, "time")])
-def test_without_a_worth_of_time_the_judge_may_change_once(slope, judge, fork):
+def test_without_a_worth_of_time_the_judge_may_change_once(fork):
     """The finished runs are used again."""
-    fork.write(0, slope)
+    fork.write(0, slope=-0.1)
     for made in (["A_seed0", "B_seed0", "A_longer_seed0"], []):
         status, lines, err = fork.compare("", "--runs", 4)
         assert (status, fork.calls()) == (1, made)
         assert "the worth of time cannot be measured" in err and "--run_id it --judge loss\n" in err
         assert not any("of at most" in line for line in lines)
-    status, _, err = fork.compare("", "--runs", 4, "--judge", judge, "--seed", 5)
-    assert status == 1 and "seed was 0: choose another --run_id" in err
-    status, lines, err = fork.compare("", "--runs", 4, "--judge", judge)
+    status, lines, err = fork.compare("", "--runs", 4, "--judge", "loss")
     assert (status, err, fork.calls()) == (0, "", in_turn(range(4))[2:])
     assert "not significant after 4 of at most 4 pairs" in lines[-2]
-    for again in {"together", "loss", "time"} - {judge}:
-        status, _, err = fork.compare("", "--runs", 4, "--judge", again)
-        assert status == 1 and f"judge was {judge}: choose another --run_id" in err
+    status, _, err = fork.compare("", "--runs", 4, "--judge", "time")
+    assert status == 1 and "judge was loss: choose another --run_id" in err
 
 
-@pytest.mark.parametrize(
-    ("trick", "of_run", "reason"),
-    [
-        ("fails", "first line\nout of luck\n", "failed (status 1)"),
-        ("is_truncated", "", "truncated"),
-    ],
-)
-def test_a_run_that_fails_is_named(trick, of_run, reason, fork):
-    status, _, err = fork.compare(f"--trick {trick}")
+def test_a_run_that_fails_is_named(fork):
+    status, _, err = fork.compare("--trick fails")
+    of_run = "first line\nout of luck\n"
     assert status == 1 and err.startswith(f"{of_run}run.sh: error: ")
     last = err.removeprefix(of_run)
-    assert last.count("\n") == 1 and "it_B_seed0" in last and reason in last
+    assert last.count("\n") == 1 and "it_B_seed0" in last and "failed (status 1)" in last
     assert fork.calls() == ["A_seed0", "B_seed0"]
 
 
-@pytest.mark.parametrize("trick", ["ends_as_interrupted", "is_interrupted"])
-def test_an_interrupted_run_ends_the_comparison_and_is_made_again_later(trick, fork):
-    status, lines, err = fork.compare(f"--trick {trick}")
+def test_an_interrupted_run_ends_the_comparison_and_is_made_again_later(fork):
+    status, lines, err = fork.compare("--trick is_interrupted")
     assert (status, err) == (130, "\nrun.sh: interrupted\n")
     assert lines[2].startswith("A seed 0: loss ") and len(lines) == 4
     assert fork.calls() == ["A_seed0", "B_seed0"]
-    assert fork.compare(f"--trick {trick}")[0] == 130 and fork.calls() == ["B_seed0"]
-
-
-def test_an_interrupt_is_left_to_the_run_and_its_stderr_is_shown(fork):
-    """The run sends SIGINT to the comparison, and ends normally."""
-    status, lines, err = fork.compare("--trick interrupts", "--runs", 4)
-    assert (status, err) == (0, "".join(f"a warning of it_B_seed{n}\n" for n in range(4)))
-    assert "after 4 of at most 4 pairs" in lines[-2]
+    assert fork.compare("--trick is_interrupted")[0] == 130 and fork.calls() == ["B_seed0"]
 
 
 # ---- Flags
@@ -411,40 +319,28 @@ def test_an_interrupt_is_left_to_the_run_and_its_stderr_is_shown(fork):
     "words",
     [
         "'' '' --runs 3",
-        "'' '' --runs 201",
-        "'' '' --alpha 0.0009",
         "'' '' --alpha 0.51",
-        "'' '' --judge luck",
         "'' '' --deviation 0.001",
-        "'' '' --judge loss --deviation 0",
-        "'' '' --resume auto",
-        "'' '' --seed -1",
         "'' '--no_such 1'",
         "'--seq_len 5' ''",
-        "'' 'no_fork --muon_lr 0.06'",
         "'' 'forks/no_fork.py --muon_lr 0.06'",
-        "'' 'forks/train_gpt_2026.py --no_such 1'",
-        "'' '--muon_lr \"0.06'",
         "'--seed 4' ''",
-        "'' 'train_gpt.py --muon_lr 0.06 --run_id=name'",
         "''",
     ],
 )
 def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Side, "run", lambda *_: pytest.fail("a run was started"))
-    Path("no_fork").mkdir()
     with pytest.raises(SystemExit) as stop:
         compare.main(["--compare", *shlex.split(words)])
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert not Path("logs").exists()
 
 
-def test_a_side_is_a_script_and_flags(fork, monkeypatch):
-    """Its path may begin with a tilde. The default script is the one of both."""
-    monkeypatch.setenv("HOME", str(fork.path.parent.parent))
+def test_a_side_is_a_script_and_flags(fork):
+    """The default script is the one of both."""
     common = ["--num_iterations", "128"]
-    found = Side.of("B", "~/fork/made_up.py --train_files 'a b/*.bin'", common)
+    found = Side.of("B", f"{fork.path} --train_files 'a b/*.bin'", common)
     flags = ("--num_iterations", "128", "--train_files", "a b/*.bin")
     assert found == Side("B", flags, fork.path)
     assert Side.of("A", "", []) == Side("A", (), HERE / "train_gpt.py")
@@ -457,12 +353,3 @@ def test_a_script_is_started_by_its_own_project_if_it_has_one(fork):
         assert Side("A", (), path).launcher == project / "tools" / "launch.py"
     for path in (HERE / "forks" / "train_gpt_2026.py", project.parent / "x.py"):
         assert Side("A", (), path).launcher == HERE / "tools" / "launch.py"
-
-
-@pytest.mark.parametrize("words", ["-h", "'' '' --help"])
-def test_help_is_printed(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        compare.main(["--compare", *shlex.split(words)])
-    out, err = capsys.readouterr()
-    assert (stop.value.code, err) == (0, "") and compare.__doc__.strip() in out
-    assert all(flag in out for flag in ("--runs", "--judge", "--alpha", "--run_id"))
