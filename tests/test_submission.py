@@ -1,17 +1,15 @@
 """tools/submission.py: the folder of a pull request to the public project."""
 
-import json
 import os
 import re
 import shlex
 import shutil
 from pathlib import Path
 
-import leaderboard
 import pytest
 import submission
 from scipy import stats
-from test_leaderboard import FLAGS, GPUS, group, of_2025, ours
+from test_leaderboard import FLAGS, GPUS, group, ours
 
 import train_gpt
 
@@ -83,23 +81,11 @@ def test_the_folder_holds_logs_of_both_groups_readme_and_diff(submit):
     assert "logs of 3 x baseline, 3 x this_pr" in out and 'under "What changed", say what' in out
 
 
-def test_an_empty_folder_is_used_and_its_logs_give_the_same_folder_again(submit):
-    Path(NAME).mkdir()
-    first = submit(pair())[1]
-    logs = {str(path): path.read_text() for path in sorted(Path(NAME).glob("*/*.txt"))}
-    assert first and submit(logs, folder="2026-11-23_Trick")[1] == first
-
-
 def test_without_a_baseline_the_logs_lie_beside_the_readme_and_the_lack_is_named(submit):
     status, readme, out = submit(group("b", FLAGS))
     assert status == 0
     assert {*os.listdir(NAME)} == {"README.md", "b0.txt", "b1.txt", "b2.txt"}
-    for text in (readme, out):
-        assert "- No baseline: rule 4 needs" in text and "./run.sh --compare" in text
-    assert "baseline " not in readme.split("```")[1] and "there is no diff" in readme
-    status, readme, _ = submit(group("b", FLAGS, losses=(3.27,)), folder="Trick")
-    assert readme.startswith("# Trick\n") and "- Name: Trick does not have" in readme
-    assert status == 0 and "one run, or runs with equal losses, have no p" in readme
+    assert "- No baseline: rule 4 needs" in readme and "- No baseline: rule 4 needs" in out
 
 
 def test_figures_are_those_of_a_public_readme(submit):
@@ -109,16 +95,11 @@ def test_figures_are_those_of_a_public_readme(submit):
         for i, (loss, ms) in enumerate(zip(losses, times, strict=True))
     }
     _, readme, _ = submit(files)
-    for name, (losses, times, published) in PUBLISHED.items():
+    for name, (losses, _, published) in PUBLISHED.items():
         *cells, p = row(readme, name)
         assert [*cells, f"{float(p):.4f}"] == published.split()
         by_scipy = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
         assert float(p) == pytest.approx(by_scipy, rel=0.01)
-        listed = readme.split(f"\n{name}:\n")[1].splitlines()
-        assert [json.loads(line.split(" = ")[1]) for line in listed[:2]] == [
-            losses,
-            [ms / 1000 for ms in times],
-        ]
     assert "Rule 2 is met: the mean loss is at most 3.28 with p = 5.96e-03 < 0.01." in readme
     assert "this_pr is 1.0 % ± 0.1 % faster than baseline; its loss is 0.0001 " in readme
 
@@ -148,64 +129,33 @@ def listed_runs(readme: str) -> list[str]:
 
 
 def test_runs_are_listed_by_the_dates_in_their_logs(submit):
-    """The date is nvidia-smi's, not one in the source."""
-    files = pair(source="born = [\nThu Jan  1 01:00:00 2026\n]")
+    files = pair()
     begin = dict(zip(files, (0, 20, 40, 10, 30, 50), strict=True))
     files = {name: with_date(text, begin[name]) for name, text in files.items()}
     _, readme, out = submit(files)
     assert listed_runs(readme) == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert "by the dates in the logs. Runs of baseline and this_pr were in turn." in readme
     assert "Not in turn" not in readme + out
     files = {name: with_date(text, i) for i, (name, text) in enumerate(pair().items())}
     _, readme, out = submit(files, folder="2026-11-23_Trick")
     assert listed_runs(readme) == ["a0", "a1", "a2", "b0", "b1", "b2"]
-    assert "this_pr were not in turn." in readme and "- Not in turn: " in readme
-    assert "- Not in turn: " in out
-
-
-def test_dates_in_names_or_times_of_files_give_the_order_of_other_logs(submit):
-    """Runs of one --runs share a date, and their seeds count up, past 9 too."""
-    date = "2026-11-22_02-00-0"
-    files = {
-        f"logs/{date}{second}_seed{seed}.txt": ours(3.27, ms, flags=f"{flags} --seed {seed}")
-        for second, seed, flags, ms in ((3, 2, "", 100), (5, 10, FLAGS, 90), (5, 9, FLAGS, 90))
-    }
-    _, readme, _ = submit(files)
-    assert listed_runs(readme) == [f"{date}{end}" for end in ("3_seed2", "5_seed9", "5_seed10")]
-    assert "by the dates in the names of the logs." in readme
-    files = pair()
-    for name, text in files.items():
-        Path(name).write_text(text)
-        os.utime(name, (0, 100 * int(name[-5]) + (name[-6] == "a")))
-    order, clock = submission.in_order([leaderboard.read_log(Path(name)) for name in files])
-    assert [r.path.stem for r in order] == ["b0", "a0", "b1", "a1", "b2", "a2"]
-    assert clock.startswith("times of the log files")
+    assert "- Not in turn: " in readme and "- Not in turn: " in out
 
 
 def test_runs_took_turns_if_each_two_in_a_row_are_one_of_each():
-    for order in ("ab", "abba", "ababbb"):
+    for order in ("ab", "abba"):
         assert submission.in_turn([*order])
-    for order in ("aabb", "bbabab", "abaabb", "a"):
+    for order in ("aabb", "a"):
         assert not submission.in_turn([*order])
 
 
 def test_the_diff_leads_from_the_baseline_to_the_submission(submit):
-    """In all files; settings and kernels are comments before it."""
-    old, new = "import torch\nx = 1\ny = 2", "import torch\n\ny = 2\nz = 3"
-    base = group("a", source=old, files={"kernels.py": "x = 1\n--y"})
-    more = {"files": {"kernels.py": "x = 1\n++z\ny = 2"}, "kernels": "relu2 xxt"}
-    seed = f"{FLAGS} --seed 7 --val_loss_every 4"
-    readme = submit(base | {"logs/b.txt": ours(3.27, 90.0, new, seed, **more)})[1]
+    """Settings are comments before it."""
+    new = "import torch\nx = 1"
+    readme = submit(group("a") | {"logs/b.txt": ours(3.27, 90.0, new, f"{FLAGS} --seed 7")})[1]
     lines = Path(NAME, "changes.diff").read_text().splitlines()
-    assert lines[:2] == ["# muon_lr: 0.05 -> 0.06", "# kernels: none -> relu2 xxt"]
-    of_kernels = lines.index("--- baseline/kernels.py")
-    assert lines[of_kernels + 1] == "+++ this_pr/kernels.py"
-    assert lines[of_kernels + 3 :] == [" x = 1", "---y", "+++z", "+y = 2"]
-    script = lines[2:of_kernels]  # so short that all lines are context
-    assert script[:2] == ["--- baseline", "+++ this_pr"]
-    for source, signs in ((old, " -"), (new, " +")):
-        assert [line[1:] for line in script[3:] if line[0] in signs] == source.splitlines()
-    assert "Lines of source: 4 added, 2 removed (`changes.diff`)." in readme
+    assert lines[:3] == ["# muon_lr: 0.05 -> 0.06", "--- baseline", "+++ this_pr"]
+    assert lines[4:] == [" import torch", "+x = 1"]
+    assert "Lines of source: 1 added, 0 removed (`changes.diff`)." in readme
     assert "| muon_lr | `0.05` | `0.06` |" in readme and "| seed | `" not in readme
 
 
@@ -215,20 +165,11 @@ def test_the_commands_of_the_readme_make_the_runs_again(submit):
     _, readme, _ = submit(group("a") | group("b", flags, ms=90.0))
     loops = re.findall(r"^for seed in (.+); do \./run\.sh (.+) --seed \$seed; done$", readme, re.M)
     assert [seeds for seeds, _ in loops] == ["0 1 2", "0 1 2"]
-    (a, *a_flags), (b, *b_flags) = (shlex.split(words) for _, words in loops)
-    assert (a, b) == ("baseline.py", "this_pr.py")
-    assert "# baseline: baseline.py is the source at the head of its logs" in readme
-    hp = [train_gpt.parse_args(words, train_gpt.Run)[0] for words in (a_flags, b_flags)]
+    commands = [shlex.split(words) for _, words in loops]
+    assert [script for script, *_ in commands] == ["baseline.py", "this_pr.py"]
+    hp = [train_gpt.parse_args(flags, train_gpt.Run)[0] for _, *flags in commands]
     assert [h.adam_betas for h in hp] == [(0.8, 0.95), (0.9, 0.99)] and hp[1].val_files == ""
     assert hp[1].train_files == "data/kjv_train_*.bin" and "'data/kjv_train_*.bin'" in readme
-
-
-def test_public_logs_are_taken_and_have_no_commands(submit):
-    files = {"logs/a.txt": of_2025(3.27), "logs/b.txt": of_2025(3.26).replace("os", "sys", 1)}
-    status, readme, _ = submit(files)
-    assert status == 0 and "The logs hold no settings apart from the source." in readme
-    assert "for seed" not in readme and "| 1 | baseline | a.txt | - | 3.2700 |" in readme
-    assert "# the logs hold no settings" in Path(NAME, "changes.diff").read_text()
 
 
 @pytest.mark.parametrize(
@@ -252,36 +193,10 @@ def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(su
     assert note is None or (notes[0].startswith(f"- {note}") and notes[0] in out)
 
 
-TEXTBOOK = "try:\n    from kernels import TWINS\nexcept ImportError:\n    TWINS = {}"
-FORK = "import torch\nimport train_gpt as t"
-TWINS = {"kernels.py": "import triton"}
-USED = "relu2_mlp symmetric_matmul"
-
-
-@pytest.mark.parametrize(
-    ("source", "files", "kernels", "missing"),
-    [
-        (TEXTBOOK, TWINS, "none, on a CPU", None),
-        (TEXTBOOK, TWINS, USED, "kernels.py"),
-        (TEXTBOOK, {}, USED, None),  # a script that brings its kernels with it
-        (FORK, TWINS | {"train_gpt.py": TEXTBOOK}, "none", "train_gpt.py"),
-        (f"{FORK}\nfrom kernels import x", TWINS | {"train_gpt.py": ""}, USED, "kernels.py and tr"),
-        ("import torch", {"train_gpt.py": ""}, "none", None),
-        ("import (", TWINS, "none", "no Python"),
-    ],
-)
-def test_a_source_that_cannot_run_alone_is_refused(submit, source, files, kernels, missing):
-    options = {"source": source, "files": files, "kernels": kernels}
-    status, readme, _ = submit(group("b", FLAGS, **options))
-    if missing is None:
-        assert status == 0 and readme
-    elif missing == "no Python":
-        assert "b0.txt: Python cannot read the source at its head: " in status
-        assert "\n" not in status
-    else:
-        assert f"b0.txt begins with a source that cannot run alone: it imports {missing}" in status
-        assert "./run.sh tools/bundle.py SCRIPT.py OUT.py" in status and "\n" not in status
-    assert Path(NAME).exists() == (missing is None)
+def test_a_source_that_cannot_run_alone_is_refused(submit):
+    status = submit(group("b", source="import train_gpt", files={"train_gpt.py": ""}))[0]
+    assert "begins with a source that cannot run alone: it imports train_gpt.py" in status
+    assert "./run.sh tools/bundle.py SCRIPT.py OUT.py" in status and not Path(NAME).exists()
 
 
 CUT = ours().split("step:4/4")[0]
@@ -291,17 +206,9 @@ CUT = ours().split("step:4/4")[0]
     ("files", "folder", "message"),
     [
         (pair(), "logs", "it exists and is not an empty folder: name another one"),
-        (pair(), "logs/a0.txt", "it exists and is not an empty folder: name another one"),
-        (pair(), "none/x", "none: create it first"),
-        (
-            pair() | {"logs/c.txt": CUT},
-            NAME,
-            "repeat the runs named above, or leave out their logs",
-        ),
-        ({"logs/c.txt": ""}, NAME, "repeat the runs named above, or leave out their logs"),
+        (pair() | {"logs/c.txt": CUT}, NAME, "repeat the runs named above, or leave out"),
         (pair() | group("c", " --muon_lr 0.07"), NAME, "the logs are of 3 groups, listed above: "),
         (pair() | {"more/b1.txt": ours(flags=FLAGS)}, NAME, "two logs of this_pr are named b1.txt"),
-        ({"logs/a.txt": ours().split("CPU\n")[-1]}, NAME, "a.txt has no source"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
@@ -311,10 +218,6 @@ def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
     assert status.startswith(f"submission.py: {folder} was not made: ") and "\n" not in status
     assert message in status and readme == "" and "wrote" not in out
     assert paths() == {*files, *(str(Path(name).parent) for name in files)}
-
-
-def test_a_target_is_refused_because_the_public_rules_have_one(submit):
-    assert submit(pair(), "--target", "3.3")[0] == 2 and NAME not in paths()
 
 
 def test_a_folder_that_cannot_be_finished_is_not_begun(submit, monkeypatch):
