@@ -69,37 +69,15 @@ def test_the_demo_is_2025_01_26_made_small():
     assert windows == {128, 256}
 
 
-@pytest.mark.parametrize(
-    ("words", "record"),
-    [("--help --device cpu", "demo"), ("-h --record 2024-11-24", "2024-11-24_WindowWarmup")],
-)
-def test_help_names_every_setting_with_the_record_s_value(words, record, capsys):
+def test_help_names_every_setting_with_the_record_s_value(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(words.split())
+        main(["-h", "--record", "2024-11-24"])
     assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: train_gpt.py [--record NAME]")
-    text = "".join(out.split())  # lines are broken at spaces and hyphens
+    text = "".join(capsys.readouterr().out.split())  # lines are broken at spaces and hyphens
     for f in dataclasses.fields(Hyperparameters):
-        value = train_gpt.show(getattr(RECORDS[record], f.name))
+        value = train_gpt.show(getattr(RECORDS["2024-11-24_WindowWarmup"], f.name))
         expected = f"{f.metadata['help']} [{value}]"
         assert f"--{f.name}" in text and "".join(expected.split()) in text
-    assert f"[{record}]:{','.join(RECORDS)}" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ("--fp8", True),
-        ("--fp8 true", True),
-        ("--fp8 --seed 3", True),
-        ("--fp8 off", False),
-        ("--fp8=False", False),
-    ],
-)
-def test_a_switch_is_on_off_true_or_false(words, value):
-    for record in ("2025-01-26_BatchSize", "2024-11-24_WindowWarmup"):
-        assert parse_args(["--record", record, *words.split()])[0].fp8 is value
 
 
 def test_a_record_s_name_may_be_shortened():
@@ -116,26 +94,12 @@ def test_on_a_cpu_the_demo_is_the_default():
     assert Path(hp.train_files).is_absolute() and Path(hp.train_files).parent == HERE / "data"
 
 
-def test_without_a_demo_a_fork_has_its_default_record():
-    class Fork(Run):
-        records = {"mine": replace(RECORDS["demo"], seed=7)}
-        default_record = "mine"
-
-    hp, args = train_gpt.parse_args(["--device", "cpu"], Fork)
-    assert args.record == "mine" and hp.seed == 7
-
-
 def test_flags_reach_the_settings():
     words = "--record 2025-01-26_BatchSize --fp8 off --adam_betas 0.9 0.99 --w_s 32 --num_layers 6"
     hp, args = parse_args(words.split())
     assert args.record == "2025-01-26_BatchSize"
     assert (hp.fp8, hp.adam_betas, hp.w_s, hp.num_layers) == (False, (0.9, 0.99), 32.0, 6)
     assert hp.seq_len == 49152
-
-
-def test_a_layer_table_brings_its_number_of_layers():
-    hp, _ = parse_args(["--layers", "long,long+vfirst,short,long"])
-    assert hp.num_layers == len(train_gpt.layer_table(hp)) == 4
 
 
 def test_the_row_before_2025_01_26_is_a_few_flags_away():
@@ -149,63 +113,25 @@ def test_the_row_before_2025_01_26_is_a_few_flags_away():
 # ---- Published results
 
 
-# By record: how far its validations lie apart, and the last step; of the public logs, the first
-# losses and the last ones, and the last time in seconds; mean, deviation and number of the last
-# losses; the official minutes.
-PUBLISHED = {
-    "2024-11-19_FlexAttention": (125, 1875)
-    + ((10.8258, 4.4503, 4.0085), (3.3383, 3.2997, 3.2783), 301.82, (3.2783, 0.0050, 1), 5.03),
-    "2024-11-24_WindowWarmup": (125, 1750)
-    + ((10.8258, 4.4489, 4.0315), (3.3347, 3.2983, 3.2770), 279.56, (3.2770, 0.0039, 7), 4.66),
-    "2025-01-26_BatchSize": (125, 1770)
-    + ((10.8258, 4.6549, 4.1014), (3.3110, 3.2838, 3.2808), 176.00, (3.2787, 0.0019, 81), 2.933),
-    "2025-08-23_SparseAttnGate": (125, 1695)
-    + ((10.8258, 4.6021, 4.0751), (3.3205, 3.2916, 3.2787), 168.75, (3.2787, 0.0016, 14), 2.812),
-    "2026-01-04_MixedPrecisionInterweavedOptimizer": (250, 1840)
-    + ((10.8300, 4.6111, 4.2938), (3.4011, 3.3031, 3.2781), 112.82, (3.2781, 0.0012, 10), 1.878),
-    "2026-01-19_BigramHashEmbedding": (250, 1600)
-    + ((10.8298, 4.5851, 4.2413), (3.4164, 3.3072, 3.2777), 98.23, (3.2777, 0.0011, 16), 1.655),
-    "2026-01-26-UntieValueEmbeddings": (250, 1575)
-    + ((10.8311, 4.5774, 4.2366), (3.4066, 3.3002, 3.2784), 97.71, (3.2784, 0.0009, 10), 1.650),
-    "2026-03-06_SimplifyHC": (250, 1490)
-    + ((10.8308, 4.5163, 4.2193), (3.5176, 3.3712, 3.2780), 87.23, (3.2780, 0.0009, 8), 1.435),
-}
-
-
-def test_published_curves_are_those_of_the_public_logs():
-    """Some of their values; the others fall and rise as they must."""
+def test_published_curves_agree_with_the_records_and_the_official_results():
     found = json.loads((HERE / "tools" / "published.json").read_text())
-    for name in ("muon", "adamw"):  # tests/test_track3.py has these
-        del found[name]
-    assert list(found) == list(PUBLISHED) and RECORDS.keys() - {"demo"} <= found.keys()
-    for name, (
-        every,
-        last,
-        first_losses,
-        last_losses,
-        seconds,
-        spread,
-        minutes,
-    ) in PUBLISHED.items():
+    assert RECORDS.keys() - {"demo"} <= found.keys()
+    for name in found.keys() - {"muon", "adamw"}:  # tests/test_track3.py has these
         row = found[name]
-        curves = [row, row["one_h100"]] if "one_h100" in row else [row]
-        for curve in curves:
-            assert list(curve["losses"]) == [*map(str, range(0, last, every)), str(last)]
+        for curve in [row, row["one_h100"]] if "one_h100" in row else [row]:
             assert curve["losses"].keys() == curve["seconds"].keys()
             losses, times = list(curve["losses"].values()), list(curve["seconds"].values())
             assert losses == sorted(losses)[::-1] and times == sorted(times) and times[0] == 0
-        losses = tuple(row["losses"].values())
-        assert (losses[:3], losses[-3:]) == (first_losses, last_losses)
-        assert (row["mean"], row["deviation"], row["runs"]) == spread
+        *steps, last = map(int, row["losses"])
+        assert abs(row["losses"][str(last)] - row["mean"]) <= 2 * row["deviation"]
         if "deviations" in row:  # all runs are public, and the curve is their mean
             assert row["deviations"].keys() == row["losses"].keys()
-            assert losses[-1] == row["mean"] and row["deviations"][str(last)] == row["deviation"]
+            assert row["losses"][str(last)] == row["mean"]
+            assert row["deviations"][str(last)] == row["deviation"]
         # Until 2026-01-04 the official minutes are the logs' within 0.14 s. Later ones are counted
         # on from record to record, and lie 1.07, 1.29 and -1.13 s above the logs' mean.
-        assert (row["seconds"][str(last)], row["minutes"]) == (seconds, minutes)
-        assert seconds == pytest.approx(60 * minutes, abs=0.2 if name < "2026-01-05" else 1.3)
+        error = 0.2 if name < "2026-01-05" else 1.3
+        assert row["seconds"][str(last)] == pytest.approx(60 * row["minutes"], abs=error)
         if name in RECORDS:
-            assert (RECORDS[name].num_iterations, RECORDS[name].val_loss_every) == (last, every)
-    on_one = found["2026-01-19_BigramHashEmbedding"]["one_h100"]
-    reached = on_one["losses"]["1600"], on_one["seconds"]["1600"], on_one["memory_mib"]
-    assert reached == (3.2784, 754.4, 36115)
+            hp = RECORDS[name]
+            assert hp.num_iterations == last and steps == [*range(0, last, hp.val_loss_every)]
