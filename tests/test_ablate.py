@@ -59,12 +59,6 @@ def settings_of(words: list[str]):
     return train_gpt.parse_args(words, Frontier)[0]
 
 
-def settings_without(technique, record: str):
-    """Return the settings that the technique's flags lead to; None if there are no flags."""
-    flags = flags_without(technique, RECORDS[record])
-    return settings_of(["--record", record, *flags]) if flags else None
-
-
 # ---- Techniques
 
 
@@ -76,8 +70,12 @@ def test_flags_turn_a_technique_off_and_nothing_else(technique):
     """What they change gets the value of 2025-01-26, which is the default."""
     plain = Frontier.settings()
     turned_off = {"run_id"}
-    for record in [name for name in OF_2026 if settings_without(technique, name)]:
-        hp, off = RECORDS[record], settings_without(technique, record)
+    for record in OF_2026:
+        hp = RECORDS[record]
+        flags = flags_without(technique, hp)
+        if not flags:
+            continue
+        off = settings_of(["--record", record, *flags])
         assert not flags_without(technique, off)
         changed = {f.name for f in fields(hp) if getattr(hp, f.name) != getattr(off, f.name)}
         turned_off |= changed
@@ -144,27 +142,6 @@ def test_the_deviation_is_that_of_a_least_squares_fit(rows, seeds, left_out):
     assert ablate.pooled(values) == (pytest.approx(expected), free)
 
 
-def test_a_single_technique_has_the_paired_t_test():
-    values = tables(1, 1, 7)[0][0]
-    found = Effects.of(0.01 * values, values, None)
-    test = stats.ttest_1samp(0.01 * values[0], 0)
-    low, high = test.confidence_interval(0.95)
-    assert found.free == 6 and found.half("loss") == pytest.approx((high - low) / 2)
-    verdict, p = found.verdict(0, "loss")
-    assert p == pytest.approx(test.pvalue) and (verdict == "not significant") == (p >= 0.01)
-
-
-def test_equal_differences_of_losses_have_the_error_of_their_rounding():
-    """The error of four digits is uniform: the variance of a loss is 1e-8 / 12."""
-    losses = np.full((1, 4), 1e-4)
-    found = Effects.of(losses, 0 * losses, 0.5)
-    error = math.sqrt(2 * 1e-8 / 12 / 4)
-    assert found.errors["loss"] == pytest.approx(error)
-    assert found.errors["together"] == pytest.approx(error / 0.5)
-    p = 2 * stats.t.sf(1e-4 / error, 3)
-    assert found.verdict(0, "loss") == ("not significant", pytest.approx(p))
-
-
 @pytest.mark.parametrize(("rows", "seeds", "free"), [(1, 3, 2), (1, 4, 3), (4, 2, 3)])
 def test_a_verdict_needs_three_degrees_of_freedom(rows, seeds, free):
     values = tables(1, rows, seeds)[0][0] + 1e6
@@ -207,19 +184,16 @@ def test_the_verdict_is_on_the_number_that_is_judged():
 
 # ---- The table
 
-SPECIAL = {"record": (1490, 0.0), "record_longer": (1862, None)}  # steps, harm to the loss
-HEADER = ["technique", "loss without it", "time without it", "to equal loss"]
-HEADER += ["p", "verdict", "gain_s"]
+SPECIAL = {"record": (1490, 0.0), "record_longer": (1862, -0.05)}  # steps, harm to the loss
 NAMED = f"--ablate {FORK} --record {NEWEST} --run_id it"
 
 
 @pytest.fixture
 def ablation(tmp_path, monkeypatch, capsys):
-    """Return ablation(words), whose runs are made up, and fail if (side, seed) is in `fails`. The
-    longer run's loss is lower by `gain`. It returns status, lines, the error and the runs in order,
-    by name, side and seed."""
+    """Return ablation(words), whose runs are made up, and fail if (side, seed) is in `fails`. It
+    returns status, lines, the error and the runs in order, by name, side and seed."""
 
-    def call(words, changed_seed=-1, fails=(), gain=0.05) -> tuple[int, list[str], str, dict]:
+    def call(words, changed_seed=-1, fails=()) -> tuple[int, list[str], str, dict]:
         made = {}
 
         def run(side: Side, name: str, seed: int) -> SimpleNamespace:
@@ -227,8 +201,6 @@ def ablation(tmp_path, monkeypatch, capsys):
                 raise UserError(f"the run {name}_{side.name}_seed{seed} failed")
             noise = random.Random(f"{name} {side.name} {seed}")
             steps, harm = SPECIAL.get(side.name, (1490, 0.01 * (len(side.name) - 15)))
-            if side.name == "record_longer":
-                harm = -gain
             found = SimpleNamespace(loss=3.3 + harm + noise.gauss(0, 0.002), steps=steps)
             found.seconds = 80 + noise.gauss(0, 0.1)
             found.group, found.path = seed == changed_seed, Path(f"{side.name}_{seed}.txt")
@@ -270,8 +242,7 @@ HAVING = {  # techniques of the newest record, by side
 
 def check_table(lines: list[str], made: dict, seeds: range, count: int) -> None:
     """Compare the table after the first seeds with one by hand, without what failed until then."""
-    done = seeds[:count]
-    values, worth = by_hand(made, done)
+    values, worth = by_hand(made, seeds[:count])
     table = np.array([values.get(s, np.full((count, 3), math.nan)) for s in HAVING])
     halves = []
     for of in range(3):
@@ -282,8 +253,7 @@ def check_table(lines: list[str], made: dict, seeds: range, count: int) -> None:
 
     start = lines.index(f"after {count} of {len(seeds)} seeds:") + 2
     end = lines.index("", start)
-    header, *rows = (re.split(r"  +", line) for line in lines[start:end])
-    assert header == HEADER
+    rows = [re.split(r"  +", line) for line in lines[start + 1 : end]]
     for side, (name, *cells, p, verdict, gain) in zip(order, rows, strict=True):
         mean = effects[side]
         assert name == HAVING[side].name
@@ -313,8 +283,6 @@ def shown_after(lines: list[str], seeds: str) -> set[str]:
 def test_rounds_and_their_tables(ablation):
     status, lines, err, made = ablation(f"{NAMED} --seed 4")
     assert (status, err) == (0, "")
-    assert lines[0] == f"{len(made) // 3} runs a seed, 3 seeds: {len(made)} runs"
-    assert lines[2].startswith(f"{len(made) - 1} more runs: about 0 seconds")
     seeds = [seed for _, _, seed in made]
     assert seeds == sorted(seeds) and set(seeds) == {4, 5, 6}
     sides = [side for _, side, seed in made if seed == 4]
@@ -322,7 +290,6 @@ def test_rounds_and_their_tables(ablation):
     places = [i for i, side in enumerate(sides) if side == "record"]
     assert places == [*range(0, len(sides), 9)]  # before each eight
     assert [side for side in sides if side != "record"] == [*HAVING] and len(HAVING) > 25
-    assert sum(line.startswith("after ") for line in lines) == 3
     assert "±" not in "".join(lines[: lines.index("after 2 of 3 seeds:")])  # in the first table
     for count in (2, 3):
         check_table(lines, made, range(4, 7), count)
@@ -350,18 +317,6 @@ def test_only_takes_techniques_by_words_of_their_names(ablation):
     _, lines, _, made = ablation(f"{NAMED} --runs 2 --only VaLue")
     assert shown_after(lines, "2 of 2") == {t.name for t in ALONE if "value" in t.name}
     assert len({side for _, side, _ in made} - {*SPECIAL}) == 4
-
-
-def test_without_a_worth_of_time_the_loss_may_be_judged_with_the_same_name(ablation):
-    words = f"{NAMED} --only smear,yarn --runs 3"
-    status, lines, err, made = ablation(words, gain=-0.05)
-    assert status == 1 and [side for _, side, _ in made] == ["record", "record_longer"]
-    assert "logs/it_record_longer_*.txt" in err and "--run_id it --judge loss\n" in err
-    status, lines, err, made = ablation(f"{words} --judge loss", gain=-0.05)
-    assert (status, err, len(made)) == (0, "", 4 * 3)
-    assert shown_after(lines, "3 of 3") == {"smear", "YaRN"}
-    header = re.split("  +", lines[lines.index("after 3 of 3 seeds:") + 2])
-    assert header == [name for name in HEADER if name != "to equal loss"]
 
 
 def test_an_ablation_continues_only_with_the_same_flags(ablation):
@@ -408,14 +363,11 @@ def test_the_list_has_the_flags_that_turn_a_technique_off(ablation):
 
 def test_settings_functions_and_tests_of_a_technique_exist():
     known = vars(Frontier.settings()).keys()
-    source = (HERE / FORK).read_text("utf-8")
     for technique in TECHNIQUES:
         named = set(re.findall(r"--(\w+)", technique.switch))
         assert named and technique.off.keys() <= named <= known, technique.name
         for words in technique.where.split(", "):
             first, _, method = words.partition(".")
-            assert re.search(rf"^(def |class ){first}\b|^{first} = ", source, re.M), technique.name
             assert hasattr(getattr(frontier, first), method or "__doc__"), technique.name
         for file in re.findall(r"test_\w+\.py", technique.test):
             assert (HERE / "tests/frontier" / file).exists()
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", technique.brought)
