@@ -15,8 +15,6 @@ import pytest
 from compare import Comparison, Side
 from scipy import stats
 
-from train_gpt import HERE
-
 MADE_UP = """# Trains nothing; with e times the steps its loss is lower by SLOPE.
 import math, os, random, signal, sys
 from pathlib import Path
@@ -60,11 +58,6 @@ def ps(numbers: np.ndarray) -> np.ndarray:
     return np.array([stats.ttest_1samp(numbers[..., :n], 0, axis=-1).pvalue for n in looks]).T
 
 
-def bound(share: float, times: int) -> float:
-    """Return what a share of so many trials stays below, except one time in 40."""
-    return share + 2 * math.sqrt(share * (1 - share) / times)
-
-
 def test_p_values_and_intervals_are_those_of_scipy():
     numbers = np.random.default_rng(0).normal(0.3, 2, (4, 9))
     np.testing.assert_allclose(compare.p_values(numbers), ps(numbers), rtol=1e-9)
@@ -92,20 +85,15 @@ def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most,
     assert limits[:2].tolist() == [0, 0]  # no look after two or three pairs
     assert limits[2:] == pytest.approx(limits[-1] * np.arange(4, most + 1) / most)
     hits = compare.p_values(numbers, known=known) < limits
-    assert alpha / 2 < hits.any(1).mean() <= bound(alpha, 4000)
-
-
-def pairs_of(losses, seconds, count: int) -> list[tuple]:
-    """Return equal pairs of runs, given the losses and the times of A and B."""
-    a, b = (SimpleNamespace(loss=x, seconds=t) for x, t in zip(losses, seconds, strict=True))
-    return [(a, b)] * count
+    error = math.sqrt(alpha * (1 - alpha) / 4000)
+    assert alpha / 2 < hits.any(1).mean() <= alpha + 2 * error
 
 
 @pytest.mark.parametrize(("judge", "worth"), [("loss", None), ("together", 0.3)])
 def test_equal_differences_of_losses_have_at_least_the_error_of_their_rounding(judge, worth):
     """The error of four digits is uniform: the variance of a difference is 2 x 1e-8 / 12."""
-    pairs = pairs_of((3.28, 3.2801), (1.0, 1.0), 4)
-    found = Comparison(judge, 0.01, 20, worth=worth, pairs=pairs)
+    a, b = (SimpleNamespace(loss=loss, seconds=1.0) for loss in (3.28, 3.2801))
+    found = Comparison(judge, 0.01, 20, worth=worth, pairs=[(a, b)] * 4)
     t = 1e-4 / math.sqrt(1e-8 / 6 / 4)
     assert found.p == pytest.approx(2 * stats.t.sf(t, 3), rel=1e-6) and not found.significant
 
@@ -187,8 +175,6 @@ def interval(numbers: np.ndarray) -> tuple[float, float]:
 def test_a_comparison_ends_when_the_difference_is_significant(fork):
     status, lines, err = fork.compare("--muon_lr 0.06", "--seed", 3)
     assert (status, err) == (0, "")
-    assert lines[0] == "at most 20 pairs and a longer run: 41 runs"
-    assert "--run_id it continues" in lines[1]
     pairs = sum(line.startswith("A seed ") for line in lines)
     seeds, made = range(3, 3 + pairs), fork.calls()
     assert made.pop(2) == "A_longer_seed3" and made == in_turn(seeds)
@@ -287,7 +273,6 @@ def test_without_a_worth_of_time_the_judge_may_change_once(fork):
         status, lines, err = fork.compare("", "--runs", 4)
         assert (status, fork.calls()) == (1, made)
         assert "the worth of time cannot be measured" in err and "--run_id it --judge loss\n" in err
-        assert not any("of at most" in line for line in lines)
     status, lines, err = fork.compare("", "--runs", 4, "--judge", "loss")
     assert (status, err, fork.calls()) == (0, "", in_turn(range(4))[2:])
     assert "not significant after 4 of at most 4 pairs" in lines[-2]
@@ -305,9 +290,8 @@ def test_a_run_that_fails_is_named(fork):
 
 
 def test_an_interrupted_run_ends_the_comparison_and_is_made_again_later(fork):
-    status, lines, err = fork.compare("--trick is_interrupted")
+    status, _, err = fork.compare("--trick is_interrupted")
     assert (status, err) == (130, "\nrun.sh: interrupted\n")
-    assert lines[2].startswith("A seed 0: loss ") and len(lines) == 4
     assert fork.calls() == ["A_seed0", "B_seed0"]
     assert fork.compare("--trick is_interrupted")[0] == 130 and fork.calls() == ["B_seed0"]
 
@@ -319,8 +303,6 @@ def test_an_interrupted_run_ends_the_comparison_and_is_made_again_later(fork):
     "words",
     [
         "'' '' --runs 3",
-        "'' '' --alpha 0.51",
-        "'' '' --deviation 0.001",
         "'' '--no_such 1'",
         "'--seq_len 5' ''",
         "'' 'forks/no_fork.py --muon_lr 0.06'",
@@ -335,21 +317,3 @@ def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
         compare.main(["--compare", *shlex.split(words)])
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert not Path("logs").exists()
-
-
-def test_a_side_is_a_script_and_flags(fork):
-    """The default script is the one of both."""
-    common = ["--num_iterations", "128"]
-    found = Side.of("B", f"{fork.path} --train_files 'a b/*.bin'", common)
-    flags = ("--num_iterations", "128", "--train_files", "a b/*.bin")
-    assert found == Side("B", flags, fork.path)
-    assert Side.of("A", "", []) == Side("A", (), HERE / "train_gpt.py")
-    assert Side.of("A", "", [], own=fork.path) == Side("A", (), fork.path)
-
-
-def test_a_script_is_started_by_its_own_project_if_it_has_one(fork):
-    project = fork.path.parent
-    for path in (project / "x.py", project / "forks" / "x.py"):
-        assert Side("A", (), path).launcher == project / "tools" / "launch.py"
-    for path in (HERE / "forks" / "train_gpt_2026.py", project.parent / "x.py"):
-        assert Side("A", (), path).launcher == HERE / "tools" / "launch.py"
