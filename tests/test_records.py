@@ -54,21 +54,6 @@ def test_each_record_has_the_published_numbers(name):
     assert parse_args(["--record", name, *SYSTEMS[name].split()])[0] == RECORDS[name]
 
 
-DEMO = f"""
---num_iterations 128 --window_span 256 --seq_len 256 --val_seq_len 1024 --val_tokens 65536
---num_layers 4 --num_heads 2 --head_dim 64 --model_dim 128 --norm_eps {2**-23}
---bfloat16_head on --val_loss_every 64
---train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin
-"""
-
-
-def test_the_demo_is_2025_01_26_made_small():
-    flags = ["--record", "2025-01-26_BatchSize", *DEMO.split()]
-    assert parse_args(flags)[0] == RECORDS["demo"]
-    windows = {train_gpt.get_window_size(step, RECORDS["demo"]) for step in range(129)}
-    assert windows == {128, 256}
-
-
 def test_help_names_every_setting_with_the_record_s_value(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["-h", "--record", "2024-11-24"])
