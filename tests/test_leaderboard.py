@@ -59,12 +59,8 @@ def group(letter: str, flags="", losses=(3.271, 3.272, 3.273), ms=100.0, **more)
     }
 
 
-# Files of which a log has parts: their lines look like other parts of a log.
-FILES = {
-    "kernels.py": "import triton\ntorch 1.0\nmuon_lr: 9",
-    "empty.py": "",
-    "train_gpt.py": f"| 0  NVIDIA T4  On |\n{GPUS}\nseed: 9",
-}
+# A file of which a log has a part: its lines look like other parts of a log.
+FILES = {"kernels.py": f"import triton\ntorch 1.0\n| 0  NVIDIA T4  On |\n{GPUS}\nmuon_lr: 9"}
 
 
 def of_2024(loss: float = 3.2783) -> str:
@@ -141,15 +137,6 @@ def test_a_group_of_three_has_the_figures_worked_out_by_hand(board):
     assert rows_of(board(files, "--target", 3.2)[1])[-1][4] == "0.629"
 
 
-def hand_welch(a, b) -> tuple[float, float, float]:
-    """Return the difference, half its 95 % interval and p, by the formulas of a textbook."""
-    va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
-    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    difference, error = np.mean(b) - np.mean(a), math.sqrt(va + vb)
-    p = 2 * stats.t.sf(abs(difference) / error, freedom)
-    return difference, stats.t.ppf(0.975, freedom) * error, p
-
-
 def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
     a_losses, b_losses = [3.2780, 3.2790, 3.2772, 3.2785], [3.2795, 3.2785, 3.2801, 3.2790, 3.2791]
     a_ms, b_ms = [101.0, 101.3, 100.8, 101.1], [99.0, 99.4, 99.1, 98.9, 99.2]
@@ -158,35 +145,24 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
     files |= {f"b{i}.txt": ours(*x, flags=f"{FLAGS} --seed {i}") for i, x in b_runs}
     status, out, _ = board(files)
     assert status == 0 and rows_of(out)[-1][-1] == "2025-01-26_BatchSize --muon_lr 0.06"
-    higher, by, p = hand_welch(a_losses, b_losses)
-    # train_time is in whole milliseconds in a log
-    slower, slower_by, _ = hand_welch(*[[round(4 * x) for x in ms] for ms in (a_ms, b_ms)])
-    percent = 100 / np.mean([round(4 * x) for x in a_ms])
-    assert p > 0.02
+    of_loss = stats.ttest_ind(b_losses, a_losses, equal_var=False)
+    a_ms, b_ms = ([round(4 * x) for x in ms] for ms in (a_ms, b_ms))  # as whole ms in a log
+    of_time = stats.ttest_ind(b_ms, a_ms, equal_var=False)
+    higher, slower = np.mean(b_losses) - np.mean(a_losses), np.mean(b_ms) - np.mean(a_ms)
+    by = of_loss.confidence_interval().high - higher
+    slower_by = of_time.confidence_interval().high - slower
+    percent = 100 / np.mean(a_ms)
     assert out.splitlines()[-1] == (
         f"B is {-percent * slower:.1f} % ± {percent * slower_by:.1f} % faster than A; "
         f"its loss is {higher:.4f} ± {by:.4f} higher; "
-        f"the difference in loss is not significant (p = {p:.3f}); to add runs until it is, use "
-        "--compare"
+        f"the difference in loss is not significant (p = {of_loss.pvalue:.3f}); "
+        "to add runs until it is, use --compare"
     )
 
 
-def rising(first: float, count: int) -> list[float]:
-    """Return losses that rise by 0.001 from run to run."""
-    return [first + 0.001 * i for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "verdict"),
-    [
-        (rising(3.28, 4), rising(3.2, 4), "0.0800 ± 0.0022 lower; the difference in loss is sign"),
-        (rising(3.28, 9), rising(3.2, 3), "0.0830 lower; 9 and 3 runs are too few"),
-        ((3.28,) * 4, (3.28,) * 4, "0.0000 different; all losses of a group are equal: there is"),
-    ],
-)
-def test_the_verdict_on_two_groups(a, b, verdict, board):
-    last = board(group("a", losses=a) | group("b", FLAGS, b))[1].splitlines()[-1]
-    assert f"; its loss is {verdict}" in last
+def test_groups_of_three_runs_are_too_few_for_a_verdict(board):
+    last = board(group("a") | group("b", FLAGS))[1].splitlines()[-1]
+    assert "3 and 3 runs are too few" in last and "significant" not in last
 
 
 def test_losses_of_runs_of_other_lengths_are_not_compared(board):
@@ -194,12 +170,6 @@ def test_losses_of_runs_of_other_lengths_are_not_compared(board):
     last = board(files)[1].splitlines()[-1]
     text = "B has 6 steps, A 4: their losses are not compared; B is "
     assert last.startswith(text) and last.endswith(" % slower than A")
-
-
-def test_a_seed_that_ran_twice_is_noticed(board):
-    first = {"a.txt": ours(flags=" --seed 4")}
-    assert "A has a seed twice" in board(first | {"b.txt": ours(flags=" --seed 4")})[1]
-    assert "A has a seed twice" not in board(first | {"b.txt": ours(flags=" --seed 5")})[1]
 
 
 def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
@@ -224,6 +194,8 @@ def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
     }
     groups = [row[0] for row in rows_of(board(files)[1])]
     assert groups == [*"AABCDEFG", *"ABCDEFG"]
+    plain, more = (leaderboard.read_log(Path(name)) for name in ("a.txt", "h.txt"))
+    assert (more.settings, more.torch, more.gpu) == (plain.settings, plain.torch, plain.gpu)
 
 
 def test_a_log_of_a_run_is_read_with_its_files(trained):
@@ -231,11 +203,6 @@ def test_a_log_of_a_run_is_read_with_its_files(trained):
     assert run.source == (ROOT / "train_gpt.py").read_text("utf-8").strip("\n")
     assert run.files == {"kernels.py": (ROOT / "kernels.py").read_text("utf-8").strip("\n")}
     assert run.settings["model_dim"] == "32" and run.record == "demo" and run.steps == 8
-
-
-def test_a_log_named_twice_is_one_run(board, tmp_path):
-    _, out, _ = board({"a.txt": ours()}, "a.txt", tmp_path / "a.txt")
-    assert [row[0] for row in rows_of(out)] == ["A", "A"] and rows_of(out)[1][1] == "1"
 
 
 @pytest.mark.parametrize(
@@ -274,26 +241,19 @@ def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, dat
     assert run.loss == 3.28 and run.steps in (4, 1770, 1875)
 
 
-def test_plot_draws_all_runs_and_published_curves_only_for_fineweb(board, tmp_path, monkeypatch):
-    from matplotlib import figure, image
+def test_plot_draws_all_runs_and_the_published_curve(board, monkeypatch):
+    from matplotlib import figure
 
     figures, save = [], figure.Figure.savefig
     monkeypatch.setattr(
         figure.Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k)
     )
-    sample = ours(4.0, flags=" --train_files data/kjv_train_*.bin")
-    png = tmp_path / "out.png"
-    board({"a.txt": ours(), "b.txt": ours(3.3), "c.txt": sample}, "--plot", png)
-    board({"c.txt": sample}, "--plot", png)
-    assert image.imread(png).std() > 0.05  # not blank
-    for drawn, runs, dashed in zip(figures, (3, 1), (1, 0), strict=True):
-        for axis in drawn.axes:
-            styles = [line.get_linestyle() for line in axis.get_lines()]
-            assert (styles.count("-"), styles.count("--")) == (runs, dashed)
+    board({"a.txt": ours(), "b.txt": ours(3.3)}, "--plot", "out.png")
+    assert Path("out.png").exists()
     over_time, over_steps = (axis.get_lines() for axis in figures[0].axes)
     assert over_steps[0].get_xydata().tolist() == [[0, 10.8258], [2, 5.28], [4, 3.28]]
     for lines, last in ((over_time, 176.0), (over_steps, 1770)):
-        published = next(line for line in lines if line.get_linestyle() == "--")
+        _, _, published = lines
         assert published.get_xydata()[-1].tolist() == [last, 3.2808]
 
 
@@ -308,8 +268,6 @@ def test_diff_prints_settings_and_source_that_differ(board, tmp_path):
     ]
     changed = [line for line in out.splitlines()[5:] if line[:1] in ("+", "-")]
     assert changed == ["+x = 1"] and " import torch" in out.splitlines()
-    out = board({}, "--diff", a, a)[1]
-    assert "the settings are equal" in out and "the sources are equal" in out
 
 
 def test_public_logs_in_seconds_or_without_a_source_are_read(tmp_path):
