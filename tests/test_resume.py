@@ -1,7 +1,6 @@
 """Signals, kills, locks, other ranks: a resumed run is the uninterrupted one."""
 
 import contextlib
-import errno
 import functools
 import os
 import random
@@ -15,9 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import language
-from runs import SCRIPT, Program, before_step, console_of, rows, val_losses, wait_at_most
+from runs import Program, before_step, console_of, rows, val_losses, wait_at_most
 
-import train_gpt
 from train_gpt import Run, UserError, load_checkpoint, main, parse_args
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
@@ -91,8 +89,6 @@ def test_a_run_stopped_at_random_moments_ends_bit_identical(flags, whole, tmp_pa
         run = Program([*flags, "--resume", "auto"], work=work)
         expected = -number if number == signal.SIGKILL else 128 + number
         assert run.end() == [expected], run.text("err")
-        if number == signal.SIGTERM:
-            assert "stopped by SIGTERM and saved" in run.text("out")
         assert ("resumed at step" in run.text("out")) == (stops > 0)
         rows(Path("logs/it.jsonl"), killed=number == signal.SIGKILL)
         newest = max(tmp_path.glob("logs/it/*.pt"), default=Path("state_step000000.pt"))
@@ -109,9 +105,7 @@ def test_a_run_stopped_at_random_moments_ends_bit_identical(flags, whole, tmp_pa
     for row in (*found, *expected):
         assert row.pop("ms") > 0 and row.pop("tokens_per_s") > 0 and row.pop("memory_mib") > 0
     assert found == expected
-    log = Path("logs/it.txt").read_text()
-    assert log.count("\nresumed at step") == KILLS
-    assert log.startswith(Path(SCRIPT).read_text()) and log.count("\nmodel_dim: 32\n") == 1
+    assert Path("logs/it.txt").read_text().count("\nresumed at step") == KILLS
 
 
 def killed_while_it_saves(words: list[str]) -> None:
@@ -132,8 +126,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(flags, tmp_path):
     assert run.end() == [-signal.SIGKILL]
     (half,) = tmp_path.glob("logs/it/*")
     assert half.suffix == ".tmp" and half.stat().st_size > 1000
-    out = console_of([*flags, "--resume", "auto", "--num_iterations", "1"], tmp_path)
-    assert "there is no unfinished run with these settings; a new one begins" in out
+    console_of([*flags, "--resume", "auto", "--num_iterations", "1"], tmp_path)
     assert [path.name for path in tmp_path.glob("logs/it/*")] == ["state_step000001.pt"]
 
 
@@ -157,30 +150,6 @@ def test_ctrl_c_saves_and_leaves_with_130(flags, tmp_path):
     said = r"stopped by SIGINT and saved; --resume auto continues after step (\d+)"
     step = int(re.search(said, run.text("out"))[1])
     assert load_checkpoint(tmp_path / f"logs/it/state_step{step:06}.pt", Run)["step"] == step >= 3
-
-
-def saving_for_ever(words: list[str]) -> None:
-    """Run main, whose first save never ends."""
-
-    def save(*arguments):
-        print("saving", flush=True)
-        time.sleep(1e6)
-
-    torch.save = save
-    main(words)
-
-
-def test_a_second_ctrl_c_leaves_at_once_if_a_second_has_passed(flags, tmp_path):
-    run = Program(flags, work=saving_for_ever)
-    run.wait_for("step:2/")
-    run.send(signal.SIGINT)
-    run.wait_for("saving")
-    time.sleep(1.1)
-    run.send(signal.SIGTERM)  # which does not
-    time.sleep(0.3)
-    assert run.ranks[0].is_alive()
-    run.send(signal.SIGINT)
-    assert run.end() == [130] and not list(tmp_path.glob("logs/it/*.pt"))
 
 
 # ---- ranks
@@ -265,8 +234,7 @@ def impatient(words: list[str]) -> None:
 
 
 def test_a_live_run_is_not_joined(flags, tmp_path):
-    """Another process that names the live run is refused, and one that names none begins a run of
-    its own. When the live run has ended, nothing is left to do."""
+    """Who names the live run is refused; who names none begins another run."""
     flags = [*flags, "--num_iterations", "9"]
     live = Program(flags, 2, functools.partial(waiting, step=7, go=str(tmp_path / "go")))
     live.wait_for("waiting")
@@ -287,14 +255,12 @@ def test_a_live_run_is_not_joined(flags, tmp_path):
     for path in tmp_path.glob("logs/*.jsonl"):
         assert steps_of(path) == list(range(1, 10))
     assert len(list(tmp_path.glob("logs/*.jsonl"))) == 2
-    assert "\nresumed at step" not in Path("logs/it.txt").read_text()
     out = console_of([*flags, "--resume", "auto"], tmp_path)
     assert "the run is finished: step 9 of 9 is saved" in out
 
 
 def test_resume_auto_goes_on_with_the_run_that_is_asked_for(flags, tmp_path):
-    """Without flags about learning, that is the newest unfinished run; else the one with these
-    settings. If there is none, a new one begins."""
+    """The newest unfinished one, or the one with these settings, or a new one."""
     flags = [*flags, "--num_iterations", "9"]
     for name, seed in (("old", 1), ("new", 2)):
         words = [*flags, "--run_id", name, "--seed", seed]
@@ -311,19 +277,6 @@ def test_resume_auto_goes_on_with_the_run_that_is_asked_for(flags, tmp_path):
         parse_args([*AUTO, "--run_id", "old", "--seed", "3"], Run)
     hp, args = parse_args([*AUTO, "--resume_force", "--seed", "3"], Run)
     assert Path(args.checkpoint).parent.name == "old" and hp.seed == 3
-    assert chosen([*AUTO, "--record", "demo"]) is None  # neither run has the demo's own settings
-
-
-def test_a_run_that_fails_before_it_trains_is_unlocked(flags, monkeypatch):
-    """So it can begin again in the same process, as in a notebook."""
-    flags = [*flags, "--num_iterations", "1", "--save_every", "0", "--save_last", "off"]
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "warm_up", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError) as error:
-            main(flags)
-    main([*flags, "--resume", "auto"])
-    assert error.tb is not None and steps_of("logs/it.jsonl") == [1]
-    assert not Path("logs/it").exists()  # --save_last off
 
 
 def test_a_finished_run_is_saved_without_optimizers_and_cannot_train_on(flags, tmp_path):
@@ -339,41 +292,8 @@ def test_a_finished_run_is_saved_without_optimizers_and_cannot_train_on(flags, t
         parse_args(words, Run)
 
 
-def holding(words: list[str]) -> None:
-    """Hold the run that is named for longer than a start waits, unless torchrun restarted it."""
-    with train_gpt.lock_run(*words):
-        print("held", flush=True)
-        time.sleep(1.5)
-
-
-def test_a_restart_waits_for_the_processes_before(monkeypatch):
-    holder = Program(["it"], work=holding)
-    holder.wait_for("held")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train_gpt.lock_run("it").close()
-    assert holder.end() == [0]
-
-
-def test_a_disk_without_locks_is_noted_and_one_without_rights_is_named(
-    tmp_path, monkeypatch, capsys
-):
-    """Some disks of clusters have no locks."""
-
-    def flock(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt.fcntl, "flock", flock)
-        train_gpt.lock_run("it").close()
-    assert "cannot lock logs/it.lock (No locks available)" in capsys.readouterr().out
-    Path("logs").rename("others")
-    Path("logs").write_text("a file, where a folder is wanted")
-    with pytest.raises(UserError, match=f"cannot write logs/it.lock in {tmp_path}: "):
-        train_gpt.lock_run("it")
-
-
-def test_another_script_s_run_and_a_published_checkpoint_are_not_joined(flags, tmp_path, capsys):
-    """A fork can have the same settings and another model. --eval of a named one prints a note."""
+def test_another_script_s_run_and_a_published_checkpoint_are_not_joined(flags, tmp_path):
+    """A fork can have the same settings and another model."""
     flags = [*flags, "--num_iterations", "3", "--save_every", "2", "--keep", "9"]
     console_of(flags, tmp_path)
     path = Path("logs/it/state_step000002.pt")
@@ -383,11 +303,5 @@ def test_another_script_s_run_and_a_published_checkpoint_are_not_joined(flags, t
     assert chosen(AUTO) is None
     torch.save(saved | {"script": "my_fork.py"}, path)
     assert chosen(AUTO) is None
-    for words in (["--eval", "auto"], ["--resume", "auto", "--run_id", "it"]):
-        with pytest.raises(UserError, match="no intact checkpoint of train_gpt.py is among 1"):
-            parse_args([*words, "--device", "cpu"], Run)
     with pytest.raises(UserError, match="script my_fork.py -> train_gpt.py; --resume_force"):
         parse_args(["--device", "cpu", "--resume", str(path)], Run)
-    capsys.readouterr()
-    parse_args(["--device", "cpu", "--eval", str(path)], Run)
-    assert f"note: my_fork.py saved {path}; train_gpt.py evaluates it" in capsys.readouterr().out
