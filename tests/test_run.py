@@ -3,10 +3,8 @@
 import math
 import os
 import re
-import runpy
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -36,7 +34,6 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
     assert str(os.cpu_count()) in machine
     assert f"Python {sys.version}" in versions and f"torch {torch.__version__}" in versions
     assert "\nmodel_dim: 64\n" in settings and "\nadam_betas: 0.8 0.95\n" in settings
-    assert not re.search("kernel|FP8|no GPU", results)
     for text in (console, results):
         steps = [(int(m[1]), int(m[2])) for m in STEP.finditer(text)]
         assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -51,7 +48,7 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
 
 
 def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
-    """The clock moves only where the test says so: 10 ms a step, 5 s a validation."""
+    """10 ms a step, 5 s a validation."""
     now = [0.0]
 
     def taking(seconds, function):
@@ -80,25 +77,11 @@ def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, ca
     monkeypatch.chdir(tmp_path)
     flags = f"--record {record} --train_files {HERE}/data/kjv_train_*.bin"
     flags += f" --val_files {HERE}/data/kjv_val_*.bin --val_loss_every 4 --epochs 0 --device cpu"
-    flags += (
-        " --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32 --batch_seqs 2 --seq_len 128"
-    )
-    flags += " --val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_last off"
+    flags += " --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32 --batch_seqs 2"
+    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_last off"
     main(flags.split())
-    console = capsys.readouterr().out
-    losses = val_losses(console)
+    losses = val_losses(capsys.readouterr().out)
     assert losses[0] == 10.8258 and losses[4] < 10.5 and losses[8] < 9.6
-    assert "published" not in console  # the data is not FineWeb
-
-
-def test_after_a_run_on_fineweb_the_console_names_the_command_that_compares_it(
-    flags, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(train_gpt, "FINEWEB", str(tmp_path / "train"))
-    main([*flags, "--num_iterations", "1"])
-    last = capsys.readouterr().out.splitlines()[-1]
-    run_sh = HERE / "run.sh"
-    assert last == f"compare with published runs: {run_sh} tools/records.py logs/it.txt"
 
 
 def test_without_flags_and_without_a_gpu_the_demo_trains_on_the_sample(
@@ -114,7 +97,6 @@ def test_without_flags_and_without_a_gpu_the_demo_trains_on_the_sample(
     losses = val_losses(console)
     assert console.startswith("record demo --") and list(losses) == [0, 4]
     assert losses[0] == 10.8258 and losses[4] < 10.3
-    assert "\nno GPU found: this is a small demonstration" in console
 
 
 def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):
@@ -123,32 +105,3 @@ def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
     main([*flags, "--run_id", "cold"])
     assert val_losses(capsys.readouterr().out) == warm
-
-
-def test_import_has_no_side_effect(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        runpy.run_path(SCRIPT, run_name="train_gpt")
-    assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("threads", "environment", "spins"),
-    [  # threads that run, this one among them, at each of three looks at /proc/loadavg
-        ([1, 1, 1], {}, None),
-        ([3, 1, 3], {}, None),  # the others run for a moment only
-        ([2, 3, 2], {}, "1000"),
-        ([3, 3, 3], {"GOMP_SPINCOUNT": "7"}, "7"),
-        ([3, 3, 3], {"OMP_WAIT_POLICY": "active"}, None),
-    ],
-)
-def test_where_other_programs_run_threads_do_not_spin_long(threads, environment, spins):
-    """This is set before torch is imported."""
-    before, _ = Path(SCRIPT).read_text().split("import numpy as np\n")
-    looks = iter(f"1.99 1.50 0.70 {running}/80 999" for running in threads)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", dict(environment))
-        patch.setattr(Path, "read_text", lambda path: next(looks))
-        exec(before, {"__name__": "train_gpt"})
-        assert os.environ.get("GOMP_SPINCOUNT") == spins
