@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import os
-import random
 import re
 import shutil
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import language
-from runs import console_of, error_of, val_losses
+from runs import console_of, val_losses
 
 import train_gpt
 from train_gpt import (
@@ -65,12 +63,10 @@ def saved(run) -> dict:
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_a_checkpoint_evaluates_to_the_loss_of_its_step(step, run, tmp_path, monkeypatch, capsys):
-    """Under the window of that step, wherever the checkpoint and the data are."""
+    """Under the window of that step."""
     monkeypatch.chdir(tmp_path)
-    Path("elsewhere.pt").write_bytes(run.paths[step].read_bytes())
-    Path("other.bin").write_bytes((run.folder / "val_0.bin").read_bytes())
-    main(["--eval", "elsewhere.pt", "--val_files", "other.bin", "--device", "cpu"])
-    expected = f"val_loss:{run.losses[step]:.4f} over 1024 tokens, elsewhere.pt"
+    main(["--eval", str(run.paths[step]), "--device", "cpu"])
+    expected = f"val_loss:{run.losses[step]:.4f} over 1024 tokens, {run.paths[step]}"
     assert expected in capsys.readouterr().out
     assert not Path("logs").exists()
 
@@ -145,8 +141,7 @@ def typed(name: str, value) -> list[str]:
 
 
 def test_every_learning_setting_survives_a_checkpoint(tmp_path, monkeypatch):
-    """In this run all of them differ from the record's but two, which do not fit the others.
-    Settings about the machine are not kept."""
+    """All differ from the record's but two, which do not fit the others."""
     monkeypatch.chdir(tmp_path)
     own = RECORDS["demo"]
     others = [name for name in LEARNING if name not in ("rope", "grad_clip", *TINY)]
@@ -178,44 +173,10 @@ def test_to_resume_with_any_learning_setting_changed_is_refused_by_name(name, ru
     assert getattr(hp, name) == now != getattr(was, name)
 
 
-def test_a_run_may_go_on_with_other_settings_of_the_run_and_of_the_machine(run):
-    path = str(run.paths[4])
-    was = load_checkpoint(path, Run)["hyperparameters"]
-    names = vars(was).keys() - set(LEARNING)
-    assert {"train_files", "run_id", "save_every", "device"} < names and "seed" not in names
-    texts = {"train_files": "a", "val_files": "b", "run_id": "c"}
-    for name in names:
-        value = texts.get(name) or another(name, was)
-        hp, _ = parse_args(["--resume", path, *typed(name, value)], Run)
-        assert getattr(hp, name) == value
-
-
 # ---- checkpoints of other programs, and of other versions of this one
 
 
-@pytest.mark.parametrize("flag", ["--eval", "--resume"])
-def test_a_checkpoint_of_another_script_is_refused_and_the_script_is_named(
-    flag, saved, tmp_path, capsys
-):
-    """This script lacks its record, or one of its settings."""
-    saved["script"] = "train_gpt_2026.py"
-    settings = saved["hyperparameters"]
-    for record, more in (("2026-03-06_SimplifyHC", {}), ("demo", {"stages": "window=256"})):
-        saved["record"], saved["hyperparameters"] = record, settings | more
-        path = write(tmp_path / "it.pt", saved)
-        status, err = error_of([flag, path, "--device", "cpu"], capsys)
-        assert status == 2
-        assert f"{path} is a checkpoint of {record} of train_gpt_2026.py: start that script" in err
-
-
-def test_a_checkpoint_with_illegal_settings_is_refused(saved, tmp_path):
-    saved["hyperparameters"]["num_layers"] = 1
-    with pytest.raises(UserError, match="--num_layers 1: must be even"):
-        load_checkpoint(write(tmp_path / "it.pt", saved), Run)
-
-
 def test_a_setting_that_a_checkpoint_lacks_is_that_of_its_record(run, saved, tmp_path):
-    """As in a checkpoint that is older than the setting."""
     lost = ("norm_eps", "momentum_damped", "muon_lr")
     for name in lost:
         del saved["hyperparameters"][name]
@@ -227,18 +188,14 @@ def test_a_setting_that_a_checkpoint_lacks_is_that_of_its_record(run, saved, tmp
     assert found == replace(whole, **own) and not record.momentum_damped
 
 
-def test_to_go_on_with_other_source_or_kernels_is_said_and_ends_alike(
+def test_to_go_on_with_other_source_is_said_and_ends_alike(
     run, saved, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     assert saved["code"] == Path(train_gpt.__file__).read_text()
     ours = load_checkpoint(run.paths[8], Run)["model"]
     saved["seconds"] = 1000.0
-    for more, said in (
-        ({"code": "another"}, "; the source has changed since"),
-        ({"kernels": ["relu2_mlp", "x"]}, "; the kernels then were: relu2_mlp x"),
-        ({}, ""),
-    ):
+    for more, said in (({"code": "another"}, "; the source has changed since"), ({}, "")):
         write(Path("logs/it/state_step000004.pt"), saved | more)
         main(["--resume", "auto", "--device", "cpu"])
         out, line = capsys.readouterr().out, f"\nresumed at step 4{said}\n"
@@ -253,44 +210,24 @@ def test_to_go_on_with_other_source_or_kernels_is_said_and_ends_alike(
 # ---- damage
 
 
-def places(path: Path) -> dict[str, range]:
-    """Return the positions in the file of the bytes of each of a checkpoint's records."""
-    found = {}
-    data = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            assert info.compress_type == zipfile.ZIP_STORED
-            lengths = data[info.header_offset + 26 :][:4]  # of the local header's name and extra
-            start = info.header_offset + 30 + sum(np.frombuffer(lengths, "<u2").tolist())
-            found[info.filename] = range(start, start + info.file_size)
-    return found
+def damage(path: Path) -> None:
+    """Change a byte of a weight."""
+    weight = torch.load(path, weights_only=True)["model"]["embed.weight"].numpy().tobytes()
+    changed = bytes([weight[0] ^ 1]) + weight[1:]
+    path.write_bytes(path.read_bytes().replace(weight, changed))
 
 
-def flip(path: Path, place: int) -> None:
-    """Change a byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_flipped_byte_in_any_record_of_a_checkpoint_is_noticed(run, tmp_path):
-    path = tmp_path / "state_step000001.pt"
-    whole = run.paths[4].read_bytes()
-    rng = random.Random(0)
-    found = {name: where for name, where in places(run.paths[4]).items() if where}
-    assert len(found) > 50  # a record for each tensor, and the pickle
-    for name, where in found.items():
-        path.write_bytes(whole)
-        flip(path, rng.choice(where))
-        with pytest.raises(UserError, match=re.escape(f"its part {name} is damaged")) as error:
-            load_checkpoint(path, Run)
-        assert f"{path} is not an intact checkpoint" in str(error.value)
+def test_a_flipped_byte_of_a_weight_is_noticed(run, tmp_path):
+    path = Path(shutil.copy(run.paths[4], tmp_path))
+    damage(path)
+    with pytest.raises(UserError, match=r"is not an intact checkpoint .*its part \S+ is damaged"):
+        load_checkpoint(path, Run)
 
 
 def test_a_cut_checkpoint_is_refused(run, tmp_path):
     path = tmp_path / "state_step000001.pt"
     whole = run.paths[4].read_bytes()
-    for length in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 22, len(whole) - 1):
+    for length in (0, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(UserError, match="state_step000001.pt is not an intact checkpoint"):
             load_checkpoint(path, Run)
@@ -307,23 +244,18 @@ def test_a_pickle_bomb_executes_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="bomb.pt is not an intact checkpoint"):
         load_checkpoint("bomb.pt", Run)
     assert not Path("exploded").exists()
-    torch.load("bomb.pt", weights_only=False)
-    assert Path("exploded").exists()  # it would have
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run.folder / "logs/it", "logs/it")
     newest = Path("logs/it/state_step000008.pt")
-    flip(newest, max(places(newest).values(), key=len)[7])
+    damage(newest)
     words = ["--resume", "auto", "--run_id", "it", "--device", "cpu"]
     main(words)
     out, err = capsys.readouterr()
     assert not err and "state_step000008.pt is not an intact checkpoint" in out
-    assert re.search(r"\(its part \S+ is damaged\); trying an older one", out)
     assert "resumed at step 4" in out and val_losses(out) == {8: run.losses[8]}
-    main(words)  # it is whole again
-    assert "the run is finished: step 8 of 8 is saved" in capsys.readouterr().out
     for path in Path("logs/it").glob("*.pt"):
         path.write_bytes(b"nothing")
     with pytest.raises(SystemExit) as stop:
@@ -344,10 +276,3 @@ def test_pruning_keeps_the_newest_not_the_furthest(run, tmp_path, monkeypatch, c
     assert "resumed at step 2" in capsys.readouterr().out
     kept = sorted(path.name for path in tmp_path.glob("logs/it/*"))
     assert kept == ["state_step000004.pt", "state_step000008.pt"]
-
-
-def test_an_empty_run_id_means_any_run(run, monkeypatch):
-    """As from a variable of the shell that is not set."""
-    monkeypatch.chdir(run.folder)
-    _, args = parse_args(["--eval", "auto", "--run_id", ""], Run)
-    assert args.checkpoint == str(run.paths[8].relative_to(run.folder))
