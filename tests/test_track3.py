@@ -18,8 +18,7 @@ import torch
 import train_gpt_track3 as track
 from conftest import language
 from runs import Program, console_of, error_of, rows, val_losses
-from sample import Decoder
-from train_gpt_track3 import RECORDS, Head, Hyperparameters, Optimizers, Run
+from train_gpt_track3 import RECORDS, Hyperparameters, Optimizers, Run
 
 import train_gpt
 from train_gpt import HERE, UserError, gradient_buffer, train_step
@@ -99,7 +98,7 @@ def loss_of_context(w: dict, hp: Hyperparameters, tokens, targets) -> torch.Tens
 def test_loss_and_gradients_are_those_of_the_specification(
     float32_gains, small, randomize, monkeypatch
 ):
-    """One context at a time. Gradients are of the sum over the whole batch."""
+    """Gradients are of the sum over the whole batch."""
     hp = replace(small, float32_gains=float32_gains)
     model = randomize(track.GPT(hp))
     weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
@@ -121,23 +120,6 @@ def test_loss_and_gradients_are_those_of_the_specification(
         assert relative_error(grad, weights[name].grad) < 2e-5, name
 
 
-def test_compiled_loss_equals_the_uncompiled_one(small, randomize):
-    """So does the bias's gradient, which the head's steps change in place."""
-    head = randomize(Head(small))
-    x = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
-    targets, found = torch.arange(256), []
-    for compiled in (False, True):
-        if compiled:
-            head.steps = [torch.compile(s, backend="eager", dynamic=False) for s in head.steps]
-        head.zero_grad()
-        given = x.bfloat16().requires_grad_()
-        loss = head.loss(given, targets)
-        loss.backward()
-        found.append([loss.detach(), given.grad, head.weight.grad.clone(), head.bias.grad.clone()])
-    for plain, captured in zip(*found, strict=True):
-        torch.testing.assert_close(captured, plain, rtol=1e-5, atol=1e-6)
-
-
 def test_both_records_have_the_benchmarks_number_of_parameters():
     for hp in (MUON, ADAMW):
         with torch.device("meta"):
@@ -147,7 +129,6 @@ def test_both_records_have_the_benchmarks_number_of_parameters():
 
 @pytest.mark.parametrize("hp", [MUON, ADAMW], ids=["muon", "adamw"])
 def test_first_weights_have_the_published_distributions(hp):
-    """muon: normal, with biases of 0. adamw: uniform within 1 / sqrt(fan_in), also biases."""
     model = track.GPT(replace(hp, num_layers=1, vocab_size=1024))
     for name, p in model.named_parameters():
         p = p.detach().flatten()
@@ -161,22 +142,9 @@ def test_first_weights_have_the_published_distributions(hp):
             assert not p.any()
         elif hp is MUON:
             assert p.std().item() == pytest.approx((0.33 / 768) ** 0.5, rel=0.01)
-            assert (p.abs() > 3 * p.std()).float().mean().item() == pytest.approx(0.0027, rel=0.1)
         else:
             assert p.abs().max().item() == pytest.approx(768**-0.5, rel=0.01)
             assert p.std().item() == pytest.approx((768 * 3) ** -0.5, rel=0.1)
-
-
-@torch.inference_mode()
-def test_logits_of_cached_tokens_are_those_without_a_cache_across_contexts(small, randomize):
-    model = randomize(track.GPT(small)).eval()
-    now, tokens = Run.moment(4, small), [(7 * i) % 256 for i in range(384)]
-    decoder = Decoder(model, now)
-    found = [decoder(tokens[:250])]
-    for token in tokens[250:]:
-        found.append(decoder([token]))
-    expected = model.logits(torch.tensor(tokens), now)[249:]
-    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)
 
 
 # -----------------------------------------------------------------------------
@@ -308,8 +276,6 @@ def test_published_curves_are_those_of_the_public_logs():
     muon, adamw = found["muon"], found["adamw"]
     losses = {0: 10.82584, 125: 4.58541, 1000: 3.65307, 3225: 3.27931, 3250: 3.27866}
     assert {step: muon["losses"][str(step)] for step in losses} == losses
-    for name in ("losses", "deviations", "seconds"):
-        assert list(muon[name]) == [str(step) for step in validated(MUON)]
     assert (muon["mean"], muon["deviation"], muon["runs"]) == (3.27866, 0.00134, 10)
     assert list(adamw["losses"]) == [str(step) for step in range(0, 5626, 125)]
     assert adamw["mean"] == adamw["losses"]["5625"] == 3.27903 and adamw["runs"] == 1
@@ -325,13 +291,7 @@ def test_published_curves_are_those_of_the_public_logs():
     ("flags", "message"),
     [
         ("--fp8 on", "--fp8: the benchmark's"),
-        ("--layers long,long", "--layers: the benchmark's"),
-        ("--window_min 128", "--window_min: the benchmark's"),
         ("--record muon --seq_len 1152", "--seq_len 1152: must be a multiple of context_len"),
-        (
-            "--record muon --val_seq_len 1152 --val_tokens 11520",
-            "--val_seq_len 1152: must be a multiple of context_len",
-        ),
     ],
 )
 def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsys):
@@ -375,19 +335,6 @@ def outcome(folder: Path) -> tuple[dict, list]:
     saved = torch.load(folder / "logs/it/state_step000004.pt", weights_only=True)["model"]
     found = rows(folder / "logs/it.jsonl")
     return saved, [(row["train_loss"], row.get("val_loss")) for row in found if row["step"]]
-
-
-def test_its_step_is_that_of_the_formula(own, small, randomize):
-    """For one matrix in float64, the first moment over the root of a mean over columns."""
-    model = randomize(track.GPT(small))
-    optimizers, p = Optimizers(model, small), model.blocks[1].fc.weight
-    expected = p.detach().double()
-    g = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    gradient_buffer(p).copy_(g * small.batch_seqs)
-    optimizers.step(Run.moment(0, small))
-    row = (0.05 * g.double().square().mean(1)).sqrt()
-    expected = expected - small.muon_lr * 0.1 * g.double() / row[:, None]
-    torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=1e-6)
 
 
 def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path, monkeypatch):
