@@ -171,13 +171,3 @@ def test_gradients_are_sent_in_bfloat16_only_where_the_published_records_did(tin
         dtype = torch.bfloat16 if half else torch.float32
         assert bucket.sent.dtype == bucket.grads.dtype == dtype
     assert train_gpt.gradient_buffer(model.embed.weight).dtype == torch.float32
-
-
-def test_one_rank_uses_the_gradient_of_a_table_without_a_copy(tiny):
-    model = train_gpt.GPT(tiny)
-    model.embed.bfloat16()
-    buckets = train_gpt.Optimizers(model, tiny).order
-    for table in (model.embed, model.lm_head, *model.value_embeds["embed"].values()):
-        (bucket,) = (b for b in buckets if b.params[0] is table.weight)
-        assert bucket.wait().data_ptr() == train_gpt.gradient_buffer(table.weight).data_ptr()
-        assert bucket.grads.dtype == torch.float32 and bucket.sent is None
