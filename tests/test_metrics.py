@@ -30,7 +30,6 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
     for step, row in enumerate(found[1:]):
         assert row.items() >= (vars(train_gpt.moment(step, hp)) | {"step": step + 1}).items()
         assert row["tokens"] == 2 * 128 * (step + 1)
-        assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["ms"] * 1e3, rel=1e-3, abs=1)
         assert 50 < row["memory_mib"] < 20000
         assert row.keys() - {"val_loss"} == (always | norms if step + 1 == 25 else always)
     assert found[1]["train_loss"] == pytest.approx(math.log(512), abs=1e-3)  # the head is zero
@@ -38,7 +37,6 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
 
 
 def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
-    """As autograd makes its gradient through a plain head."""
     hp = replace(tiny, batch_seqs=2, grad_clip=1e9)
     model, plain = randomize(GPT(hp)), randomize(GPT(hp))
     generator = torch.Generator().manual_seed(1)
@@ -76,7 +74,6 @@ def saved(tmp_path_factory):
     [
         ("0123456/", [0, 1, 2, 3, 4]),  # rows of steps that will come again, and half a row
         ("012/3456", [0, 1, 2]),  # a full disk cut one
-        ("", []),
     ],
 )
 def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(
