@@ -217,6 +217,18 @@ def test_full_disk_leaves_the_shards_that_were_there(tmp_path):
     assert contents(out) == before
 
 
+def die(batch):
+    os._exit(1)
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "encode", die)
+    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    with pytest.raises(SystemExit, match="a worker was killed"):
+        tokenize(tmp_path / "in.jsonl", "--out", tmp_path / "out", workers=2)
+    assert not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("val_count", [1025, 70000])
 def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys):
     (tmp_path / "val.txt").write_text(" a" * (val_count - 1))
