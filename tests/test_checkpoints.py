@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -109,10 +108,7 @@ TINY = {
 }
 
 
-TEXTS = {"layers": LAYERS_2024}
-
-
-def another(name: str, hp: Hyperparameters, texts=TEXTS, check=train_gpt.check):
+def another(name: str, hp: Hyperparameters, texts=TINY, check=train_gpt.check):
     """Return a legal value of the setting that differs from hp's; of a text, that in `texts`."""
     (f,) = (f for f in dataclasses.fields(hp) if f.name == name)
     value = getattr(hp, name)
@@ -195,55 +191,26 @@ def test_to_go_on_with_other_source_is_said_and_ends_alike(
     assert saved["code"] == Path(train_gpt.__file__).read_text()
     ours = load_checkpoint(run.paths[8], Run)["model"]
     saved["seconds"] = 1000.0
-    for more, said in (({"code": "another"}, "; the source has changed since"), ({}, "")):
-        write(Path("logs/it/state_step000004.pt"), saved | more)
-        main(["--resume", "auto", "--device", "cpu"])
-        out, line = capsys.readouterr().out, f"\nresumed at step 4{said}\n"
-        assert line in out and line in Path("logs/it.txt").read_text()
-        assert val_losses(out) == {8: run.losses[8]}
-        assert re.search(r"val_loss:\S+ train_time:100\d{4}ms", out)
-        found = load_checkpoint("logs/it/state_step000008.pt", Run)["model"]
-        assert all(torch.equal(found[name], weight) for name, weight in ours.items())
-        shutil.rmtree("logs")
+    saved["code"] = "another"
+    write(Path("logs/it/state_step000004.pt"), saved)
+    main(["--resume", "auto", "--device", "cpu"])
+    out = capsys.readouterr().out
+    line = "\nresumed at step 4; the source has changed since\n"
+    assert line in out and line in Path("logs/it.txt").read_text()
+    assert val_losses(out) == {8: run.losses[8]}
+    assert re.search(r"val_loss:\S+ train_time:100\d{4}ms", out)
+    found = load_checkpoint("logs/it/state_step000008.pt", Run)["model"]
+    assert all(torch.equal(found[name], weight) for name, weight in ours.items())
 
 
 # ---- damage
 
 
 def damage(path: Path) -> None:
-    """Change a byte of a weight."""
+    """Flip a bit of a weight."""
     weight = torch.load(path, weights_only=True)["model"]["embed.weight"].numpy().tobytes()
     changed = bytes([weight[0] ^ 1]) + weight[1:]
     path.write_bytes(path.read_bytes().replace(weight, changed))
-
-
-def test_a_flipped_byte_of_a_weight_is_noticed(run, tmp_path):
-    path = Path(shutil.copy(run.paths[4], tmp_path))
-    damage(path)
-    with pytest.raises(UserError, match=r"is not an intact checkpoint .*its part \S+ is damaged"):
-        load_checkpoint(path, Run)
-
-
-def test_a_cut_checkpoint_is_refused(run, tmp_path):
-    path = tmp_path / "state_step000001.pt"
-    whole = run.paths[4].read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(UserError, match="state_step000001.pt is not an intact checkpoint"):
-            load_checkpoint(path, Run)
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.mkdir, ("exploded",)
-
-
-def test_a_pickle_bomb_executes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({"step": 1, "model": Bomb()}, "bomb.pt")
-    with pytest.raises(UserError, match="bomb.pt is not an intact checkpoint"):
-        load_checkpoint("bomb.pt", Run)
-    assert not Path("exploded").exists()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeypatch, capsys):
@@ -255,6 +222,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path, monkeyp
     main(words)
     out, err = capsys.readouterr()
     assert not err and "state_step000008.pt is not an intact checkpoint" in out
+    assert re.search(r"its part \S+ is damaged", out)
     assert "resumed at step 4" in out and val_losses(out) == {8: run.losses[8]}
     for path in Path("logs/it").glob("*.pt"):
         path.write_bytes(b"nothing")
