@@ -290,18 +290,3 @@ def test_a_finished_run_is_saved_without_optimizers_and_cannot_train_on(flags, t
     words = ["--resume", path, "--num_iterations", "4", "--resume_force", "--device", "cpu"]
     with pytest.raises(UserError, match="without the optimizers' state; name an earlier"):
         parse_args(words, Run)
-
-
-def test_another_script_s_run_and_a_published_checkpoint_are_not_joined(flags, tmp_path):
-    """A fork can have the same settings and another model."""
-    flags = [*flags, "--num_iterations", "3", "--save_every", "2", "--keep", "9"]
-    console_of(flags, tmp_path)
-    path = Path("logs/it/state_step000002.pt")
-    saved = torch.load(path, weights_only=True)
-    Path("logs/it/state_step000003.pt").unlink()
-    torch.save({"step": 2, "code": "", "model": {}}, path)
-    assert chosen(AUTO) is None
-    torch.save(saved | {"script": "my_fork.py"}, path)
-    assert chosen(AUTO) is None
-    with pytest.raises(UserError, match="script my_fork.py -> train_gpt.py; --resume_force"):
-        parse_args(["--device", "cpu", "--resume", str(path)], Run)
