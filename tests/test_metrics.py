@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import language
-from runs import console_of, rows, val_losses
+from runs import rows, val_losses
 
 import train_gpt
 from train_gpt import GPT, Optimizers
@@ -59,41 +58,21 @@ def test_gradient_norms_are_those_of_the_mean_loss(tiny, randomize):
     assert result[2:].tolist() == pytest.approx(expected, rel=1e-4) and min(expected) > 1e-3
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return flags of a run of six steps, and the checkpoint that it left after the fourth."""
-    folder = tmp_path_factory.mktemp("saved")
-    flags = [*language(folder), "--num_iterations", "6", "--batch_seqs", "2", "--run_id", "it"]
-    flags += ["--save_every", "4", "--val_loss_every", "4", "--val_tokens", "256"]
-    console_of(flags, folder)
-    return flags, folder / "logs/it/state_step000004.pt"
+def test_rows_after_the_checkpoint_and_half_a_row_are_taken_back(flags, tmp_path):
+    flags += ["--num_iterations", "6", "--batch_seqs", "2", "--val_tokens", "256"]
+    flags += ["--save_every", "4", "--val_loss_every", "4", "--run_id", "it"]
+    train_gpt.main(flags)
+    path = tmp_path / "logs/it.jsonl"
+    whole = rows(path)
+    path.write_text(path.read_text() + '{"step": {"st')
+    train_gpt.main([*flags, "--resume", "logs/it/state_step000004.pt"])
+    found = rows(path)
+    assert [row["step"] for row in found] == list(range(7))
+    assert found[:5] == whole[:5] and found[6]["train_loss"] == whole[6]["train_loss"]
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("0123456/", [0, 1, 2, 3, 4]),  # rows of steps that will come again, and half a row
-        ("012/3456", [0, 1, 2]),  # a full disk cut one
-    ],
-)
-def test_rows_after_the_checkpoint_and_halves_of_rows_are_taken_back(
-    text, kept, saved, tmp_path, monkeypatch
-):
-    flags, path = saved
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "logs").mkdir()
-    rows_before = "".join('{"step": {"st' if c == "/" else f'{{"step": {c}}}\n' for c in text)
-    (tmp_path / "logs/it.jsonl").write_text(rows_before)
-    train_gpt.main([*flags, "--resume", str(path)])
-    found = rows(tmp_path / "logs/it.jsonl")
-    assert [row["step"] for row in found] == [*kept, 5, 6]
-    assert all(row.keys() == {"step"} for row in found[:-2])
-    assert all("train_loss" in row for row in found[-2:])
-
-
-def test_a_new_run_begins_with_no_row(saved, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_new_run_begins_with_no_row(flags, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/it.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    train_gpt.main([*saved[0], "--num_iterations", "1", "--save_every", "0"])
+    train_gpt.main([*flags, "--num_iterations", "1", "--run_id", "it"])
     assert [row["step"] for row in rows(tmp_path / "logs/it.jsonl")] == [0, 1]
