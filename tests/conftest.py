@@ -64,8 +64,7 @@ def write_shard(tmp_path):
 
 @pytest.fixture
 def randomize():
-    """Return apply(model), which draws all parameters, also those that begin at 0 or 1, and returns
-    the model."""
+    """Return apply(model), which draws all parameters and returns the model."""
 
     def apply(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
         generator = torch.Generator().manual_seed(seed)
