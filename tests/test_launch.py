@@ -1,11 +1,15 @@
 """run.sh and tools/launch.py: what they install, fetch and start."""
 
+import ast
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import launch
@@ -198,3 +202,32 @@ def test_run_sh_installs_what_a_command_needs_once(words, folders, started, shel
         wanted = (tmp_path / folder / "requirements.txt").read_text()
         assert (tmp_path / ".venv" / f".installed-{folder}").read_text() == wanted
     assert shell(words) == [started]
+
+
+@cache
+def imports_of(path: Path) -> set[str]:
+    """Return the packages that are imported with a file, through files of the project, too."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    places = [HERE / folder / f"{name}.py" for name in names for folder in ("", "tools", "data")]
+    own = [place for place in places if place.exists()]
+    found = names - {place.stem for place in own} - sys.stdlib_module_names
+    return found.union(*map(imports_of, own))
+
+
+TOOLS = [path for path in sorted(HERE.glob("tools/*.py")) if "__main__" in path.read_text()]
+
+
+def test_what_a_tool_imports_is_installed_for_it(shell, tmp_path):
+    for tool in TOOLS:
+        shell(f"tools/{tool.name}")
+        marks = [*tmp_path.glob(".venv/.installed-*")]
+        installed = set(re.findall(r"(?m)^[\w-]+", "".join(mark.read_text() for mark in marks)))
+        assert imports_of(tool) <= installed, tool
+        for mark in marks:
+            if mark.name != ".installed-run":
+                mark.unlink()

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import resource
 import shlex
 import subprocess
