@@ -1,6 +1,6 @@
-"""Triton kernels, forward and backward, for train_gpt.py and forks/train_gpt_2026.py.
+"""Triton kernels, forward and backward, for train_gpt.py and its forks.
 
-Both scripts run without this file. Each function here is the twin of a plain function, which is
+The scripts run without this file. Each function here is the twin of a plain function, which is
 marked @Kernel there and says what is computed. A run uses a twin if the twin builds and agrees with
 the plain function (see choose_kernels). Kernels take floats as constants, because torch.compile
 would pass them as float64.

@@ -124,9 +124,8 @@ test)
     shift
     setup_more tools
     setup_more tests
-    # All tests share the cores. Each process gets one run of neighbouring tests, so that it seldom
-    # makes a module's fixtures that another one has made, and takes tests of another one when its
-    # own are done. On a GPU all tests would share its memory: there, one process runs them.
+    # Tests share the cores. Each process begins with neighbouring tests, which share fixtures, and
+    # takes over tests of the others when it has finished. A GPU's memory is for one process.
     if [ $# = 0 ] && ! has_gpu; then
         set -- -n auto --maxprocesses 4 --dist worksteal
     elif [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then

@@ -81,7 +81,7 @@ try:
     # PyPI has another package `kernels`. It lacks these names, so importing them fails, too.
     from kernels import TWINS, fault, obstacle
 except ImportError:
-    TWINS, fault = {}, None  # never called, because obstacle() always gives a reason
+    TWINS, fault = {}, None  # fault is never called: obstacle() always gives a reason
 
     def obstacle(device: torch.device) -> str:
         """Say why Triton cannot run."""
@@ -165,7 +165,7 @@ class Hyperparameters:
     seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, multiple_of=BLOCK)
     val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, multiple_of=BLOCK)
     val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
-    epochs: int = setting(1, "most passes over the training shards, 0 for no limit", 0)
+    epochs: int = setting(1, "largest number of passes over the training shards, 0 for no limit", 0)
 
     layers: str = setting(LAYERS_2025, "window and extra values of each layer", group="model")
     num_layers: int = setting(12, "layers in use: the first and last num_layers/2 of `layers`", 2)
@@ -1212,7 +1212,8 @@ class GPT(nn.Module):
 
     def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
         """Map embeddings (T, C), and the rows of value tables by name, to the head's input (T, C).
-        In the second half, layer num_layers - 1 - i adds the output of layer i to its input."""
+        In the second half, layer num_layers - 1 - i adds a skip weight times the output of layer i.
+        """
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # if two arguments were one tensor, a layer would be compiled again
         weights = self.skip_weights.unbind()
@@ -1286,9 +1287,10 @@ def muon_updates(
 ) -> Tensor:
     """Return the updates (n, rows, cols) of n matrices: orthogonalised Nesterov momentum.
 
-    grads (mean gradients) and momenta (momentum buffers, changed in place) are lists of tensors. If
-    `damped`, a buffer adds (1 - momentum) * gradient, else the gradient; with a constant momentum
-    the two differ only in scale. momentum () is a tensor, so that a new value recompiles nothing.
+    grads (mean gradients) and momenta (momentum buffers, changed in place) are lists of tensors. A
+    buffer is multiplied by momentum; then (1 - momentum) * gradient is added if `damped`, else the
+    gradient. With a constant momentum, the two differ only in scale. momentum () is a tensor, so
+    that a new value recompiles nothing.
     """
     directions = []
     for grad, buffer in zip(grads, momenta, strict=True):
@@ -1395,7 +1397,7 @@ class Group:
     """A row of parameter_table: which parameters these are, and how they learn."""
 
     name: str  # the metrics call its gradient's norm grad_norm_NAME
-    patterns: tuple[str, ...]  # of the parameters' names, such as "blocks.*.weight"
+    patterns: tuple[str, ...]  # of the parameters' names; "*" matches dots, too
     rule: Callable
     lr: float
     row_ndim: int  # ranks own rows: matrices (2), rows of a table (1) or scalars (0)
@@ -1476,7 +1478,7 @@ class Bucket:
         """Begin to sum the gradients over all ranks. They are copied into one tensor of the
         parameters' dtype, unless a single gradient can be sent as it is."""
         grads = [gradient_buffer(p) for p in self.params]
-        if self.world_size == 1:  # even a table's in float32
+        if self.world_size == 1:  # nothing is sent: a table's stay in float32
             self.grads = self.share(grads)
             return
         if self.unpadded and grads[0].dtype == self.params[0].dtype:

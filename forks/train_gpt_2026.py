@@ -97,7 +97,7 @@ class Hyperparameters(t.Hyperparameters):
     """train_gpt.py's settings, and those of later records. Defaults: 2025-01-26_BatchSize."""
 
     window_rule: str = setting(
-        "blocks", "what a window counts", choices=("blocks", "tokens", "distance")
+        "blocks", "unit of attention windows", choices=("blocks", "tokens", "distance")
     )
     layers: str = setting(LAYERS_2025_SKIPS, "window and words of each layer", group="model")
     num_layers: int = setting(12, "number of layers, half from each end of --layers", 2)
@@ -107,7 +107,9 @@ class Hyperparameters(t.Hyperparameters):
     exact_stages: bool = setting(False, "stages and learning rates change at unrounded steps")
     last_window: int = setting(0, "long window of the last validation, 0: unchanged", 0)
     align_to_documents: bool = setting(False, "begin each training sequence with a document")
-    max_document_tokens: int = setting(2048, "cut these documents at so many tokens, 0: never", 0)
+    max_document_tokens: int = setting(
+        2048, "tokens at which aligned documents are cut, 0: never", 0
+    )
 
     qkv_init: float = setting(1.0, "factor on init_bound for q, k and v", group="later models")
     out_init: float = setting(0.0, "factor on init_bound for attention's last weight, 0: zeros")
@@ -138,7 +140,7 @@ class Hyperparameters(t.Hyperparameters):
         group="later optimizers",
     )
     adam_groups: str = setting("", "Adam's groups with settings of their own")
-    adam_every: int = setting(1, "Adam learns at every so many steps, from summed gradients", 1, 2)
+    adam_every: int = setting(1, "steps between Adam's updates, which sum their gradients", 1, 2)
     muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors on muon_lr: tall, wide, square matrices")
     muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
     muon_decay: float = setting(0.0, "Muon's cautious weight decay, times lr^2")
@@ -619,7 +621,8 @@ class Moment(t.Moment):
     @property
     def kind(self) -> tuple:
         """What decides how a step is compiled and how much memory it takes. Each sequence length
-        and each number of targets is compiled once more."""
+        and each number of targets is compiled once more. A new window compiles nothing, but the
+        warm-up tries it."""
         return self.window, self.seq_len, len(self.targets), self.tied, self.adam
 
 
@@ -776,9 +779,8 @@ class CausalSelfAttention(nn.Module):
             value = self.gated(x, value.view(shape))
             v = v + (value if self.scales_projections else self.lambdas[1] * value)
         cos, sin, factor = rotary
-        if (
-            self.paired
-        ):  # half of the heads at each position; rotary: even heads use the first position
+        # Half of the heads attend at each position. Even heads rotate by a token's first position.
+        if self.paired:
             heads, head_dim = self.head_shape
             turn = torch.arange(heads, device=x.device) % 2
             q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))

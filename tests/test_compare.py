@@ -65,7 +65,9 @@ def test_p_values_and_intervals_are_those_of_scipy():
     assert compare.half_width([*numbers[0]]) == pytest.approx((high - low) / 2)
 
 
-@pytest.mark.parametrize(("alpha", "most", "known"), [(0.05, 5, None), (0.01, 20, 1.0)])
+@pytest.mark.parametrize(
+    ("alpha", "most", "known"), [(0.05, 5, None), (0.01, 20, None), (0.01, 20, 1.0)]
+)
 def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most, known):
     numbers = np.random.default_rng(most).standard_normal((4000, most))
     limits = compare.thresholds(alpha, most, known=known)
@@ -74,6 +76,15 @@ def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most,
     hits = compare.p_values(numbers, known=known) < limits
     error = math.sqrt(alpha * (1 - alpha) / 4000)
     assert alpha / 2 < hits.any(1).mean() <= alpha + 2 * error
+
+
+def test_the_power_is_that_of_the_help():
+    """For a difference of one deviation: 85 %, after 14.2 pairs on average."""
+    numbers = np.random.default_rng(1).standard_normal((4000, 20)) + 1
+    hits = compare.p_values(numbers) < compare.thresholds(0.01, 20)
+    assert hits.any(1).mean() == pytest.approx(0.85, abs=0.02)
+    pairs = np.where(hits.any(1), hits.argmax(1) + 2, 20)
+    assert pairs.mean() == pytest.approx(14.2, abs=0.3)
 
 
 @pytest.mark.parametrize(("judge", "worth"), [("loss", None), ("together", 0.3)])

@@ -167,10 +167,13 @@ def shell(tmp_path):
 
     stub.write_text('#!/bin/sh\necho "$*"\n')
     stub.chmod(0o755)
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "$GPUS"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
 
-    def call(words: str):
+    def call(words: str, gpus: str = ""):
         command = [tmp_path / "run.sh", *words.split()]
-        options = {"env": {"PATH": "/usr/bin:/bin"}, "capture_output": True, "text": True}
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "GPUS": gpus}
+        options = {"env": environment, "capture_output": True, "text": True}
         done = subprocess.run(command, cwd=tmp_path, **options)
         assert done.returncode == 0, done.stderr
         return done.stdout.replace(f"{tmp_path}/", "").splitlines()
@@ -202,6 +205,10 @@ def test_run_sh_installs_what_a_command_needs_once(words, folders, started, shel
         wanted = (tmp_path / folder / "requirements.txt").read_text()
         assert (tmp_path / ".venv" / f".installed-{folder}").read_text() == wanted
     assert shell(words) == [started]
+
+
+def test_on_a_gpu_one_process_runs_all_tests(shell):
+    assert shell("test", gpus="GPU 0: NVIDIA H100")[-1] == "-m pytest"
 
 
 @cache

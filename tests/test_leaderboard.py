@@ -156,7 +156,7 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
         f"B is {-percent * slower:.1f} % ± {percent * slower_by:.1f} % faster than A; "
         f"its loss is {higher:.4f} ± {by:.4f} higher; "
         f"the difference in loss is not significant (p = {of_loss.pvalue:.3f}); "
-        "to add runs until it is, use --compare"
+        "--compare tests after each pair of runs"
     )
 
 

@@ -103,7 +103,7 @@ def test_figures_are_those_of_a_public_readme(submit):
 
 
 def test_rule_2_is_not_met_by_a_high_p_or_a_single_run():
-    assert "To add runs until p is low proves nothing" in submission.verdict((3.279, 3.2800))
+    assert "Adding runs until p is low proves nothing" in submission.verdict((3.279, 3.2800))
     assert "one run, or runs with equal losses, have no p" in submission.verdict((3.279,))
 
 

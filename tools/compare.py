@@ -21,7 +21,7 @@ differ, all looks together call a difference significant in 1 % of the compariso
 at p < 0.01 after each of 20 pairs would do so in 7 %. With at most 20 pairs, the test finds a
 difference of one standard deviation of the pairs with a probability of 85 %, after 14.2 pairs on
 average. A fixed t-test of that power needs 17 pairs. These figures are for normally distributed
-differences. The worth of time is taken as exact: if B gains time and loses loss, or the other way
+differences. The worth of time is taken as exact: if B is faster but ends higher, or the other way
 round, that uncertainty is not included.
 
 --judge loss --deviation 0.0013 takes the standard deviation of a run's loss as known, as the

@@ -158,7 +158,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
     """Return flags and checkpoint; UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--data", type=Path, metavar="FILE", help="a .jsonl of questions")
-    parser.add_argument("--limit", type=int, default=0, help="how many of them [0: all]")
+    parser.add_argument("--limit", type=int, default=0, help="number of questions [0: all]")
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.limit < 0:
         raise UserError("--limit: must be at least 0")

@@ -21,7 +21,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]] 
 import script  # noqa: E402
 
 # isort: split
-import torch  # noqa: E402, after train_gpt, which sets OpenMP's threads
+import torch  # noqa: E402, after train_gpt, which sets how OpenMP's threads wait
 
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError, as_program  # noqa: E402
 

@@ -321,13 +321,13 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
         counts = f"{len(a)} and {len(b)} runs"
         return text + f"{counts} are too few for an interval and a verdict: each needs {FEWEST}"
     if math.isnan(p):
-        return text + "all losses of a group are equal: there is no p"
+        return text + "the losses in each group are all equal: there is no p"
     if p < ALPHA:
         planned = "if the numbers of runs were fixed beforehand"
         return text + f"the difference in loss is significant (p = {show_p(p)}), {planned}"
     return text + (
-        f"the difference in loss is not significant (p = {show_p(p)}); to add runs until it is, "
-        "use --compare"
+        f"the difference in loss is not significant (p = {show_p(p)}); --compare "
+        "tests after each pair of runs"
     )
 
 

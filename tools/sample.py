@@ -153,7 +153,7 @@ class Decoder:
             self.recent = torch.cat([before, new])
             masks = model.masks(self.recent, now, partial(self.mask, new=len(new)))
             rotary = model.rotary_of(len(new), now, device, self.position)
-            # A fork's embedding may read one token back, and a sequence's first two are special.
+            # A fork's embedding may read one token back, and a sequence's first two bigrams differ.
             x, more = model.embedded(torch.cat([before[-2:], new]))
             more = {name: rows[-len(new) :] for name, rows in more.items()}
             x = model.trunk(x[-len(new) :], more, rotary, masks, self.attend)

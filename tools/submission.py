@@ -76,7 +76,7 @@ def verdict(losses: list[float], benchmark: bool = False) -> str:
         return "Rule 2 is not met: one run, or runs with equal losses, have no p. Make more runs."
     if p < ALPHA:
         return f"Rule 2 is met: the mean loss is at most {TARGET} with p = {show_p(p)} < {ALPHA}."
-    advice = "To add runs until p is low proves nothing: fix a number, and repeat all runs."
+    advice = "Adding runs until p is low proves nothing: fix their number, and repeat all runs."
     if np.mean(losses) > TARGET:
         advice = f"The mean loss is above {TARGET}."
     waived = "The rule is waived for changes that only make the same training faster."
@@ -368,7 +368,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the folder, and print what the logs tell; exit status 1 if there is no folder."""
+    """Make the folder, and print what the logs tell; exit status 1 if the folder was not made."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("submission.py", description=__doc__, formatter_class=form)
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")

@@ -92,7 +92,7 @@ TECHNIQUES = (
         2.0,
         "--align_to_documents, --max_document_tokens; cap of --stages",
         "cut_whole, cut_pieces",
-        "batches",
+        "batches: test_data.py",
         {"align_to_documents": False, "stages": without("stages", f"cap={NUMBER}")},
     ),
     Technique(
@@ -261,7 +261,7 @@ TECHNIQUES = (
     ),
     Technique(
         "table of bigrams",
-        "a hash of two tokens selects an embedding that every layer adds",
+        "a hash of two tokens selects an embedding that layers add",
         "2026-01-19",
         5.6,
         "--bigram_rows, --bigram_lambda",
@@ -287,7 +287,7 @@ TECHNIQUES = (
         "v0 to v4 of --layers",
         "LAYERS_HC",
         "loss and gradients",
-        more="in 2026-02-03 0.4 s",
+        more="0.4 s more in 2026-02-03",
     ),
     Technique(
         "value gates",
@@ -465,7 +465,7 @@ TECHNIQUES = (
         1.2,
         "cap of --stages; --lr_final",
         "cut_pieces, get_lr",
-        "batches; schedules",
+        "schedules; batches: test_data.py",
         {"lr_final": low_lr_final, "stages": without("stages", f"cap={NUMBER}")},
     ),
 )

@@ -584,7 +584,6 @@ def play(row: Row, w: dict[str, Tensor], gradients: list[dict[str, Tensor]], fir
 # Schedules of row A: 1695 steps of 8 sequences of 49152 tokens, documents of any length
 
 STEPS_A = 1695
-TOKENS_A = 49152
 
 
 def multiplier_a(step: int) -> Fraction:
