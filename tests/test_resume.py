@@ -152,6 +152,30 @@ def test_ctrl_c_saves_and_leaves_with_130(flags, tmp_path):
     assert load_checkpoint(tmp_path / f"logs/it/state_step{step:06}.pt", Run)["step"] == step >= 3
 
 
+def saving_for_ever(words: list[str]) -> None:
+    """Run main, whose first save never ends."""
+
+    def save(*arguments):
+        print("saving", flush=True)
+        time.sleep(1e6)
+
+    torch.save = save
+    main(words)
+
+
+def test_a_second_ctrl_c_leaves_at_once_if_a_second_has_passed(flags, tmp_path):
+    run = Program(flags, work=saving_for_ever)
+    run.wait_for("step:2/")
+    run.send(signal.SIGINT)
+    run.wait_for("saving")
+    time.sleep(1.1)
+    run.send(signal.SIGTERM)  # which does not
+    time.sleep(0.3)
+    assert run.ranks[0].is_alive()
+    run.send(signal.SIGINT)
+    assert run.end() == [130] and not list(tmp_path.glob("logs/it/*.pt"))
+
+
 # ---- ranks
 
 
@@ -277,6 +301,7 @@ def test_resume_auto_goes_on_with_the_run_that_is_asked_for(flags, tmp_path):
         parse_args([*AUTO, "--run_id", "old", "--seed", "3"], Run)
     hp, args = parse_args([*AUTO, "--resume_force", "--seed", "3"], Run)
     assert Path(args.checkpoint).parent.name == "old" and hp.seed == 3
+    assert chosen([*AUTO, "--record", "demo"]) is None  # neither run has the demo's own settings
 
 
 def test_a_finished_run_is_saved_without_optimizers_and_cannot_train_on(flags, tmp_path):

@@ -286,9 +286,16 @@ def test_published_curves_are_those_of_the_public_logs():
 # The command line
 
 
-def test_settings_that_the_model_does_not_have_are_refused(capsys):
-    status, err = error_of(["--fp8", "on"], capsys, main)
-    assert status == 2 and err.startswith("train_gpt_track3.py: error: --fp8: the benchmark's")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fp8 on", "--fp8: the benchmark's"),
+        ("--record muon --val_seq_len 1152 --val_tokens 11520", "--val_seq_len 1152: must be a"),
+    ],
+)
+def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsys):
+    status, err = error_of(flags.split(), capsys, main)
+    assert status == 2 and err.startswith(f"train_gpt_track3.py: error: {message}")
 
 
 def test_hellaswag_refuses_a_model_whose_questions_would_see_each_other(monkeypatch):
