@@ -575,10 +575,10 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
     fall to lr_final. With exact stages, a stage's holds from the first step after its start."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = max(1 - step / hp.scheduled_steps, 0.0)
-    w = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
+    fall = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
     waits = hp.exact_stages and step in stage_starts(hp)
     stage = stages_until(max(step - waits, 0), hp)[-1]
-    return rise * (w * stage.lr + (1 - w) * hp.lr_final)
+    return rise * (fall * stage.lr + (1 - fall) * hp.lr_final)
 
 
 def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
@@ -621,9 +621,8 @@ class Moment(t.Moment):
     @property
     def kind(self) -> tuple:
         """What decides how a step is compiled and how much memory it takes. Each sequence length
-        and each number of targets is compiled once more. A new window compiles nothing, but the
-        warm-up tries it."""
-        return self.window, self.seq_len, len(self.targets), self.tied, self.adam
+        and each number of targets is compiled once more; a new window compiles nothing."""
+        return self.seq_len, len(self.targets), self.tied, self.adam
 
 
 def moment(step: int, hp: Hyperparameters) -> Moment:
@@ -1257,7 +1256,7 @@ MUON_STEPS = muon_updates, t.subtract_, cautious_step_
 def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
     """train_gpt.py's Muon for matrices (n, rows, cols). With muon_beta2 it is NorMuon. With
     muon_decay, weights decay cautiously, by muon_decay * lr^2. `steps` are MUON_STEPS, compiled."""
-    updates_of, subtract_, cautious_ = steps
+    make_updates, subtract, subtract_cautiously = steps
     rows, cols = buckets[0].row_shape
     for bucket in buckets:
         if bucket.state:
@@ -1271,7 +1270,7 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
     momentum = number(now.momentum, grads[0])
     seconds = [bucket.state.get("second_moment") for bucket in buckets]
     orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
-    updates = updates_of(
+    updates = make_updates(
         grads, momenta, momentum, hp.momentum_damped, orthogonalise, seconds, hp.muon_beta2
     )
     tall, wide, square = hp.muon_mul
@@ -1279,10 +1278,10 @@ def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS)
     if rows != cols:
         factor = tall if rows > cols else wide
     if not hp.muon_decay:
-        return updates, partial(subtract_, lr=torch.tensor(lr * factor, dtype=torch.float64))
-    own_lr = number(lr * factor, grads[0])
+        return updates, partial(subtract, lr=torch.tensor(lr * factor, dtype=torch.float64))
+    scaled_lr = number(lr * factor, grads[0])
     decay = number(lr * hp.muon_decay, grads[0])
-    return updates, partial(cautious_, lr=own_lr, decay=decay)
+    return updates, partial(subtract_cautiously, lr=scaled_lr, decay=decay)
 
 
 def cautious_adam(buckets, lr: float, now: Moment, betas, eps: float, decay: float, step_):
