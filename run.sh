@@ -6,7 +6,7 @@
 #                                      default is train_gpt.py. --help lists the script's flags
 #   ./run.sh [SCRIPT.py] --runs N [flags]
 #                                      make N runs with seeds from --seed on, then print statistics;
-#                                      weights are saved only with --save_last on
+#                                      weights are saved only with --keep 1 or more
 #   ./run.sh --compare "A" "B" [flags] make runs with flags A and with flags B in turn, until the
 #                                      difference is significant; A and B may begin with a SCRIPT.py
 #   ./run.sh --ablate [SCRIPT.py] [flags]
@@ -31,6 +31,25 @@ venv="$here/.venv"
 if [ -w "$here" ]; then
     export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$here/.cache/inductor}"
     export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$here/.cache/triton}"
+fi
+
+# Some things must be set before Python starts. OpenMP's threads spin while they wait for each other:
+# on a busy machine, a long spin makes a step several times as long; on an idle one, a short spin
+# costs a little (BENCHMARKS.md). The fourth field of /proc/loadavg, such as 2/80, says how many
+# threads can run now, this one among them. glibc shall keep freed memory: otherwise each chunk of
+# logits takes new pages from the system, which costs a tenth to a fifth of the demo's time.
+if [ -r /proc/loadavg ]; then
+    export MALLOC_MMAP_MAX_="${MALLOC_MMAP_MAX_-0}"
+    export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_-2147483647}"
+    busy=yes
+    for _ in 1 2 3; do
+        read -r _ _ _ threads _ </proc/loadavg
+        [ "${threads%/*}" -gt 1 ] || busy=
+        sleep 0.01
+    done
+    if [ "$busy" ] && [ -z "${OMP_WAIT_POLICY-}${GOMP_SPINCOUNT-}" ]; then
+        export GOMP_SPINCOUNT=1000
+    fi
 fi
 
 die() {
@@ -158,7 +177,7 @@ tools | tools/* | ./tools/*)
     case "$tool $*" in
     tools/records*.txt*) setup_more tools ;; # leaderboard.py reads the log
     tools/records* | tools/bench* | tools/bundle*) setup ;;
-    tools/sample* | tools/hellaswag*) setup_more data ;;
+    tools/sample* | tools/hellaswag* | tools/evaluate*) setup_more data ;;
     *) setup_more tools ;;
     esac
     exec "$python" "$here/$tool" "${@:2}"

@@ -4,31 +4,24 @@
     python train_gpt.py                                      # one GPU; without one, a small demo
     python train_gpt.py --help                               # every setting is a flag
 
-The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 3.28 after 1770 steps of 393216
-tokens, published as 2.93 minutes on 8 H100s. --record selects others: two of 2024, and the demo.
-forks/train_gpt_2026.py has later records. Settings and ideas come from
-github.com/KellerJordan/modded-nanogpt and the people named there. BENCHMARKS.md lists what was
-measured with this implementation.
-
-Importing this file starts nothing. Its sections, in order:
+The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
+published as 2.93 minutes on 8 H100s. --record selects others: two of 2024, and the demo.
+forks/train_gpt_2026.py has later ones. Settings and ideas come from the public speedrun,
+github.com/KellerJordan/modded-nanogpt. BENCHMARKS.md lists what was measured. The sections:
 
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
     Schedules        learning rate, window and momentum as functions of the step
-    Numerics         FP8 matmuls, the linear layer that uses them, functions with a Triton version
+    Numerics         compiled functions, FP8 matmuls, the linear layer that uses them
     Model            masks, attention, layers, and a head whose loss never stores the logits
     Optimizers       Muon and Adam as update rules, and how ranks share them
-    Machine          errors, devices, ranks, signals, the log
-    Run              flags, checkpoints, warm-up, the timed loop
-
-kernels.py has the Triton versions ("twins"). Without it, plain functions compute the same.
+    Machine          devices, ranks, errors, the log, checkpoints
+    Run              flags, warm-up, the timed loop: `train` is the whole program
 """
 
 import argparse
-import contextlib
-import ctypes
-import difflib
 import fcntl
+import functools
 import gc
 import glob
 import inspect
@@ -37,36 +30,18 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
-import uuid
 import zipfile
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from fnmatch import fnmatchcase
-from functools import cache, partial
 from pathlib import Path
-from typing import TextIO
-
-if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
-    # OpenMP threads spin while they wait for each other. On a busy machine, a long spin makes a
-    # step several times as long; on an idle one, a short spin costs a little (BENCHMARKS.md). GNU
-    # OpenMP reads GOMP_SPINCOUNT when torch loads it. The fourth field of /proc/loadavg, such as
-    # "2/80", says that 2 of 80 threads can run now. The load averages, the first three fields,
-    # still count a program that has just ended.
-    runnable = []
-    for _ in range(3):
-        runnable.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
-        time.sleep(0.01)
-    if min(runnable) > 1:  # each time, more threads than this one
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -78,14 +53,15 @@ from torch.optim.adam import adam as torch_adam
 from tqdm import tqdm
 
 try:
-    # PyPI has another package `kernels`. It lacks these names, so importing them fails, too.
-    from kernels import TWINS, fault, obstacle
-except ImportError:
-    TWINS, fault = {}, None  # fault is never called: obstacle() always gives a reason
+    from gpu_kernels import choose_kernels, has_twin
+except ImportError:  # without Triton, or this file alone: it computes the same
 
-    def obstacle(device: torch.device) -> str:
-        """Say why Triton cannot run."""
-        return "kernels.py or Triton is missing"
+    def has_twin(function):
+        return function
+
+    def choose_kernels(model, hp, device, all_reduce_, log):
+        if device.type == "cuda":
+            log("kernels: none, gpu_kernels.py or Triton is missing")
 
 
 HERE = Path(__file__).resolve().parent
@@ -99,46 +75,9 @@ class UserError(ValueError):
     """An error shown in one line, without a traceback: what is wrong, where, and what to do."""
 
 
-class OtherScriptError(UserError):
-    """Another script saved the checkpoint."""
-
-
 # -----------------------------------------------------------------------------
-# Settings: each has a legal range and a flag; a record has a value for each setting
+# Settings: each is a flag, and the comment behind it is the flag's help
 
-
-def setting(
-    default,
-    meaning: str,
-    least: float | None = None,
-    most: float = math.inf,
-    *,
-    multiple_of: int | None = None,
-    choices: tuple[str, ...] | None = None,
-    group: str | None = None,
-    about: str = "learning",
-):
-    """Return a field of Hyperparameters with its help text and legal range.
-
-    `least` defaults to 1 for an integer and 0 for another number. `group` begins a group of --help.
-    A setting about "learning" must stay the same when a run is resumed. One about the "run" may
-    change. One about the "machine" is not saved in checkpoints.
-    """
-    if least is None:
-        least = 1 if type(default) is int else 0
-    metadata = {
-        "help": meaning,
-        "legal": (least, most, multiple_of),
-        "choices": choices,
-        "group": group,
-        "about": about,
-    }
-    return field(default=default, metadata=metadata)
-
-
-of_run = partial(setting, about="run")
-of_machine = partial(setting, about="machine")
-SWITCH = ("auto", "on", "off")
 Pair = tuple[float, float]
 
 # Values of `layers`: a row for each layer. layer_table explains them.
@@ -149,72 +88,74 @@ LAYERS_2025 = (
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """Every setting of a run; each is a flag of the same name. Defaults: 2025-01-26_BatchSize."""
+class RunSettings:
+    """Settings that may change when a run goes on: they do not change what is learned."""
 
-    num_iterations: int = setting(1770, "training steps", group="schedule")
-    warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", 0)
-    cooldown_frac: float = setting(0.4, "share of the steps in which the learning rate falls")
-    lr_final: float = setting(0.1, "learning-rate multiplier at the last step")
-    window_rule: str = setting("blocks", "unit of attention windows", choices=("blocks", "tokens"))
-    window_min: int = setting(128, "long attention window at step 0, in tokens")
-    window_span: int = setting(1728, "rule blocks: final window; tokens: growth from window_min", 0)
-    window_step: int = setting(128, "the window is a multiple of this many tokens")
+    run_id: str = ""  # name of the run, whose log is logs/RUN_ID.txt; if empty, the time
+    resume: bool = False  # go on from the newest checkpoint of --run_id, or begin that run
+    train_files: str = f"{FINEWEB}_train_*.bin"  # glob for training shards
+    val_files: str = f"{FINEWEB}_val_*.bin"  # glob for validation shards
+    val_loss_every: int = 125  # steps between validations, 0 for the last step only
+    save_every: int = 0  # steps between checkpoints, 0 for the last step only
+    keep: int = 2  # newest checkpoints of a run to keep, 0 to save nothing
+    comm_timeout: int = 600  # seconds after which ranks stop waiting for each other
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
+    kernels: bool = True  # use the Triton kernels that pass a check
 
-    batch_seqs: int = setting(8, "sequences in a batch of all ranks together", group="batch")
-    seq_len: int = setting(49152, "tokens in a training sequence", BLOCK, multiple_of=BLOCK)
-    val_seq_len: int = setting(262144, "tokens in a validation sequence", BLOCK, multiple_of=BLOCK)
-    val_tokens: int = setting(10485760, "validation tokens, from the start of the stream")
-    epochs: int = setting(1, "largest number of passes over the training shards, 0 for no limit", 0)
 
-    layers: str = setting(LAYERS_2025, "window and extra values of each layer", group="model")
-    num_layers: int = setting(12, "layers in use: the first and last num_layers/2 of `layers`", 2)
-    num_heads: int = setting(6, "attention heads")
-    head_dim: int = setting(128, "channels in a head", 4, multiple_of=4)
-    model_dim: int = setting(768, "channels of the residual stream", 16, multiple_of=16)
-    vocab_size: int = setting(50257, "token ids; the head is padded to a multiple of 128")
-    init_bound: float = setting(0.75**0.5, "initial hidden weights are within this / sqrt(fan_in)")
-    attn_scale: float = setting(0.12, "factor on the products of q and k; 0: head_dim**-0.5")
-    rope: str = setting("half", "share of the channels that rotate", choices=("half", "full"))
-    rope_base: float = setting(1024.0, "rotary frequencies fall from 1 to about 1/rope_base", 1)
+@dataclass(frozen=True)
+class Hyperparameters(RunSettings):
+    """Every setting of a run. Defaults: 2025-01-26_BatchSize."""
+
+    num_iterations: int = 1770  # training steps
+    warmup_steps: int = 0  # steps of linear learning-rate warm-up
+    cooldown_frac: float = 0.4  # share of the steps in which the learning rate falls
+    lr_final: float = 0.1  # learning-rate multiplier at the last step
+    window_rule: Literal["blocks", "tokens"] = "blocks"  # unit of attention windows
+    window_min: int = 128  # long attention window at step 0, in tokens
+    window_span: int = 1728  # rule blocks: final window; rule tokens: growth from window_min
+    window_step: int = 128  # the window is a multiple of this many tokens
+
+    batch_seqs: int = 8  # sequences in a batch of all ranks together
+    seq_len: int = 49152  # tokens in a training sequence, whole blocks of 128
+    val_seq_len: int = 262144  # tokens in a validation sequence, whole blocks of 128
+    val_tokens: int = 10485760  # validation tokens, from the start of the stream
+    epochs: int = 1  # largest number of passes over the training shards, 0 for no limit
+
+    layers: str = LAYERS_2025  # window and extra values of each layer
+    num_layers: int = 12  # layers in use: the first and last num_layers/2 of --layers
+    num_heads: int = 6  # attention heads
+    head_dim: int = 128  # channels in a head
+    model_dim: int = 768  # channels of the residual stream
+    vocab_size: int = 50257  # token ids; the head is padded to a multiple of 128
+    init_bound: float = 0.75**0.5  # initial hidden weights are within this / sqrt(fan_in)
+    attn_scale: float = 0.12  # factor on the products of q and k; 0: head_dim**-0.5
+    rope: Literal["half", "full"] = "half"  # share of the channels that rotate
+    rope_base: float = 1024.0  # rotary frequencies fall from 1 to about 1/rope_base
     # F.rms_norm's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
-    norm_eps: float = setting(2.0**-7, "RMSNorm's epsilon", 1e-12)
-    logit_softcap: float = setting(15.0, "logits become cap * tanh(logit / cap)", 1e-3, 38)
-    seed: int = setting(0, "seed of the initial weights", 0, 2**63 - 1)
+    norm_eps: float = 2.0**-7  # RMSNorm's epsilon
+    logit_softcap: float = 15.0  # logits become cap * tanh(logit / cap)
+    seed: int = 0  # seed of the initial weights
 
     # Output projections begin at zero. Until they grow, the gradients of scalars are rounding
     # noise, and with so small an epsilon Adam takes full steps along that noise.
-    adam_eps: float = setting(1e-10, "Adam's epsilon", group="optimizers")
-    adam_betas: Pair = setting((0.8, 0.95), "Adam's betas", 0, 0.9999)
-    embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
-    head_lr: float = setting(0.008, "Adam's learning rate for the head")
-    scalar_lr: float = setting(0.04, "Adam's learning rate for scalars")
-    muon_lr: float = setting(0.05, "Muon's learning rate for hidden matrices")
-    momentum_start: float = setting(0.85, "Muon's momentum at step 0")
-    momentum_end: float = setting(0.95, "Muon's momentum after its ramp")
-    momentum_warmup_steps: int = setting(300, "steps of the momentum's linear ramp")
-    momentum_damped: bool = setting(True, "momentum is an average of gradients; off: a sum")
-    grad_clip: float = setting(0.0, "largest global L2 norm of the gradient, 0 for no limit")
+    adam_eps: float = 1e-10  # Adam's epsilon
+    adam_betas: Pair = (0.8, 0.95)  # Adam's betas
+    embed_lr: float = 0.6  # Adam's learning rate for token and value embeddings
+    head_lr: float = 0.008  # Adam's learning rate for the head
+    scalar_lr: float = 0.04  # Adam's learning rate for scalars
+    muon_lr: float = 0.05  # Muon's learning rate for hidden matrices
+    momentum_start: float = 0.85  # Muon's momentum at step 0
+    momentum_end: float = 0.95  # Muon's momentum after its ramp
+    momentum_warmup_steps: int = 300  # steps of the momentum's linear ramp
+    momentum_damped: bool = True  # momentum is an average of gradients; off: a sum
+    grad_clip: float = 0.0  # largest global L2 norm of the gradient, 0 for no limit
 
-    fp8: bool = setting(True, "train the head in FP8 on GPUs with FP8", group="FP8")
-    x_s: float = setting(2.0, "scale of the head's input", 1e-6)
-    w_s: float = setting(2.0**9, "scale of the head's weight", 1e-6)
-    grad_s: float = setting(2.0**19, "scale of the logits' gradient", 1e-6)
-    bfloat16_head: bool = setting(False, "train the head in bfloat16 on CPUs with AVX512-BF16")
-
-    train_files: str = of_run(f"{FINEWEB}_train_*.bin", "glob for training shards", group="run")
-    val_files: str = of_run(f"{FINEWEB}_val_*.bin", "glob for validation shards")
-    val_loss_every: int = of_run(125, "steps between validations, 0 for the last step only", 0)
-    run_id: str = of_run("", "name of the log, logs/RUN_ID.txt; if empty, made from the time")
-    save_every: int = of_run(0, "steps between checkpoints, 0 for none before the end", 0)
-    save_last: bool = of_run(True, "save the weights at the end, even if save_every is 0")
-    keep: int = of_run(2, "newest checkpoints of a run to keep")
-    comm_timeout: int = of_run(600, "seconds after which ranks stop waiting for each other")
-    device: str = of_machine("auto", "auto: cuda if available", choices=("auto", "cuda", "cpu"))
-    compile: str = of_machine("auto", "torch.compile; auto: on a GPU", choices=SWITCH)
-    kernels: str = of_machine(
-        "auto", "Triton kernels; auto: those that pass a check", choices=SWITCH
-    )
+    fp8: bool = True  # train the head in FP8 on GPUs with FP8
+    x_s: float = 2.0  # FP8 scale of the head's input
+    w_s: float = 2.0**9  # FP8 scale of the head's weight
+    grad_s: float = 2.0**19  # FP8 scale of the logits' gradient
 
     @property
     def padded_vocab(self) -> int:
@@ -268,7 +209,6 @@ RECORDS = {
         head_dim=64,
         model_dim=128,
         norm_eps=2.0**-23,
-        bfloat16_head=True,
         train_files=f"{SAMPLE}_train_*.bin",
         val_files=f"{SAMPLE}_val_*.bin",
         val_loss_every=64,
@@ -285,29 +225,20 @@ class Layer:
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
-    """Return the layers in use: the first and the last num_layers / 2 rows of hp.layers.
-
-    A row is a window; then perhaps +v0 to +v9 (values from that embedding table) or +vfirst (the
-    first layer's values). Both are from arXiv 2410.17897. UserError for other rows.
-    """
-    rows = hp.layers.split(",")
+    """Return the layers in use. After a row's window, +v0 to +v9 adds values of that embedding
+    table; +vfirst those of the first such layer (arXiv 2410.17897). UserError for other rows."""
     table = []
-    for row in rows:
+    for row in hp.layers.split(","):
         found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
         if not found:
             form = "a row is long, short or none; after long or short, +v0 to +v9 or +vfirst"
             raise UserError(f"--layers: {row!r} is not a layer; {form}")
         table.append(Layer(window=row.split("+")[0], values=found[3]))
-    if hp.num_layers > len(rows) or hp.num_layers % 2:
-        rule = f"must be even, and at most the {len(rows)} rows of --layers"
-        raise UserError(f"--num_layers {hp.num_layers}: {rule}")
     half = hp.num_layers // 2
-    return tuple(table[:half] + table[len(rows) - half :])
-
-
-def names_about(settings_class, *about: str) -> list[str]:
-    """Return the names of the settings that are about "learning", the "run" or the "machine"."""
-    return [f.name for f in fields(settings_class) if f.metadata["about"] in about]
+    if hp.num_layers > len(table) or hp.num_layers % 2:
+        rule = f"must be even, and at most the {len(table)} rows of --layers"
+        raise UserError(f"--num_layers {hp.num_layers}: {rule}")
+    return tuple(table[:half] + table[len(table) - half :])
 
 
 def show(value) -> str:
@@ -317,33 +248,22 @@ def show(value) -> str:
     if isinstance(value, tuple):
         return " ".join(show(part) for part in value)
     if isinstance(value, float):
-        return f"{value:.10g}"
+        return repr(value).removesuffix(".0")
     return str(value).removeprefix(f"{HERE}/")
 
 
-def check_ranges(hp: Hyperparameters) -> None:
-    """Raise UserError for a setting outside its legal range."""
-    for f in fields(hp):
-        value = getattr(hp, f.name)
-        if isinstance(value, str):
-            continue  # argparse checks its choices
-        least, most, multiple_of = f.metadata["legal"]
-        numbers = value if isinstance(value, tuple) else (value,)
-        in_range = all(least <= number <= most for number in numbers)
-        if in_range and (multiple_of is None or value % multiple_of == 0):
-            continue
-        rule = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-        if multiple_of is not None:
-            rule += f", a multiple of {multiple_of}"
-        raise UserError(f"--{f.name} {show(value)}: must be {rule}")
-
-
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for invalid settings."""
-    layer_table(hp)
-    check_ranges(hp)
-    if hp.val_tokens % hp.val_seq_len:
-        raise UserError(f"--val_tokens {hp.val_tokens}: must be a multiple of val_seq_len")
+    """Raise UserError for numbers that no run can have."""
+    for name, value in vars(hp).items():
+        numbers = [] if isinstance(value, str) else np.ravel(value)
+        if not all(0 <= number < math.inf for number in numbers):
+            raise UserError(f"--{name} {show(value)}: must be finite and not negative")
+    units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
+    positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
+    for name in (*units, *positive, "num_layers", "num_heads", "model_dim", "vocab_size"):
+        value, unit = getattr(hp, name), units.get(name, 1)
+        if value == 0 or value % unit:
+            raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
 
 
 # -----------------------------------------------------------------------------
@@ -351,144 +271,68 @@ def check(hp: Hyperparameters) -> None:
 
 
 def load_data_shard(path: str | Path) -> Tensor:
-    """Return the tokens of a shard, (n,) uint16, memory-mapped.
-
-    The format is llm.c's: 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16.
-    UserError if the file has another format.
-    """
+    """Return the tokens of a shard, (n,) uint16, memory-mapped. The format is llm.c's: 256
+    little-endian int32 (20240520, version 1, n, zeros), then n uint16. UserError for another."""
     size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 256).tolist()
+    header = np.fromfile(path, "<i4", 3).tolist()
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
-    if size <= 1024 or size % 2 or header[:3] != expected:
-        found = f"its {size} bytes begin with {header[:3]}, expected {expected}"
+    if size <= 1024 or size % 2 or header != expected:
+        found = f"its {size} bytes begin with {header}, expected {expected}"
         raise UserError(f"{path} is not an intact token shard: {found}; fetch or make it again")
     return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
 
 
-class Shard:
-    """A shard's file and its tokens (n,), uint16."""
-
-    def __init__(self, path: str):
-        self.path, self.tokens = path, load_data_shard(path).numpy()
-
-    def check(self, vocab_size: int) -> None:
-        """Raise UserError for a token outside the vocabulary."""
-        worst = self.tokens.max()
-        if worst >= vocab_size:
-            where = f"{self.path}: token {worst} at position {self.tokens.argmax()}"
-            raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
+def consecutive(shards: list[np.ndarray], seq_len: int, batch_seqs: int) -> Iterator[tuple]:
+    """Plan batches: yield a shard's tokens (n,) and the sequences of a batch in it. A sequence is a
+    list of pieces (start, stop) of the tokens: here one piece, in a fork several. The last of its
+    seq_len + 1 tokens is only a target, and begins the next sequence."""
+    batch = batch_seqs * seq_len
+    for tokens in shards:
+        for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
+            starts = range(position, position + batch, seq_len)
+            yield tokens, [[(start, start + seq_len + 1)] for start in starts]
 
 
-# A sequence is a list of pieces (start, stop) of a shard's tokens: here one piece, in a fork
-# several. A cut is a function of a shard, a position in it and a step. It returns the sequences of
-# the batch that begins there and the next batch's position, or None if too few tokens are left.
-
-
-def cut_consecutive(shard: Shard, position: int, step: int, seq_len: int, batch_seqs: int):
-    """Cut consecutive sequences of seq_len + 1 tokens. The last token is only a target, and the
-    next sequence begins with it."""
-    end = position + batch_seqs * seq_len
-    if end >= len(shard.tokens):
-        return None
-    starts = range(position, end, seq_len)
-    return [[(start, start + seq_len + 1)] for start in starts], end
-
-
-def plan_batches(shards: list[Shard], cut: Callable, vocab_size: int, epochs: int) -> Iterator:
-    """Yield the shard and the sequences of each step's batch, from step 0 on.
-
-    Batches are cut from the shards in order, `epochs` times (0: without end). An epoch without a
-    batch ends the plan. A shard is checked when the first epoch reaches it.
-    """
-    step = 0
-    for epoch in range(epochs) if epochs else itertools.count():
-        first = step
-        for shard in shards:
-            if epoch == 0:
-                shard.check(vocab_size)
-            found = cut(shard, 0, step)
-            while found is not None:
-                sequences, position = found
-                yield shard, sequences
-                step += 1
-                found = cut(shard, position, step)
-        if step == first:
-            return
-
-
-def read_batch(shard: Shard, sequences: list, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Return inputs (n, T) int32 and targets (n, T) int64, in pinned memory for a GPU."""
-    rows = [np.concatenate([shard.tokens[i:j] for i, j in pieces]) for pieces in sequences]
-    tokens = np.stack(rows)
-    inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
-    targets = torch.from_numpy(tokens[:, 1:].astype(np.int64))
-    if device is None or device.type == "cpu":
-        return inputs, targets
-    torch.cuda.set_device(device)  # otherwise this thread pins memory for GPU 0
-    return inputs.pin_memory(), targets.pin_memory()
-
-
-def distributed_data_generator(
-    pattern: str,
-    seq_len: int,
-    batch_seqs: int,
-    rank: int,
-    world_size: int,
-    start_step: int = 0,
-    num_batches: int = 0,
-    epochs: int = 1,
-    vocab_size: int = END_OF_TEXT + 1,
-    device: torch.device | None = None,
-    cut: Callable | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of each global batch from start_step on, read ahead by a thread.
-
-    Inputs and targets are (batch_seqs / world_size, seq_len), as read_batch returns them. Rank r
-    has the r-th part of a batch's sequences. A batch lies in one shard; the rest of a shard is
-    dropped. The generator ends before step num_batches, or if that is 0, after `epochs` passes over
-    the shards (0: never). `cut` replaces cut_consecutive. UserError at once if shards are
-    missing, damaged, too short for num_batches (0: for one) or hold a token outside the vocabulary.
-    """
-    if batch_seqs % world_size:
-        raise UserError(f"{world_size} ranks cannot share {batch_seqs} sequences: use a divisor")
+def plan_batches(
+    pattern, seq_len, batch_seqs, num_batches, epochs=1, vocab_size=50257, plan=consecutive
+) -> list:
+    """Return what `plan`, called as `consecutive`, yields for num_batches batches, going over the
+    shards at most `epochs` times (0: no limit). `pattern` is a glob. UserError if shards are
+    missing, damaged, too short, or hold a token outside the vocabulary."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        text = f"no shard matches {pattern}"
-        if pattern.startswith(FINEWEB):
-            text += f"; fetch FineWeb with {sys.executable} {HERE}/cached_fineweb.py"
-        raise UserError(text)
-    shards = [Shard(path) for path in paths]
-    if cut is None:
-        cut = partial(cut_consecutive, seq_len=seq_len, batch_seqs=batch_seqs)
-    plan = partial(plan_batches, shards, cut, min(vocab_size, END_OF_TEXT + 1))
+        remedy = f"python {HERE}/cached_fineweb.py fetches FineWeb"
+        raise UserError(f"no shard matches {pattern}; {remedy}")
+    shards = [load_data_shard(path).numpy() for path in paths]
+    passes = epochs or num_batches  # a pass that yields no batch is the last one
+    planned = list(itertools.islice(plan(shards * passes, seq_len, batch_seqs), num_batches))
+    if len(planned) < num_batches:
+        found = f"{pattern} has {len(planned)} batches of {batch_seqs} x {seq_len} tokens"
+        longest = max(len(tokens) for tokens in shards)
+        remedy = f"add shards (the longest has {longest} tokens), or raise --epochs"
+        raise UserError(f"{found}, each in one shard; the run reads {num_batches}: {remedy}")
+    for path, tokens in zip(paths, shards, strict=True):
+        used = any(tokens is other for other, _ in planned)
+        if used and tokens.max() >= min(vocab_size, END_OF_TEXT + 1):
+            where = f"{path}: token {tokens.max()} at position {tokens.argmax()}"
+            raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
+    return planned
 
-    # Plan all batches now, or those of one epoch: this checks the shards before training.
-    planned = list(itertools.islice(plan(epochs if num_batches else 1), num_batches or None))
-    if len(planned) < max(num_batches, 1):
-        # More epochs help only if some shard has room for the next batch.
-        step = len(planned)
-        if step and any(cut(shard, 0, step) for shard in shards):
-            passes = f" in {epochs} epochs" if epochs > 1 else ""
-            found = f"{pattern} holds {step} batches{passes}"
-            raise UserError(f"{found}, the run reads {num_batches}: add shards, or raise --epochs")
-        most = max(len(shard.tokens) for shard in shards)
-        need = batch_seqs * seq_len + 1
-        raise UserError(f"{pattern}: a shard has at most {most} tokens, a batch needs {need}")
-    share = batch_seqs // world_size
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        ahead = deque()
-        with ThreadPoolExecutor(1) as reader:
-            steps = planned if num_batches else plan(epochs)
-            for shard, sequences in itertools.islice(steps, start_step, None):
-                own = sequences[rank * share : (rank + 1) * share]
-                ahead.append(reader.submit(read_batch, shard, own, device))
-                if len(ahead) > 4:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-
-    return batches()
+def distributed_data_generator(planned, rank, world_size, device, start_step=0) -> Iterator[tuple]:
+    """Yield this rank's part of each planned batch from start_step on, on its way to the device:
+    inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences."""
+    for tokens, sequences in planned[start_step:]:
+        share = len(sequences) // world_size
+        rows = []
+        for pieces in sequences[rank * share : (rank + 1) * share]:
+            rows.append(np.concatenate([tokens[start:stop] for start, stop in pieces]))
+        rows = np.stack(rows)
+        inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
+        targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
+        if device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 # -----------------------------------------------------------------------------
@@ -520,46 +364,45 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
     return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
 
 
-@dataclass(frozen=True)
 class Moment:
-    """All scheduled values at one step."""
+    """All scheduled values at one step, 0 to num_iterations. The variable is always named `now`."""
 
-    step: int
-    lr: float  # multiplier on every learning rate
-    momentum: float  # Muon's
-    window: int  # the long one, in tokens
-    short: int  # the short one
-    seq_len: int  # tokens in a training sequence
+    graph_key = ()  # decides which compiled code runs: warm_up makes a step for each value
 
-    @property
-    def kind(self) -> tuple:
-        """Steps of one kind compile alike and take equal memory: warm_up makes one of each. Here
-        there is one kind, because windows are tensors."""
-        return ()
-
-
-def moment(step: int, hp: Hyperparameters) -> Moment:
-    """Return the Moment of a step, from 0 to num_iterations. A variable that holds a Moment is
-    mostly named `now`. A fork that schedules more overrides this function."""
-    step = min(step, hp.num_iterations)
-    window = get_window_size(step, hp)
-    return Moment(
-        step=step,
-        lr=get_lr(step, hp),
-        momentum=get_muon_momentum(step, hp),
-        window=window,
-        short=window // 2,
-        seq_len=hp.seq_len,
-    )
+    def __init__(self, step: int, hp: Hyperparameters):
+        self.step = min(step, hp.num_iterations)
+        self.lr = get_lr(self.step, hp)  # multiplier on every learning rate
+        self.momentum = get_muon_momentum(self.step, hp)
+        self.window = get_window_size(self.step, hp)  # the long one, in tokens
+        self.short = self.window // 2
+        self.seq_len = hp.seq_len  # tokens in a training sequence
+        last = self.step == hp.num_iterations
+        self.validate = last or bool(hp.val_loss_every and self.step % hp.val_loss_every == 0)
+        self.can_stop = True  # a checkpoint before this step holds all that the step needs
 
 
 # -----------------------------------------------------------------------------
-# Numerics: FP8 matmuls, the linear layer that uses them, functions with a Triton version
+# Numerics: compiled functions, FP8 matmuls, the linear layer that uses them
 
 
-def activation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of embeddings and activations: bfloat16 on CUDA, float32 on a CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def compiled(function):
+    """Decorate a function or method: torch.compile it at its first call, if compiled.allowed (which
+    `build` sets). Called by compiled code, it becomes part of that."""
+    fast = None
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        nonlocal fast
+        if torch.compiler.is_compiling() or not compiled.allowed:
+            return function(*args, **kwargs)
+        if fast is None:
+            fast = torch.compile(function, dynamic=False)
+        return fast(*args, **kwargs)
+
+    return call
+
+
+compiled.allowed = False
 
 
 def fp8_supported(device: torch.device) -> bool:
@@ -567,33 +410,23 @@ def fp8_supported(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@compiled
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return x * scale in float8, clamped: a plain cast to float8_e5m2 overflows to inf."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
-def scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Return a @ b / scale in dtype, for float8 a (M, K) and b (K, N)."""
+def matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return a @ b of a (M, K) and b (K, N). If they are float8, the result is divided by `scale`,
+    the product of their scales, and has this dtype; else both arguments are ignored."""
+    if a.dtype.itemsize > 1:
+        return a @ b
+    fast = a.dtype == b.dtype  # in forward passes, where both are float8_e4m3fn
     inverse = torch.full((), 1.0 / scale, device=a.device)
     one = torch.full((), 1.0, device=a.device)
     a, b = a.contiguous(), b.T.contiguous().T  # cuBLAS wants a row-major, b column-major
-    return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast_accum)
-
-
-def fp8_forward(x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float) -> Tensor:
-    """Return x @ w.T (T, N) in bfloat16, from x (T, K) and w (N, K) in float8_e4m3fn."""
-    return scaled_mm(x_f8, w_f8.T, x_s * w_s, torch.bfloat16, fast_accum=True)
-
-
-def fp8_grad_x(grad_f8: Tensor, w_f8: Tensor, grad_s: float, w_s: float) -> Tensor:
-    """Return grad @ w (T, K) in bfloat16, from grad (T, N) in float8_e5m2 and w (N, K)."""
-    return scaled_mm(grad_f8, w_f8, grad_s * w_s, torch.bfloat16, fast_accum=False)
-
-
-def fp8_grad_w(grad_f8: Tensor, x_f8: Tensor, grad_s: float, x_s: float) -> Tensor:
-    """Return grad.T @ x (N, K) in float32, from grad (T, N) in float8_e5m2 and x (T, K)."""
-    return scaled_mm(grad_f8.T, x_f8, grad_s * x_s, torch.float32, fast_accum=False)
+    return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -601,93 +434,53 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, x_s, w_s, grad_s):
-        x_f8 = to_fp8(x, x_s, torch.float8_e4m3fn)
-        w_f8 = to_fp8(w, w_s, torch.float8_e4m3fn)
-        ctx.save_for_backward(x_f8, w_f8)
+        x = to_fp8(x, x_s, torch.float8_e4m3fn)
+        w = to_fp8(w, w_s, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, w)
         ctx.scales = x_s, w_s, grad_s
-        return fp8_forward(x_f8, w_f8, x_s, w_s)
+        return matmul(x, w.T, x_s * w_s, torch.bfloat16)
 
     @staticmethod
     def backward(ctx, grad):
-        x_f8, w_f8 = ctx.saved_tensors
+        x, w = ctx.saved_tensors
         x_s, w_s, grad_s = ctx.scales
-        grad_f8 = to_fp8(grad, grad_s, torch.float8_e5m2)
-        grad_x = fp8_grad_x(grad_f8, w_f8, grad_s, w_s)  # autograd casts to the inputs' dtypes
-        grad_w = fp8_grad_w(grad_f8, x_f8, grad_s, x_s)
-        return grad_x, grad_w, None, None, None
+        grad = to_fp8(grad, grad_s, torch.float8_e5m2)
+        grad_x = matmul(grad, w, grad_s * w_s, torch.bfloat16)
+        grad_w = matmul(grad.T, x, grad_s * x_s, torch.float32)
+        return grad_x, grad_w, None, None, None  # autograd casts to the inputs' dtypes
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias whose weight is cast to its input's dtype when used.
+    """A linear layer without bias whose weight is cast to its input's dtype when used. With
+    use_fp8, in training, on hardware with FP8, its matmul reads x * x_s and w * w_s as
+    float8_e4m3fn. The backward matmuls read the output's gradient * grad_s as float8_e5m2."""
 
-    With use_fp8, in training, on hardware with FP8: the matmul reads x * x_s and w * w_s as
-    float8_e4m3fn, and the backward matmuls read the output's gradient * grad_s as float8_e5m2. The
-    head does the same inside its loss (HeadLoss), chunk by chunk; this forward pass is for forks
-    with FP8 in other layers.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        use_fp8: bool = False,
-        x_s: float = 1.0,
-        w_s: float = 1.0,
-        grad_s: float = 1.0,
-    ):
-        # nn.Linear draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
+    def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
+        # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
         super().__init__(in_features, out_features, bias=False)
-        self.scales = (x_s, w_s, grad_s) if use_fp8 else None
+        self.use_fp8 = use_fp8
+        self.x_s, self.w_s, self.grad_s = x_s, w_s, grad_s
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), in bfloat16 with FP8, else x's dtype."""
-        if self.scales is None or not self.training or not fp8_supported(x.device):
-            return F.linear(x, self.weight.type_as(x))
-        out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.scales)
-        return out.view(*x.shape[:-1], -1)
-
-
-def as_is(function):
-    """Return the function unchanged, in place of torch.compile."""
-    return function
-
-
-class Kernel:
-    """A plain function, and its twin if kernels.py has one: a Triton function of the same name.
-    choose_kernels decides which of the two is called."""
-
-    def __init__(self, plain: Callable):
-        self.plain = plain
-        self.name = plain.__name__
-        self.fused = TWINS.get(self.name)
-        self.use = False
-
-    def __call__(self, *arguments):
-        function = self.fused if self.use else self.plain
-        return function(*arguments)
-
-
-def names_in_use(kernels: tuple[Kernel, ...]) -> list[str]:
-    """Return the names of the kernels whose twins are called."""
-    return [kernel.name for kernel in kernels if kernel.use]
+        if self.use_fp8 and self.training and fp8_supported(x.device):
+            out = FP8Linear.apply(x.flatten(0, -2), self.weight, self.x_s, self.w_s, self.grad_s)
+            return out.view(*x.shape[:-1], -1)
+        return F.linear(x, self.weight.type_as(x))
 
 
 # -----------------------------------------------------------------------------
 # Model: masks, attention, layers, and a head whose loss never stores the logits
 
 
-def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
-    """Return the first token that each token sees: token i sees j when first[i] <= j <= i.
-
-    The mask is causal, and stays within a document (END_OF_TEXT begins one) and within a window.
-    `window` is in tokens, the token itself among them. By the rule "blocks" it is rounded down to
-    whole blocks, the token's own block among them, which is always seen. Maps (T,) to (T,) int32,
-    never decreasing.
-    """
+def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
+    """Return the first token that each token of (T,) sees: (T,) int32, never decreasing. Token i
+    sees j when first[i] <= j <= i. A document begins with END_OF_TEXT, and a token sees only its
+    own. `window` () is in tokens, the token itself among them. By the rule "blocks" it is rounded
+    down to whole blocks, the token's own block among them, which is always seen."""
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document_start = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
-    # A window wider than all tokens hides nothing, but may overflow.
-    window = torch.as_tensor(window).clamp(1, len(input_seq) + BLOCK)
+    window = window.clamp(1, len(input_seq) + BLOCK)  # a wider one hides no more, but may overflow
     if rule == "blocks":
         blocks = (window // BLOCK).clamp(min=1)
         window_start = (position // BLOCK + (1 - blocks)) * BLOCK
@@ -697,15 +490,12 @@ def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
 
 
 def block_lists(first: Tensor) -> tuple[Tensor, ...]:
-    """Return nine tensors: `first` (T,), of first_visible, and four lists for FlexAttention.
-
-    The lists are: for each query block, the key blocks that it sees partly, and those that it sees
-    fully; for each key block, the query blocks that see it partly, and those that see it fully.
-    Each list is two int32 tensors: the count of blocks, (1, 1, T / BLOCK), and their numbers,
-    (1, 1, T / BLOCK, T / BLOCK), of which only the first `count` are used. `first` never decreases,
-    so each list is one run of blocks. The mask is causal, so a block on the diagonal is seen
-    partly: it follows the run in both partial lists.
-    """
+    """Return nine tensors: `first` (T,), of first_visible, and four lists for FlexAttention. For
+    each query block, they list the key blocks that it sees partly, and those that it sees fully;
+    for each key block, the query blocks that see it partly, and those that see it fully. Each list
+    is two int32 tensors: the count of blocks (1, 1, T / BLOCK), and their numbers (1, 1, T / BLOCK,
+    T / BLOCK), of which the first `count` are used. `first` never decreases, so a list is one run
+    of blocks; in both partial lists the block on the diagonal follows it."""
     index = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # of blocks
     # For each query block: the first key block that it sees, and the first one that it sees fully.
     seen = first[::BLOCK] // BLOCK
@@ -714,14 +504,11 @@ def block_lists(first: Tensor) -> tuple[Tensor, ...]:
     full_end = torch.searchsorted(full, index, right=True, out_int32=True)
     seen_end = torch.searchsorted(seen, index, right=True, out_int32=True)
 
+    partial_keys, full_keys = (seen, full, True), (full, index, False)
+    partial_queries, full_queries = (full_end, seen_end, True), (index + 1, full_end, False)
     lists = []
-    for start, end, partial_list in (
-        (seen, full, True),
-        (full, index, False),
-        (full_end, seen_end, True),
-        (index + 1, full_end, False),
-    ):
-        counts = end - start + int(partial_list)
+    for start, end, is_partial in (partial_keys, full_keys, partial_queries, full_queries):
+        counts = end - start + int(is_partial)
         blocks = start[:, None] + index  # start, start + 1, ..., then the diagonal from end on
         blocks = torch.where(blocks < end[:, None], blocks, index[:, None])
         lists += [counts[None, None], blocks[None, None]]
@@ -738,27 +525,36 @@ def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(first: Tensor, rows: int = 0) -> Tensor:
-    """Return SDPA's mask, 0 or -inf: (T, T), or its last `rows` rows if that is not 0."""
+def dense_mask(first: Tensor) -> Tensor:
+    """Return SDPA's mask (T, T), 0 or -inf. UserError if it would fill the memory."""
+    if len(first) > 16384:
+        raise UserError(f"a sequence of {len(first)} tokens needs a GPU; try --record demo")
     position = torch.arange(len(first), device=first.device)
-    hidden = (position > position[-rows:, None]) | (position < first[-rows:, None])
+    hidden = (position > position[:, None]) | (position < first[:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
 
 
-# PyTorch's default is 8 warps on an H100 and 4 on other cards. With 4, the backward kernel spills
-# registers (BENCHMARKS.md). 8 have not been timed on such cards.
-FLEX_OPTIONS = {"bwd_num_warps": 8}
+def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
+    """Return block_lists for compiled code on a GPU, else a dense_mask: FlexAttention has no
+    backward pass on a CPU, and uncompiled it would store T x T scores."""
+    if first.is_cuda and compiled.allowed:
+        return block_lists(first)
+    return dense_mask(first)
+
+
+@compiled
+def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:
+    """Return the masks of input_seq (T,) for windows (), by the windows' names."""
+    return {name: make_mask(first_visible(input_seq, w, rule)) for name, w in windows.items()}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
-    """Return the attention (1, H, T, D) of q, k and v. The mask is block_lists on CUDA, and a
-    dense_mask on a CPU, where FlexAttention has no backward pass."""
+    """Return the attention (1, H, T, D) of q, k and v. The mask is of make_mask."""
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
-    flex = flex_attention
-    if not torch.compiler.is_compiling():  # uncompiled, it would store T x T scores
-        flex = torch.compile(flex_attention, dynamic=False)
-    return flex(q, k, v, block_mask=flex_mask(*mask), scale=scale, kernel_options=FLEX_OPTIONS)
+    # By default it is 8 on an H100 and 4 on other cards, where the backward kernel then spills.
+    options = {"bwd_num_warps": 8}
+    return flex_attention(q, k, v, block_mask=flex_mask(*mask), scale=scale, kernel_options=options)
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -768,10 +564,8 @@ def norm(x: Tensor, eps: float) -> Tensor:
 
 def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
     """Return the angles (head_dim / 2,) by which pairs of channels rotate from token to token.
-
     "full" is RoPE (arXiv 2104.09864), with frequencies rope_base^(-2i / head_dim). With "half", the
-    first half of the frequencies falls geometrically from 1 to 1/rope_base; the rest are 0.
-    """
+    first half of the frequencies falls geometrically from 1 to 1/rope_base; the rest are 0."""
     pairs = hp.head_dim // 2
     if hp.rope == "full":
         return hp.rope_base ** -(torch.arange(pairs, device=device) / pairs)
@@ -789,11 +583,8 @@ def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return norm(x) with each pair of channels d and d + D/2 rotated, by a rotary_table.
-
-    Maps (1, T, H, D) to (1, H, T, D), as attend wants it. A flip swaps the halves: compiled, it
-    only changes the order of reading, where a cat would read everything twice.
-    """
+    """Return norm(x) with each pair of channels d and d + D/2 rotated by a rotary_table, as attend
+    wants it: (1, T, H, D) becomes (1, H, T, D). A cat in place of the flip would read x twice."""
     normed = norm(x, eps).float()
     swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return (normed * cos + swapped * sin).type_as(x).transpose(1, 2)
@@ -801,6 +592,8 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
 
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, and with extra values mixed into v."""
+
+    attend = staticmethod(attend)  # tools/sample.py sets one with a cache of keys and values
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -816,52 +609,32 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend):
-        """Map x (1, T, C) to (1, T, C). Return v (1, T, H, D), too, before `value` is mixed into
-        it. `value` is rows (T, H * D) of a table, or the first layer's v."""
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
+        """Map x (1, T, C) to (1, T, C). `value` is rows (T, H * D) of a table, or the first layer's
+        v (1, T, H, D). The first layer that mixes that v returns it, too; others return None."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
-        own = v
-        if value is not None:
-            value = value.view_as(v)
+        first_v = None
         if self.mixes_first:
             if value is None:
-                value = v  # this is the first layer
+                value = first_v = v
             share = self.lambdas[0]
             v = (1 - share) * v + share * value
         else:
             v = self.lambdas[0] * v
             if value is not None:
-                v = v + self.lambdas[1] * value
-        cos, sin = rotary
-        q = rotate_normed(q, cos, sin, self.eps)  # (1, H, T, D)
-        k = rotate_normed(k, cos, sin, self.eps)
-        out = attend(q, k, v.transpose(1, 2), mask, self.scale)
-        return self.c_proj(out.transpose(1, 2).flatten(2)), own
+                v = v + self.lambdas[1] * value.view_as(v)
+        q = rotate_normed(q, *rotary, self.eps)  # (1, H, T, D)
+        k = rotate_normed(k, *rotary, self.eps)
+        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale)
+        return self.c_proj(out.transpose(1, 2).flatten(2)), first_v
 
 
-class ReLUSquared(torch.autograd.Function):
-    """relu(x)^2. Only the result is saved, which the next matmul saves anyway. The derivative,
-    2 relu(x), is twice the square root of the result, up to rounding."""
-
-    @staticmethod
-    def forward(ctx, x):
-        post = F.relu(x).square()
-        ctx.save_for_backward(post)
-        return post
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (2 * ctx.saved_tensors[0].sqrt())
-
-
-@Kernel
+@has_twin
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one
     dtype."""
-    h = F.linear(x, w_in)
-    post = ReLUSquared.apply(h) if torch.compiler.is_compiling() else F.relu(h).square()
-    return F.linear(post, w_out)
+    return F.linear(F.relu(F.linear(x, w_in)).square(), w_out)
 
 
 class MLP(nn.Module):
@@ -881,10 +654,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One layer: add an earlier layer's output and x0, the embeddings, to the input; then apply
-    attention and the MLP.
-
-    All that differs between layers or steps is an argument, so equal layers are compiled once.
-    """
+    attention and the MLP. What differs between layers or steps is an argument, so equal layers are
+    compiled once. One graph of all layers would not let gradients leave during backward."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -893,237 +664,170 @@ class Block(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0
         self.eps = hp.norm_eps
 
-    def forward(self, x, x0, value, skip, rotary, mask, attend, give_v: bool):
-        """Map x (1, T, C) to (1, T, C). Return attention's v, too, with give_v, else None: an
-        unused v would get a gradient of zeros. skip is None, or (weight, earlier output)."""
-        v = None
+    @compiled
+    def forward(self, x, x0, value, skip, rotary, mask) -> tuple[Tensor, Tensor | None]:
+        """Map x (1, T, C) to (1, T, C), and first_v. skip is None, or (weight, earlier output)."""
+        first_v = None
         if skip is not None:
             x = x + skip[0] * skip[1]
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
-            out, v = self.attn(norm(x, self.eps), value, rotary, mask, attend)
+            out, first_v = self.attn(norm(x, self.eps), value, rotary, mask)
             x = x + out
-        x = x + self.mlp(norm(x, self.eps))
-        return x, (v if give_v else None)
+        return x + self.mlp(norm(x, self.eps)), first_v
 
 
-def gradient_buffer(weight: Tensor) -> Tensor:
-    """Return the tensor in which a weight's gradient is summed: weight.grad, made if missing.
-
-    For a bfloat16 table it is weight.grad32, in float32: a common token adds many small terms.
-    """
-    name = "grad32" if weight.dtype == torch.bfloat16 else "grad"
-    if getattr(weight, name, None) is None:
-        setattr(weight, name, torch.zeros_like(weight, dtype=torch.float32))
-    return getattr(weight, name)
+def gradient_of(weight: Tensor) -> Tensor:
+    """Return weight.grad, zeros if there was none: float32, as a common token adds many terms."""
+    if weight.grad is None:
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+    return weight.grad
 
 
 def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Return rows (T, C) of a table. Backward adds their gradient to gradient_buffer directly."""
+    """Return rows (T, C) of a table. Backward adds their gradient to the table's directly."""
     rows = F.embedding(tokens, table.weight.detach())
 
     def accumulate(grad: Tensor) -> None:
-        gradient_buffer(table.weight).index_add_(0, tokens, grad.float())
+        gradient_of(table.weight).index_add_(0, tokens, grad.float())
 
     if torch.is_grad_enabled():
         rows.requires_grad_().register_hook(accumulate)
     return rows
 
 
-# The head and its loss take the tokens in chunks, so the float32 logits of a whole sequence (49152
-# x 50304: 9.9 GB) never exist. Gradients are made in the forward pass, while a chunk's logits
-# exist. On a CPU the softmax takes LOSS_ROWS rows of a chunk at a time, which stay in the cache
-# (BENCHMARKS.md).
-LOSS_ROWS = 16
+@has_twin
+def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, dtype=None):
+    """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64;
+    and in dtype the gradient (T, V) of the logits, times grad_scale, or None without grad_scale.
 
-
-def trains_in_fp8(wanted: bool, device: torch.device) -> bool:
-    """Say whether the head trains in FP8: if wanted, and on a GPU with FP8."""
-    return wanted and device.type == "cuda" and fp8_supported(device)
-
-
-def trains_in_bfloat16(wanted: bool, device: torch.device) -> bool:
-    """Say whether the head trains in bfloat16 on a CPU: if wanted, and with AVX512-BF16, which more
-    than halves the time. On a GPU, a head without FP8 is bfloat16 anyway."""
-    fast = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return wanted and device.type == "cpu" and fast()
-
-
-@Kernel
-def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, grads=None):
-    """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
-
-    The logits first become cap * tanh(logit / cap). The code uses z = 2 cap * sigmoid(2 logit /
-    cap), which is larger by cap: softmax does not see a constant. z is at most 2 cap, so softmax
-    may subtract that instead of the row's maximum. The gradient of the logits * grad_scale goes to
-    grads (T, V): the logits' own memory, or float8_e5m2. dz/dlogit is (z - z^2 / (2 cap)) 2 / cap.
+    The logits become cap * tanh(logit / cap). The code uses z = 2 cap * sigmoid(2 logit / cap),
+    which is larger by cap: softmax does not see a constant. dz/dlogit is (z - z^2 / (2 cap)) 2 /
+    cap, and the loss's gradient by z is p, or p - 1 at the target.
     """
     most, slope = 2 * softcap, 2 / softcap
     targets = targets[:, None]
-    if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
-        z = most * torch.sigmoid(slope * logits.float())
-        z_of_target = most * torch.sigmoid(slope * logits.gather(1, targets).float())
-        p = torch.exp(z - most)
-        total = p.sum(dim=1, keepdim=True)
-        loss = (total.log() + most - z_of_target).sum()
-        column = torch.arange(p.size(1), device=p.device)
-        p = p / total - (column == targets).float()
-    else:  # z and p are stored, and overwritten where that is possible
-        z = logits.float().mul_(slope).sigmoid_().mul_(most)
-        p = torch.softmax(z, dim=-1)
-        loss = -p.gather(1, targets).log().sum()
-        p.scatter_add_(1, targets, p.new_full(targets.shape, -1.0))
-    if grads is not None:
-        grad = z.addcmul_(z, z, value=-1 / most).mul_(p).mul_(slope * grad_scale)
-        grads.copy_(to_fp8(grad, 1.0, grads.dtype) if grads.dtype == torch.float8_e5m2 else grad)
-    return loss
+    z = logits.float().mul_(slope).sigmoid_().mul_(most)
+    p = torch.softmax(z, dim=-1)
+    z_of_target = z.gather(1, targets)
+    p_of_target = p.gather(1, targets)
+    loss = -p_of_target.log().sum()
+    if grad_scale is None:
+        return loss, None
+    scale = slope * grad_scale
+    grad = z.addcmul_(z, z, value=-1 / most).mul_(p).mul_(scale)
+    slope_of_target = torch.addcmul(z_of_target, z_of_target, z_of_target, value=-1 / most)
+    return loss, with_targets(grad, targets, slope_of_target * (p_of_target - 1) * scale, dtype)
 
 
-def head_in_fp8(weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return a head's weight (V, K) * scale in float8_e4m3fn: row-major and column-major."""
-    w = to_fp8(weight, scale, torch.float8_e4m3fn)
-    return w, w.T.contiguous().T
+def with_targets(grad: Tensor, targets: Tensor, grad_of_targets: Tensor, dtype) -> Tensor:
+    """Return grad (T, V) in dtype, with grad_of_targets (T, K) in the columns targets (T, K).
+    Compiled code stores only this result: the cast is part of what computes grad."""
+    if dtype.itemsize > 1:
+        return grad.to(dtype).scatter_(1, targets, grad_of_targets.to(dtype))
+    grad, grad_of_targets = to_fp8(grad, 1.0, dtype), to_fp8(grad_of_targets, 1.0, dtype)
+    # scatter_ does not know float8: it moves bytes.
+    grad.view(torch.uint8).scatter_(1, targets, grad_of_targets.view(torch.uint8))
+    return grad
 
 
-def logits_loss(x, w, targets, cross_entropy, options, grad_scale, scales):
-    """Return three things for a chunk x (C, K) and the head's weight w (V, K): the summed loss ();
-    x in the dtype of the matmul; and the logits' gradient (C, V) times grad_scale, or None if
-    grad_scale is None.
-
-    cross_entropy is called as softcapped_cross_entropy is, with `options` after the targets. With
-    FP8 scales, w is what head_in_fp8 returns.
-    """
-    grads = None
-    if scales is not None:
-        x_s, w_s, grad_s = scales
-        x = to_fp8(x, x_s, torch.float8_e4m3fn)
-        logits = fp8_forward(x, w[0], x_s, w_s)
-        grad_scale = grad_scale * grad_s
-        grads = torch.empty_like(logits, dtype=torch.float8_e5m2)
-    else:
-        logits = x @ w.T
-        if grad_scale is not None:  # in place, unless torch.compile would copy the logits
-            grads = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
-    if x.is_cuda:
-        return cross_entropy(logits, targets, *options, grad_scale, grads), x, grads
-    loss = 0
-    for start in range(0, len(x), LOSS_ROWS):
-        rows = slice(start, start + LOSS_ROWS)
-        rows_grads = None if grads is None else grads[rows]
-        loss = loss + cross_entropy(logits[rows], targets[rows], *options, grad_scale, rows_grads)
-    return loss, x, grads
-
-
-def logits_backward(x, w, grads, grad_w, scales) -> Tensor:
-    """Return the gradient of x (C, K), and add the gradient of w to grad_w. x and grads are what
-    logits_loss returned."""
-    if scales is not None:
-        x_s, w_s, grad_s = scales
-        grad_w.add_(fp8_grad_w(grads, x, grad_s, x_s))
-        return fp8_grad_x(grads, w[1], grad_s, w_s)
-    if x.dtype == grad_w.dtype:
-        grad_w.addmm_(grads.T, x)
-    else:
-        grad_w.add_(grads.T @ x)
-    return grads @ w
-
-
-# Each is compiled alone. In one graph, the loss kernel would also write the transposed gradient
-# that FP8 wants, each byte far from the one before, and the logits would stay allocated.
-HEAD_STEPS = head_in_fp8, logits_loss, logits_backward
-
-
-class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of x (T, K) and targets (T, ...) under the weight (V, K) of a Head.
-
-    If x requires a gradient, the forward pass makes it, times grad_scale, and adds the weight's
-    gradient to gradient_buffer. Call backward() exactly once, on the loss itself.
-    """
+class KnownGradient(torch.autograd.Function):
+    """A loss () whose gradient by x is known. Call backward() on the loss itself."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, head, options, grad_scale, scales):
-        in_fp8, loss_step, backward_step = head.steps
-        w = weight.type_as(x) if scales is None else in_fp8(weight, scales[1])
-        with_grad = ctx.needs_input_grad[0]
-        if not with_grad:
-            grad_scale = None
-        size = head.chunk_len(x.device)
-        total, grads = 0, []
-        for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
-            loss, part, grad_logits = loss_step(
-                part, w, part_targets, head.cross_entropy, options, grad_scale, scales
-            )
-            total = total + loss
-            if with_grad:
-                grad_w = gradient_buffer(weight)
-                grads.append(backward_step(part, w, grad_logits, grad_w, scales))
-            del part, grad_logits  # 0.8 GB, freed before the next chunk's
-        if with_grad:
-            ctx.save_for_backward(torch.cat(grads).type_as(x))
-        return total / len(x)
+    def forward(ctx, x, loss, grad):
+        ctx.save_for_backward(grad)
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx, grad):
-        torch._assert_async(grad == 1, "call backward() on the loss itself; scale gradients after")
-        (grad_x,) = ctx.saved_tensors
-        return grad_x, None, None, None, None, None, None
+    def backward(ctx, grad_of_loss):
+        torch._assert_async(grad_of_loss == 1, "call backward() on the loss itself")
+        return ctx.saved_tensors[0], None, None
 
 
 class Head(CastedLinear):
-    """Turns the trunk's output into logits and their loss. GPT.to_device may compile `steps`."""
-
-    cross_entropy = softcapped_cross_entropy  # a Kernel, which is not bound as a method
+    """Turns the trunk's output into logits and their loss, in chunks of tokens: the float32 logits
+    of a sequence (9.9 GB) never exist. The forward pass also makes each chunk's gradient."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp.model_dim, hp.padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.weight)
         self.softcap = hp.logit_softcap
-        self.use_bfloat16 = hp.bfloat16_head
-        self.steps = HEAD_STEPS
 
     def chunk_len(self, device: torch.device) -> int:
-        """Return the tokens in a chunk: enough for fast matmuls. Each chunk reads and writes the
-        head's whole gradient, so fewer chunks are faster."""
+        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient."""
         return 256 if device.type == "cpu" else 16384
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss () of x (T, C) and targets (T,) int64."""
-        return self.loss_of(x, targets, (self.softcap,), grad_scale=1 / len(x))
+    def cross_entropy(self, logits, targets, grad_scale, dtype) -> tuple[Tensor, Tensor | None]:
+        """Return what softcapped_cross_entropy returns. A fork may have another loss."""
+        return softcapped_cross_entropy(logits, targets, self.softcap, grad_scale, dtype)
 
-    def loss_of(self, x: Tensor, targets: Tensor, options: tuple, grad_scale: float) -> Tensor:
-        """Return the mean loss () of cross_entropy with `options`. Only training uses FP8, or on a
-        CPU bfloat16, if wanted and supported."""
-        scales = None
-        if x.requires_grad:
-            if trains_in_bfloat16(self.use_bfloat16, x.device):
-                x = x.bfloat16()
-            if trains_in_fp8(self.scales is not None, x.device):
-                scales = self.scales
-        return HeadLoss.apply(x, self.weight, targets, self, options, grad_scale, scales)
+    # The next two are compiled apart: in one graph, the loss kernel would also write the transposed
+    # gradient that FP8 wants, each byte far from the one before.
+    @compiled
+    def chunk_loss(self, x, w, targets, grad_scale, *more) -> tuple[Tensor, Tensor | None]:
+        """Return cross_entropy of a chunk x (C, K) under w (V, K), float8 in FP8 training."""
+        logits = matmul(x, w.T, self.x_s * self.w_s, torch.bfloat16)
+        dtype = logits.dtype if x.dtype.itemsize > 1 else torch.float8_e5m2
+        return self.cross_entropy(logits, targets, grad_scale, dtype, *more)
+
+    @compiled
+    def chunk_backward(self, x, w, grad, grad_w) -> Tensor:
+        """From the logits' gradient (C, V), return that of x (C, K); add w's to grad_w (V, K)."""
+        if x.dtype == grad_w.dtype:
+            grad_w.addmm_(grad.T, x)  # in place, which a CPU needs
+        else:
+            grad_w.add_(matmul(grad.T, x, self.grad_s * self.x_s, torch.float32))
+        return matmul(grad, w, self.grad_s * self.w_s, torch.bfloat16)
+
+    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
+        """Return the mean loss () of x (T, C) and targets (T, ...), and add the weight's gradient
+        to weight.grad. `more` goes to cross_entropy. Only training uses FP8."""
+        with_grad = x.requires_grad
+        parts, w = x.detach(), self.weight.detach()
+        grad_scale = self.grad_scale(len(x)) if with_grad else None
+        if with_grad and self.use_fp8 and x.is_cuda and fp8_supported(x.device):
+            parts = to_fp8(parts, self.x_s, torch.float8_e4m3fn)
+            w = to_fp8(w, self.w_s, torch.float8_e4m3fn)
+            grad_scale = grad_scale * self.grad_s
+        else:
+            w = w.type_as(x)
+        total, grads = 0, []
+        size = self.chunk_len(x.device)
+        for part, part_targets in zip(parts.split(size), targets.split(size), strict=True):
+            loss, grad = self.chunk_loss(part, w, part_targets, grad_scale, *more)
+            total = total + loss
+            if with_grad:
+                grads.append(self.chunk_backward(part, w, grad, gradient_of(self.weight)))
+            del grad  # 0.8 GB, freed before the next chunk's
+        if not with_grad:
+            return total / len(x)
+        return KnownGradient.apply(x, total / len(x), torch.cat(grads).type_as(x))
+
+    def grad_scale(self, tokens: int) -> float:
+        """Return the factor on the gradient of a sequence's summed loss."""
+        return 1 / tokens
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (T, padded vocabulary) of x (T, C), in float32, never from FP8. They
-        are between 0 and 2 cap, as z in softcapped_cross_entropy."""
+        """Return the capped logits z (T, padded vocabulary) of x (T, C), in float32."""
         logits = F.linear(x, self.weight.type_as(x)).float()
         return 2 * self.softcap * torch.sigmoid(logits / (self.softcap / 2))
 
 
 class GPT(nn.Module):
-    """The language model: embeddings, layers linked as a U-net, the head and its loss.
+    """The language model: embeddings, layers linked as a U-net, the head and its loss. Parameters
+    are named as in 2025-01-26, so its published checkpoints load."""
 
-    Parameters are named as in 2025-01-26, so its published checkpoints load. On a CPU everything is
-    float32; on CUDA embeddings and activations are bfloat16.
-    """
-
-    attend = staticmethod(attend)  # tools/sample.py adds a KV cache
-    # How many END_OF_TEXT isolate a document from the text before it (tools/hellaswag.py).
+    # The functions with a Triton version that a run may use (gpu_kernels.py), and how many
+    # END_OF_TEXT isolate a document from the text before it (tools/hellaswag.py).
+    kernels = ("softcapped_cross_entropy", "relu2_mlp", "symmetric_matmul")
     context_tokens = 0
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         self.hp = hp
         self.layers = layer_table(hp)
-        self.kernels = softcapped_cross_entropy, relu2_mlp, symmetric_matmul
         names = sorted({layer.values for layer in self.layers} - {None, "first"})
         width = hp.num_heads * hp.head_dim
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
@@ -1132,37 +836,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
         self.lm_head = Head(hp)
-        self.use_flex = False
-        self.compiled, self.compile_ = False, as_is
-        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}  # rotary_of's last result
 
     def tables(self) -> list[nn.Module]:
         """Return the vocabulary tables that are bfloat16 on CUDA."""
         return [self.embed, self.value_embeds]
-
-    def to_device(self, device: torch.device, compiled: bool) -> "GPT":
-        """Move the model to a device, in the device's dtypes. If `compiled`, compile masks, layers
-        and head."""
-        self.to(device)
-        self.use_flex = device.type == "cuda"
-        for table in self.tables():
-            table.to(activation_dtype(device))
-        if compiled:
-            self.compiled, self.compile_ = True, partial(torch.compile, dynamic=False)
-            torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
-            with contextlib.suppress(AttributeError):  # not every torch has this setting
-                # Without it, layers with an autograd.Function are compiled anew at each start.
-                torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-            self.lm_head.steps = tuple(self.compile_(step) for step in self.lm_head.steps)
-            self.make_masks = self.compile_(self.make_masks)
-            self.compile_layers()
-        return self
-
-    def compile_layers(self) -> None:
-        """Compile layers one at a time, and equal layers once. One graph of all layers would take
-        longer to compile, and give all gradients at its end, too late to overlap their sending."""
-        for block in self.blocks:
-            block.compile(dynamic=False)
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
@@ -1170,106 +847,74 @@ class GPT(nn.Module):
         values = {name: lookup(table, input_seq) for name, table in tables}
         return lookup(self.embed, input_seq), values
 
-    def windows(self, when: Moment | int) -> dict[str, int]:
-        """Return the windows that layers use, by name, in tokens. `when` is a Moment, or a long
-        window in tokens."""
-        if isinstance(when, Moment):
-            windows = {"long": when.window, "short": when.short}
-        else:
-            windows = {"long": int(when), "short": int(when) // 2}
-        used = {layer.window for layer in self.layers}
-        return {name: window for name, window in windows.items() if name in used}
-
     @torch.no_grad()
-    def masks(self, input_seq: Tensor, when: Moment | int, make_mask: Callable) -> dict:
-        """Return the masks of input_seq (T,), by the names of `windows`."""
-        # Windows are tensors, so that a new window recompiles nothing.
-        windows = {name: torch.tensor(window) for name, window in self.windows(when).items()}
-        return self.make_masks(input_seq, windows, make_mask)
+    def masks(self, input_seq: Tensor, now: Moment) -> dict:
+        """Return the masks of input_seq (T,), by the name of the layers' window."""
+        windows = {}  # as tensors, so that a new window recompiles nothing
+        for name in sorted({layer.window for layer in self.layers} - {"none"}):
+            windows[name] = torch.tensor(now.window if name == "long" else now.short)
+        return make_masks(input_seq, windows, self.hp.window_rule)
 
-    def make_masks(self, input_seq: Tensor, windows: dict[str, Tensor], make_mask) -> dict:
-        """Return the masks of input_seq (T,) for windows, by name."""
-        rule = self.hp.window_rule
-        return {n: make_mask(first_visible(input_seq, w, rule)) for n, w in windows.items()}
+    @compiled
+    def rotary(self, position: Tensor, now: Moment) -> tuple[Tensor, Tensor]:
+        """Return the rotary_table of tokens at positions (T,). Here it is the same at all steps."""
+        return rotary_table(position[:, None], rotary_frequencies(self.hp, position.device))
 
-    def rotary_of(self, length: int, when: Moment | int, device: torch.device, start: int = 0):
-        """Return the rotary_table of `length` tokens from `start` on. The last one is cached."""
-        key = length, start, device
-        if key not in self.rotary:
-            position = torch.arange(start, start + length, device=device)[:, None]
-            self.rotary = {key: rotary_table(position, rotary_frequencies(self.hp, device))}
-        return self.rotary[key]
-
-    def hidden(self, input_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
-        """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer. `when`
-        is as in `windows`. Masks and rotary angles are made here, once for all layers."""
-        if not self.use_flex and len(input_seq) > 16384:
-            raise UserError(f"a sequence of {len(input_seq)} tokens needs a GPU; try --record demo")
-        masks = self.masks(input_seq, when, block_lists if self.use_flex else dense_mask)
-        rotary = self.rotary_of(len(input_seq), when, input_seq.device)
+    def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
+        """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
+        masks = self.masks(input_seq, now)
+        rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
         x, values = self.embedded(input_seq)
-        return self.trunk(x, values, rotary, masks, self.attend)
+        return self.trunk(x, values, rotary, masks)
 
-    def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
-        """Map embeddings (T, C), and the rows of value tables by name, to the head's input (T, C).
-        In the second half, layer num_layers - 1 - i adds a skip weight times the output of layer i.
-        """
+    def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
+        """Map embeddings (T, C), and rows of value tables by name, to the head's input (T, C). In
+        the second half, layer num_layers - 1 - i adds a skip weight times the output of layer i."""
         x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
         x = x0.view(x0.shape)  # if two arguments were one tensor, a layer would be compiled again
-        weights = self.skip_weights.unbind()
+        weights, outputs = self.skip_weights.unbind(), []
         half = len(weights)
-        outputs = []
-        wants_first = any(layer.values == "first" for layer in self.layers)
-        first_v = None  # of the first layer that attends
+        values = values | {"first": None}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip = None
             if i >= half:
                 skip = weights[i - half], outputs.pop()
-            value = first_v if layer.values == "first" else values.get(layer.values)
-            give_v = wants_first and first_v is None
             mask = masks.get(layer.window)
-            x, v = block(x, x0, value, skip, rotary, mask, attend, give_v)
-            if v is not None:
-                first_v = v
+            x, first_v = block(x, x0, values.get(layer.values), skip, rotary, mask)
+            if first_v is not None:
+                values["first"] = first_v
             if i < half:
                 outputs.append(x.view(x.shape))
         return norm(x, self.hp.norm_eps)[0]
 
-    def logits(self, input_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
-        """Return the head's logits (T, padded vocabulary) of tokens (T,), as in `hidden`."""
-        return self.lm_head.logits(self.hidden(input_seq, when))
+    def logits(self, input_seq: Tensor, now: Moment) -> Tensor:
+        """Return the head's logits (T, padded vocabulary) of tokens (T,), whole blocks."""
+        return self.lm_head.logits(self.hidden(input_seq, now))
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment | int | Tensor) -> Tensor:
-        """Return the mean loss () of tokens (T,) and targets (T,) int64; `when` as in `windows`."""
-        return self.lm_head.loss(self.hidden(input_seq, when), target_seq)
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
+        """Return the mean loss () of tokens (T,), whole blocks, and targets (T,) int64."""
+        return self.lm_head.loss(self.hidden(input_seq, now), target_seq)
 
 
 # -----------------------------------------------------------------------------
 # Optimizers: Muon and Adam as update rules, and how ranks share them
 
 
-@Kernel
+@has_twin
 def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
     """Return a a^T (B, n, n) of a (B, n, k), or with a symmetric c, alpha a a^T + beta c."""
     return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
 
 
-# Coefficients (a, b, c) of each step, which maps a singular value s to a s + b s^3 + c s^5. After
-# five steps most singular values are between 0.7 and 1.2: fast rather than exact.
+# (a, b, c) maps a singular value s to a s + b s^3 + c s^5. Most end between 0.7 and 1.2.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def zeropower_via_newtonschulz5(
-    G: Tensor, steps: int = 5, coefficients=NEWTON_SCHULZ, margin: float = 1.0, eps: float = 1e-7
-) -> Tensor:
+def zeropower_via_newtonschulz5(G, steps=5, coefficients=NEWTON_SCHULZ, margin=1.0, eps=1e-7):
     """Return G (..., rows, cols) with its singular values replaced by values near 1; zero stays
-    zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon.
-
-    G is divided by margin * its Frobenius norm + eps. Then each (a, b, c) makes a step
-    X <- a X + (b A + c A^2) X with A = X X^T. The matmuls add the terms themselves, which halves
-    the rounding error in bfloat16.
-    """
-    X = G.bfloat16() if activation_dtype(G.device) == torch.bfloat16 else G
+    zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon. A step is
+    X <- a X + (b A + c A^2) X with A = X X^T. Adding within the matmuls halves the rounding."""
+    X = G.bfloat16() if G.is_cuda else G
     X = X.reshape(-1, *G.shape[-2:])
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
@@ -1282,468 +927,328 @@ def zeropower_via_newtonschulz5(
     return (X.mT if tall else X).reshape(G.shape)
 
 
-def muon_updates(
-    grads, momenta, momentum: Tensor, damped: bool, orthogonalise=zeropower_via_newtonschulz5
-) -> Tensor:
-    """Return the updates (n, rows, cols) of n matrices: orthogonalised Nesterov momentum.
-
-    grads (mean gradients) and momenta (momentum buffers, changed in place) are lists of tensors. A
-    buffer is multiplied by momentum; then (1 - momentum) * gradient is added if `damped`, else the
-    gradient. With a constant momentum, the two differ only in scale. momentum () is a tensor, so
-    that a new value recompiles nothing.
-    """
-    directions = []
-    for grad, buffer in zip(grads, momenta, strict=True):
-        if damped:
-            buffer.lerp_(grad, 1 - momentum)
-            directions.append(grad.lerp(buffer, momentum))
-        else:
-            buffer.mul_(momentum).add_(grad)
-            directions.append(grad + momentum * buffer)
-    return orthogonalise(torch.cat(directions))
-
-
-def subtract_(weights: list[Tensor], updates: list[Tensor], lr: Tensor) -> None:
-    """Subtract lr * updates from the weights, in place. Updates may have another dtype; lr () is on
-    the CPU. Compiled, this is one kernel launch. Uncompiled, lr * update is not rounded."""
-    if torch.compiler.is_compiling():
-        torch._foreach_sub_(weights, [lr * update.float() for update in updates])
-    else:
-        torch._foreach_add_(weights, updates, alpha=-lr.item())
-
-
-MUON_STEPS = muon_updates, subtract_
-
-
 def number(value: float, like: Tensor) -> Tensor:
     """Return a number as a tensor (), so that another number recompiles nothing."""
     return torch.full((), value, device=like.device)
 
 
-# An update rule is a function rule(buckets, lr, now). A Bucket (below) holds parameters as rows;
-# all rows in `buckets` have one shape. lr is the group's learning rate at the Moment `now`.
-# bucket.grads is the mean gradient (n, ...) of this rank's n rows. bucket.state is saved and
-# resumed: tensors (n, ...), or tensors () that are equal in all buckets. The rule returns two
-# things: for each bucket a tensor (n, ...) to send to all ranks, and a function take(weights,
-# sent) of two lists, by which each rank changes the weights.
+@compiled
+def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Callable) -> Tensor:
+    """Return the updates (..., rows, cols) of matrices: orthogonalised Nesterov momentum. The
+    buffer, which changes in place, averages gradients if `damped`, else sums them."""
+    if damped:
+        buffer.lerp_(grad, 1 - momentum)
+        direction = grad.lerp(buffer, momentum)
+    else:
+        buffer.mul_(momentum).add_(grad)
+        direction = grad + momentum * buffer
+    return orthogonalise(direction)
 
 
-def muon(
-    buckets,
-    lr: float,
-    now: Moment,
-    hp: Hyperparameters,
-    steps=MUON_STEPS,
-    orthogonalise=zeropower_via_newtonschulz5,
-):
-    """Step by Muon, for matrices (n, rows, cols). `steps` are the compiled MUON_STEPS."""
-    make_updates, subtract = steps
-    for bucket in buckets:
-        if not bucket.state:
-            bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
-    grads = [bucket.grads for bucket in buckets]
-    momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
-    momentum = number(now.momentum, grads[0])
-    updates = make_updates(grads, momenta, momentum, hp.momentum_damped, orthogonalise)
-    rows, cols = buckets[0].row_shape
-    scaled_lr = torch.tensor(lr * max(1, rows / cols) ** 0.5, dtype=torch.float64)
-    updates = updates.split([len(grad) for grad in grads])
-    return updates, partial(subtract, lr=scaled_lr)
+# An update rule is a function rule(rows, lr, now, hp). `rows` is a Rows (below): parameters of one
+# group as rows of one shape, n of them on each rank in each message. lr is the group's learning
+# rate at the Moment `now`. The rule reads rows.grad, this rank's part of the mean gradient, and
+# changes rows.own, this rank's part of the weights; both are (messages, n, *row_shape). Tensors in
+# the dict rows.state are saved and resumed; they are (messages, n, ...) or (messages,). A rule may
+# instead return an update (messages, n, ...), and a function that is called with the update of all
+# ranks (messages, ranks, n, ...), and changes rows.weights, which has the same shape.
 
 
-def copy_new(weights: list[Tensor], sent: list[Tensor]) -> None:
-    """Copy what was sent into the weights, unless it arrived in the weights themselves."""
-    elsewhere, news = [], []
-    for weight, new in zip(weights, sent, strict=True):
-        if weight.data_ptr() != new.data_ptr():
-            elsewhere.append(weight)
-            news.append(new)
-    if elsewhere:
-        torch._foreach_copy_(elsewhere, news)
+def muon(rows, lr: float, now: Moment, hp, orthogonalise=zeropower_via_newtonschulz5):
+    """Step by Muon, for matrices. On a GPU its updates are half as large as the weights."""
+    if not rows.state:
+        rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
+    buffer = rows.state["momentum_buffer"]
+    momentum = number(now.momentum, buffer)
+    updates = muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
+    height, width = buffer.shape[-2:]
+    lr = lr * max(1, height / width) ** 0.5
+    return updates, lambda update: rows.weights.add_(update, alpha=-lr)
 
 
-def adam(buckets, lr: float, now: Moment, betas: Pair, eps: float, decay: float = 0.0):
-    """Step by torch's fused Adam, for rows of any shape, with decoupled weight decay (arXiv
-    1711.05101)."""
-    for bucket in buckets:
-        if not bucket.state:
-            weight = bucket.weights()
-            bucket.state["step"] = torch.zeros((), device=weight.device)
-            bucket.state["exp_avg"] = torch.zeros_like(weight)
-            bucket.state["exp_avg_sq"] = torch.zeros_like(weight)
-    weights = [bucket.weights() for bucket in buckets]
+def adam(rows, lr: float, now: Moment, hp, betas: Pair | None = None, decay=0.0) -> None:
+    """Step by torch's fused Adam, for rows of any shape. `betas` take the place of hp.adam_betas.
+    `decay` is a decoupled weight decay (arXiv 1711.05101)."""
+    beta1, beta2 = betas or hp.adam_betas
+    if not rows.state:
+        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
+        rows.state["exp_avg"] = torch.zeros_like(rows.own)
+        rows.state["exp_avg_sq"] = torch.zeros_like(rows.own)
     torch_adam(
-        weights,
-        [bucket.grads.type_as(weight) for bucket, weight in zip(buckets, weights, strict=True)],
-        [bucket.state["exp_avg"] for bucket in buckets],
-        [bucket.state["exp_avg_sq"] for bucket in buckets],
+        list(rows.own),  # a tensor for each message, because fused Adam wants contiguous ones
+        list(rows.grad.type_as(rows.own)),
+        list(rows.state["exp_avg"]),
+        list(rows.state["exp_avg_sq"]),
         max_exp_avg_sqs=[],
-        state_steps=[bucket.state["step"] for bucket in buckets],
-        fused=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
+        state_steps=list(rows.state["step"]),
         lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=hp.adam_eps,
         weight_decay=decay,
         decoupled_weight_decay=True,
-        eps=eps,
+        fused=True,
+        amsgrad=False,
         maximize=False,
     )
-    return weights, copy_new
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
-    """A row of parameter_table: which parameters these are, and how they learn."""
+    """Parameters that learn alike, in the order in which the backward pass reaches them."""
 
-    name: str  # the metrics call its gradient's norm grad_norm_NAME
-    patterns: tuple[str, ...]  # of the parameters' names; "*" matches dots, too
+    name: str
+    params: list[nn.Parameter]
     rule: Callable
     lr: float
-    row_ndim: int  # ranks own rows: matrices (2), rows of a table (1) or scalars (0)
-    least_rows: float = 1  # a full bucket has so many rows, and at least one for each rank
-    # When gradients are complete, in the last micro-batch: during the "backward" pass, at the "end"
-    # of that pass, or after the "forward" pass.
-    complete: str = "backward"
+    row_ndim: int  # ranks share matrices (2) or rows of tables (1), and all have all scalars (0)
+    # When gradients are complete: before the last "backward" pass, when it has passed their
+    # "layer", or at its "end".
+    complete: str = "end"
 
 
-def parameter_table(hp: Hyperparameters, compile_: Callable = as_is) -> tuple[Group, ...]:
-    """Return the groups, in the order in which gradients are sent and weights are updated. Each
-    parameter's name, which is its key in a checkpoint, matches exactly one group."""
-    by_muon = partial(muon, hp=hp, steps=tuple(compile_(step) for step in MUON_STEPS))
-    by_adam = partial(adam, betas=hp.adam_betas, eps=hp.adam_eps)
-    matrices = ("blocks.*.weight", "blocks.*.qkv_w")
-    scalars = ("skip_weights", "blocks.*lambdas")
-    return (
-        Group("head", ("lm_head.weight",), by_adam, hp.head_lr, 1, complete="forward"),
-        Group("muon", matrices, by_muon, hp.muon_lr, 2, least_rows=8),
-        Group("embed", ("embed.weight",), by_adam, hp.embed_lr, 1, complete="end"),
-        Group("values", ("value_embeds.*",), by_adam, hp.embed_lr, 1, complete="end"),
-        Group("scalar", scalars, by_adam, hp.scalar_lr, 0, least_rows=math.inf),
-    )
-
-
-def members(model: nn.Module, table: tuple[Group, ...]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return {group's name: {parameter's name: parameter}}. ValueError for a parameter that does
-    not match exactly one row of the table."""
-    found = {group.name: {} for group in table}
-    for name, p in model.named_parameters():
-        rows = [g for g in table if any(fnmatchcase(name, text) for text in g.patterns)]
-        if len(rows) != 1 or p.ndim < rows[0].row_ndim:
-            names = " and ".join(g.name for g in rows) or "no row"
-            wanted = f"it needs exactly one row, for its shape {tuple(p.shape)}"
-            raise ValueError(f"{name} matches {names} of parameter_table: {wanted}")
-        found[rows[0].name][name] = p
-    return found
+def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+    """Return the groups, in the order in which weights are updated."""
+    matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
+    tables = list(model.value_embeds.parameters())
+    scalars = [p for p in model.parameters() if p.ndim == 1]
+    return [
+        Group("head", [model.lm_head.weight], adam, hp.head_lr, 1, complete="backward"),
+        Group("muon", matrices[::-1], muon, hp.muon_lr, 2, complete="layer"),
+        Group("embed", [model.embed.weight], adam, hp.embed_lr, 1),
+        Group("values", tables, adam, hp.embed_lr, 1),
+        Group("scalar", scalars, adam, hp.scalar_lr, 0),
+    ]
 
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Bucket:
-    """Parameters whose gradients are sent together, in the parameters' dtype, as rows of one shape.
+class Rows:
+    """Parameters of one group whose rows have one shape, as views of one tensor. From now on,
+    nothing may rebind a parameter's .data or .grad, as model.to() and zero_grad() do: the parameter
+    would no longer learn. Optimizers.step checks that.
 
-    The rows, padded with zeros, are divided into world_size equal shares, and each rank owns one.
-    Scalars are too few to divide: each rank owns all of them and makes the same step, so their
-    buckets have a world_size of 1.
+    `weights`, and `sums` of gradients in float32, are (messages, parts, n, *row_shape): a message
+    is what ranks send at once, and each rank owns a part of it. Scalars are too few to divide:
+    their one part is everybody's. The parameters' rows follow each other; padding stays zero.
     """
 
-    def __init__(self, params: list[Tensor], row_ndim: int, rank: int = 0, world_size: int = 1):
-        self.params, self.rank, self.world_size = params, rank, world_size
-        self.row_shape = params[0].shape[params[0].ndim - row_ndim :]
-        self.counts = [p.numel() // math.prod(self.row_shape) for p in params]
-        self.share_len = -(-sum(self.counts) // world_size)
-        self.unpadded = self.counts == [world_size * self.share_len]  # one parameter, no padding
-        self.state: dict[str, Tensor] = {}  # the update rule's, for this rank's share
-        self.grads = self.sent = self.work = None
+    def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
+        self.params = params
+        self.is_table = group.row_ndim == 1
+        self.parts, self.part = (world_size, rank) if group.row_ndim else (1, 0)
+        self.state: dict[str, Tensor] = {}  # the update rule's
+        self.works = []  # messages on their way
+        self.missing = Counter()  # by message that is not sent yet: gradients to come
+        row_shape = params[0].shape[params[0].ndim - group.row_ndim :]
+        row_len = math.prod(row_shape)
+        self.name = f"{group.name} {'x'.join(map(str, row_shape))}"
+        # Each parameter begins at a multiple of 16 bytes, because compiled code assumes that.
+        spacing = 16 // math.gcd(16, row_len * params[0].element_size())
+        starts = [0]
+        for p in params:
+            starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
+        self.total = starts.pop()
+        # Messages that leave during the backward pass have 8 rows, or one for each rank.
+        size = max(8, world_size) if group.complete == "layer" and world_size > 1 else self.total
+        n = -(-min(size, self.total) // self.parts)
+        size = n * self.parts
+        messages = -(-self.total // size)
+        self.weights = params[0].detach().new_zeros(messages, self.parts, n, *row_shape)
+        self.sums = torch.zeros_like(self.weights, dtype=torch.float32)
+        self.own, self.grad = self.weights[:, self.part], self.sums[:, self.part]
+        self.sum_views, self.messages_of = [], {}
+        for p, start in zip(params, starts, strict=True):
+            stop = start + p.numel() // row_len
+            self.sum_views.append(self.sums.flatten(0, 2)[start:stop].view(p.shape))
+            self.messages_of[p] = range(start // size, -(-stop // size))
+            p.data = self.weights.flatten(0, 2)[start:stop].view(p.shape).copy_(p.detach())
+            p.grad_dtype = torch.float32
+            # A table's gradient is added to its sum directly. For others, autograd makes a tensor.
+            p.grad = self.sum_views[-1] if self.is_table else None
+        self.addresses = [p.data_ptr() for p in params]
 
-    def share(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's rows, (share_len, ...), of tensors shaped like the parameters, or of
-        state whose rows have another shape."""
-        rows = []
-        for tensor, p in zip(tensors, self.params, strict=True):
-            like_p = tensor.shape == p.shape
-            rows.append(tensor.reshape(-1, *self.row_shape) if like_p else tensor)
-        rows = torch.cat(rows) if len(rows) > 1 else rows[0]
-        rows = rows[self.rank * self.share_len : (self.rank + 1) * self.share_len]
-        missing = self.share_len - len(rows)
-        return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
-
-    def weights(self) -> Tensor:
-        """Return this rank's rows of the parameters: of one parameter a view, unless padded."""
-        return self.share([p.detach() for p in self.params])
-
-    def launch(self) -> None:
-        """Begin to sum the gradients over all ranks. They are copied into one tensor of the
-        parameters' dtype, unless a single gradient can be sent as it is."""
-        grads = [gradient_buffer(p) for p in self.params]
-        if self.world_size == 1:  # nothing is sent: a table's stay in float32
-            self.grads = self.share(grads)
+    def collect(self) -> None:
+        """Add the tensors that autograd made to the sums, all in one launch."""
+        if self.is_table:
             return
-        if self.unpadded and grads[0].dtype == self.params[0].dtype:
-            self.sent = grads[0].view(-1, *self.row_shape)
+        pairs = zip(self.params, self.sum_views, strict=True)
+        new = [(p, total) for p, total in pairs if p.grad is not None]
+        if new:
+            torch._foreach_add_([total for _, total in new], [p.grad for p, _ in new])
+        for p, _ in new:
+            p.grad = None
+
+    def arrived(self, p: nn.Parameter) -> None:
+        """Send the messages that a gradient completes. All ranks run this in the same order."""
+        for message in self.messages_of[p]:
+            if message in self.missing:
+                self.missing[message] -= 1
+                if self.missing[message] == 0:
+                    self.send(message)
+
+    def send(self, message: int) -> None:
+        """Begin to sum a message's gradients over all ranks. Rows.grad will be the own part."""
+        del self.missing[message]
+        self.collect()
+        sent = self.sums[message].to(self.weights.dtype)
+        own = sent[self.part]
+        if self.parts == 1:
+            self.works.append(dist.all_reduce(sent, async_op=True))
         else:
-            total = self.world_size * self.share_len
-            self.sent = self.params[0].new_empty(total, *self.row_shape)
-            *parts, padding = self.sent.split([*self.counts, total - sum(self.counts)])
-            torch._foreach_copy_(parts, [grad.view(-1, *self.row_shape) for grad in grads])
-            padding.zero_()
-        self.grads = self.sent.new_empty(self.share_len, *self.row_shape)
-        self.work = reduce_scatter(self.grads, self.sent, async_op=True)
+            self.works.append(reduce_scatter(own, sent.flatten(0, 1), async_op=True))
+        if own.dtype != self.grad.dtype:
+            self.grad = own[None]  # bfloat16 rows are tables, which have one message
 
-    def wait(self) -> Tensor:
-        """Wait for the summed gradients, and return this rank's share of them, self.grads."""
-        if self.grads is None:
-            self.launch()
-        if self.work is not None:
-            self.work.wait()
-        self.sent = self.work = None
-        return self.grads
+    def send_rest(self) -> None:
+        """Send the messages that are not sent yet."""
+        for message in list(self.missing):
+            self.send(message)
 
-    def gather(self, share: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to collect the shares of all ranks. Return a function that waits for them, and
-        returns a tensor for each parameter: in its shape, or as rows if rows of state have another
-        shape. If `share` is a view of the only parameter, the other shares arrive in that one."""
-        rows, work = share, None
-        if self.world_size > 1:
-            if self.unpadded and share.data_ptr() == self.weights().data_ptr():
-                rows = self.params[0].detach().view(-1, *self.row_shape)
-            else:
-                rows = share.new_empty(self.world_size * self.share_len, *share.shape[1:])
-            work = all_gather(rows, share.contiguous(), async_op=True)
+    def wait(self) -> None:
+        """Wait for the messages on their way."""
+        for work in self.works:
+            work.wait()
+        self.works = []
 
-        def collected() -> list[Tensor]:
-            if work is not None:
-                work.wait()
-            parts = rows[: sum(self.counts)].split(self.counts)
-            if rows.shape[1:] != self.row_shape:
-                return list(parts)
-            return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+    def gather(self, own: Tensor) -> Tensor:
+        """Begin to collect the parts of all ranks, (messages, parts, n, ...), of which this one is
+        own (messages, n, ...). Weights are collected in their place."""
+        if self.parts == 1:
+            return own[:, None]
+        if own is self.own:
+            for weights, part in zip(self.weights, own, strict=True):
+                self.works.append(all_gather(weights.flatten(0, 1), part, async_op=True))
+            return self.weights
+        parts = own.new_empty(self.parts, *own.shape)
+        self.works.append(all_gather(parts.flatten(0, 1), own.contiguous(), async_op=True))
+        return parts.transpose(0, 1)
 
-        return collected
+    def clear(self) -> None:
+        """Make all gradients zero."""
+        self.sums.zero_()
+        self.grad = self.sums[:, self.part]
 
 
 class Optimizers:
     """Applies the update rules to all parameters. All ranks make a step in this order:
 
-    1. Gradients are sent in the order of the table, each bucket once it and all before it are
-       complete: the head's before the last backward pass begins, the matrices' during that pass,
-       from the last layer to the first, the others' at its end. The gradients of all scalars are
-       one message, the last one.
-    2. In the same order each rank updates its share, and sends the result. The matrices are
-       orthogonalised while gradients of the tables are still on their way.
+    1. Gradients are sent when they are complete: the head's before the last backward pass begins,
+       the matrices' during that pass, from the last layer to the first, the others' at its end.
+    2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
+       matrices are orthogonalised while gradients of the tables are still on their way.
     3. Each rank changes its weights by what was sent.
     """
 
-    table = staticmethod(parameter_table)
-    norms_every = 25  # steps between gradient norms
+    groups_of = staticmethod(parameter_groups)
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        self.hp, self.rank, self.world_size = hp, rank, world_size
-        self.names = {p: name for name, p in model.named_parameters()}
-        self.groups: list[tuple[Group, list[Bucket]]] = []
-        table = self.table(hp, model.compile_)
-        for group, params in zip(table, members(model, table).values(), strict=True):
-            parts = self.bucket_params(group, list(params.values()))
-            place = (rank, world_size)
-            if group.row_ndim == 0:
-                place = (0, 1)  # each rank has all scalars
-            buckets = [Bucket(part, group.row_ndim, *place) for part in parts]
-            self.groups.append((group, buckets))
-        self.order = [bucket for _, buckets in self.groups for bucket in buckets]
-        self.several = hp.batch_seqs > world_size  # micro-batches in a step, on each rank
-        self.zero_grad(self.groups)  # makes gradient buffers, also of unused parameters
-        self.missing: dict[Bucket, int] = {}  # gradients still to come, in the last backward pass
-        for group, buckets in self.groups:
-            if world_size == 1 or group.complete != "backward":
-                continue
-            for bucket in buckets:
-                for p in bucket.params:
-                    p.register_post_accumulate_grad_hook(lambda _, b=bucket: self.arrived(b))
+        self.hp, self.world_size = hp, world_size
+        self.groups: list[tuple[Group, Rows]] = []
+        groups = self.groups_of(model, hp)
+        for name, p in model.named_parameters():
+            count = sum(p is other for group in groups for other in group.params)
+            if count != 1:
+                raise ValueError(f"{name} is in {count} of the parameter_groups, must be in one")
+        for group in groups:
+            by_shape = {}
+            for p in group.params:
+                by_shape.setdefault(p.shape[p.ndim - group.row_ndim :], []).append(p)
+            for params in by_shape.values():
+                rows = Rows(group, params, rank, world_size)
+                self.groups.append((group, rows))
+                if group.complete == "layer":
+                    for p in params:
+                        p.register_post_accumulate_grad_hook(rows.arrived)
 
-    def bucket_params(self, group: Group, params: list[Tensor]) -> list[list[Tensor]]:
-        """Divide a group's parameters into buckets, in the order in which backward reaches them. A
-        full bucket has least_rows rows, and at least one for each rank."""
-        least_rows = max(group.least_rows, self.world_size)
-        if self.world_size == 1 and least_rows > 1:  # nothing is sent: a bucket for each shape
-            least_rows = math.inf
-        full, unfilled = [], {}
-        for p in reversed(params):
-            shape = p.shape[p.ndim - group.row_ndim :]
-            bucket = unfilled.setdefault(shape, [])
-            bucket.insert(0, p)
-            if sum(q.numel() for q in bucket) >= least_rows * shape.numel():
-                full.append(unfilled.pop(shape))
-        return [*full, *unfilled.values()]
-
-    def learning(self, now: Moment) -> list[tuple[Group, list[Bucket]]]:
-        """Return the groups that learn at a moment, with their buckets. A fork may leave some out:
-        their gradients accumulate."""
+    def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
+        """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
         return self.groups
 
     def begin_last_backward(self, now: Moment) -> None:
-        """Begin to count arriving gradients; launch the buckets that are complete already."""
-        for group, buckets in self.learning(now):
-            for bucket in buckets:
-                self.missing[bucket] = 0 if group.complete == "forward" else len(bucket.params)
-        self.launch_complete()
+        """Count what the last backward pass brings, and send what is complete before it."""
+        for group, rows in self.learning(now):
+            if self.world_size > 1:
+                rows.missing = Counter(itertools.chain(*rows.messages_of.values()))
+            if group.complete == "backward":
+                rows.send_rest()
 
-    def arrived(self, bucket: Bucket) -> None:
-        """Count an arrived gradient, in the last backward pass, and launch complete buckets."""
-        if bucket in self.missing:
-            self.missing[bucket] -= 1
-            self.launch_complete()
-
-    def launch_complete(self) -> None:
-        """Launch the buckets that are next in order, up to the first incomplete one."""
-        for bucket in list(self.missing):
-            if self.missing[bucket]:
-                break
-            del self.missing[bucket]
-            bucket.launch()
-
-    def grad_norms(self, now: Moment) -> Tensor:
-        """Return L2 norms (groups,) of the summed gradients, 0 for groups that do not learn now."""
-        learning = [group for group, _ in self.learning(now)]
-        squares = torch.zeros(len(self.groups), device=self.order[0].params[0].device)
-        for square, (group, buckets) in zip(squares, self.groups, strict=True):  # views of squares
-            if group not in learning:
-                continue
-            for bucket in buckets:
-                length = torch.linalg.vector_norm(bucket.wait(), dtype=torch.float32)
-                weight = bucket.world_size / self.world_size  # every rank counts all scalars
-                square += length.square() * weight
-        all_reduce_([squares])
-        return squares.sqrt()
+    def collect(self) -> None:
+        """Add the gradients of a micro-batch to the sums."""
+        for _, rows in self.groups:
+            rows.collect()
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
-        """Update all groups that learn at a moment, and clear their gradients. Return a list. Every
-        norms_every steps, and with grad_clip, it holds the mean gradient's norms (groups,)."""
-        for bucket in self.missing:
-            bucket.launch()
-        self.missing = {}
-        self.sum_scalars(now)
+        """Update all groups that learn at a moment, and clear their gradients. Return a list, which
+        with grad_clip holds the mean gradient's global L2 norm ()."""
+        learning = self.learning(now)
+        for _, rows in learning:
+            rows.send_rest()
         grad_scale, norms = 1 / self.hp.batch_seqs, []
-        if (now.step + 1) % self.norms_every == 0 or self.hp.grad_clip:
-            norms = [self.grad_norms(now) * grad_scale]
         if self.hp.grad_clip:
-            grad_scale = grad_scale * (self.hp.grad_clip / (norms[0].norm() + 1e-6)).clamp(max=1)
-        pending = []
-        for group, buckets in self.learning(now):
-            for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
-                same = [bucket for bucket in buckets if bucket.row_shape == shape]
-                torch._foreach_mul_([bucket.wait() for bucket in same], grad_scale)
-                shares, take = group.rule(same, group.lr * now.lr, now)
-                arriving = []
-                for bucket, share in zip(same, shares, strict=True):
-                    arriving.append(bucket.gather(share))
-                    bucket.grads = None
-                pending.append((same, arriving, take))
-        for same, arriving, take in pending:
-            weights, sent = [], []
-            for bucket, collected in zip(same, arriving, strict=True):
-                weights += bucket.params
-                sent += collected()
-            take(weights, sent)
-        self.zero_grad(self.learning(now))
+            squares = torch.zeros((), device=learning[0][1].own.device)
+            for _, rows in learning:
+                rows.wait()
+                norm = torch.linalg.vector_norm(rows.grad, dtype=torch.float32)
+                squares += norm.square() * (rows.parts / self.world_size)  # of scalars, a share
+            norms = [all_reduce_(squares).sqrt() * grad_scale]
+            grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
+        sent = []
+        for group, rows in learning:
+            if [p.data_ptr() for p in rows.params] != rows.addresses:
+                raise RuntimeError(f"a parameter's .data was rebound, in group {group.name}")
+            rows.wait()
+            rows.grad.mul_(grad_scale)
+            update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
+            sent.append((rows, rows.gather(update), apply))
+        for rows, update, apply in sent:
+            rows.wait()
+            if apply is not None:
+                apply(update)
+            rows.clear()
         return norms
 
-    def sum_scalars(self, now: Moment) -> None:
-        """Begin to sum the gradients of scalars over all ranks, all in one message."""
-        scalars = []
-        for group, buckets in self.learning(now):
-            if group.row_ndim == 0:
-                scalars += buckets
-        if scalars and self.world_size > 1:
-            grads = torch.cat([bucket.wait() for bucket in scalars])
-            work = dist.all_reduce(grads, async_op=True)
-            parts = grads.split([bucket.share_len for bucket in scalars])
-            for bucket, part in zip(scalars, parts, strict=True):
-                bucket.grads, bucket.work = part, work
-
-    def zero_grad(self, groups: list[tuple[Group, list[Bucket]]]) -> None:
-        """Clear the gradients of groups. A table's gradient is filled with zeros. So are the others
-        if a step has several micro-batches: new tensors in the first one would fragment the memory
-        that the next one needs. With one micro-batch, they are dropped: backward then makes new
-        tensors, and adds nothing. ValueError if two parameters share a gradient tensor: compiled
-        code does that if their gradients are always equal."""
-        sums, dropped = [], {}
-        for group, buckets in groups:
-            for p in itertools.chain.from_iterable(bucket.params for bucket in buckets):
-                if group.row_ndim == 1 or self.several:
-                    sums.append(gradient_buffer(p))
-                elif p.grad is not None:
-                    other = dropped.setdefault(p.grad.data_ptr(), p)
-                    if other is not p:
-                        both = f"{self.names[other]} and {self.names[p]}"
-                        raise ValueError(f"{both} always have equal gradients: leave one out")
-                    p.grad = None
-        if sums:
-            torch._foreach_zero_(sums)
-
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return all ranks' state by parameter name, on the CPU of rank 0. All ranks must call
-        this; the others return empty state."""
-        saved = {name: {} for name in self.names.values()}
-        for bucket in self.order:
-            for key, value in bucket.state.items():
-                values = bucket.gather(value)() if value.ndim else [value] * len(bucket.params)
-                if self.rank:
-                    continue
-                for p, v in zip(bucket.params, values, strict=True):
-                    saved[self.names[p]][key] = v.to("cpu", copy=True)
+        """Return all states, without padding, on the CPU. All ranks must call this."""
+        saved = {rows.name: {} for _, rows in self.groups}
+        for _, rows in self.groups:
+            for key, value in rows.state.items():
+                if value.ndim > 1:
+                    parts = rows.gather(value)
+                    rows.wait()
+                    whole = parts.flatten(0, 2)[: rows.total]
+                else:
+                    whole = value[0]  # the same number for each message
+                saved[rows.name][key] = whole.to("cpu", copy=True)
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients."""
-        self.zero_grad(self.groups)
-        for bucket in self.order:
-            rows = [saved.get(self.names[p], {}) for p in bucket.params]
-            bucket.state.clear()
-            for key, value in rows[0].items():
-                share = bucket.share([row[key] for row in rows]) if value.ndim else value
-                bucket.state[key] = share.to(bucket.params[0].device, copy=True)
+        for _, rows in self.groups:
+            rows.clear()
+            rows.state = {}
+            shape = rows.weights.shape[:3]
+            for key, value in saved.get(rows.name, {}).items():
+                if value.ndim:
+                    padded = value.new_zeros(math.prod(shape), *value.shape[1:])
+                    padded[: rows.total] = value
+                    part = padded.unflatten(0, shape)[:, rows.part]
+                else:
+                    part = value.expand(len(rows.weights))
+                rows.state[key] = part.contiguous().to(rows.weights.device, copy=True)
 
 
 # -----------------------------------------------------------------------------
-# Machine: errors, devices, ranks, signals, the log
+# Machine: devices, ranks, errors, the log, checkpoints
 
 
-def all_reduce_(tensors: list[Tensor]) -> None:
-    """Sum each tensor over all ranks, in place; one process has nothing to do.
-
-    All ranks must take the same branches. A value that decides a branch (a loss, a signal to stop,
-    a kernel's fault) is summed first: a rank that decided alone would leave the others waiting.
-    """
-    if dist.is_initialized():
-        for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
-            work.wait()
-
-
-def wait_for_all_ranks(device: torch.device) -> None:
-    """Return when all ranks have called this."""
-    count = torch.ones(1, device=device)
-    all_reduce_([count])
-    count.item()  # on a GPU, all_reduce_ does not wait
-
-
-def keep_freed_memory() -> None:
-    """Let glibc, if it is the C library, keep freed memory. Otherwise each chunk of logits takes
-    new pages from the system, which costs a tenth to a fifth of the demo's time."""
-    M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
-    with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def start_device(wanted: str, timeout: int = 600) -> torch.device:
-    """Return this process's device. Under torchrun, join the other ranks first; a rank waits at
-    most `timeout` seconds for another. UserError if there is no such GPU."""
+def start_device(wanted: str, timeout: int = 600) -> tuple[torch.device, int, int]:
+    """Return this process's device, its rank and the number of ranks. Under torchrun, join the
+    other ranks; a rank waits at most `timeout` seconds for another. UserError without a GPU."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= gpus:
@@ -1751,50 +1256,24 @@ def start_device(wanted: str, timeout: int = 600) -> torch.device:
             raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        if several:  # torchrun gives each process one thread
-            processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            torch.set_num_threads(max(1, os.cpu_count() // processes))
-        keep_freed_memory()
-    if several:
-        patience = timedelta(seconds=timeout)
-        rank_store().set_timeout(patience)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=rank_store(),
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=patience,
-        )
-    return device
-
-
-@cache
-def rank_store() -> "dist.Store":
-    """Return the store through which torchrun's ranks meet. The store keeps its keys over a
-    restart, so each start has a prefix of its own."""
-    store, _, _ = next(dist.rendezvous("env://"))
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-
-
-def chosen_by_rank_0(choose: Callable[[], str]) -> str:
-    """Return on all ranks what rank 0 chooses. A UserError of rank 0 is raised on all ranks."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return choose()
-    if os.environ["RANK"] == "0":
-        try:
-            rank_store().set("chosen", json.dumps({"choice": choose()}))
-        except UserError as error:
-            rank_store().set("chosen", json.dumps({"error": str(error)}))
-    found = json.loads(rank_store().get("chosen"))
-    if "error" in found:
-        raise UserError(found["error"])
-    return found["choice"]
+        return device, 0, 1
+    limit = timedelta(seconds=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    return device, rank, world_size
 
 
-def ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def all_reduce_(tensor: Tensor) -> Tensor:
+    """Sum a tensor over all ranks, in place, and return it. All ranks must take the same branches:
+    a rank that decided alone would leave the others waiting. So a value that decides a branch (a
+    loss, a signal to stop, a kernel's fault) is summed first."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def clock(device: torch.device) -> float:
@@ -1804,185 +1283,86 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def peak_memory(device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes allocated and reserved on a GPU; on a CPU, the process's, twice."""
-    if device.type == "cuda":
-        # Each step reads this: torch.cuda.memory_stats, which flattens it, takes ten times as long.
-        stats = torch.cuda.memory_stats_as_nested_dict()  # empty until something was allocated
-        counts = stats.get("allocated_bytes"), stats.get("reserved_bytes")
-        return tuple(count["all"]["peak"] if count else 0 for count in counts)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,) * 2
+stop_signals: list[tuple[int, float]] = []  # that came, with their times
 
 
-def to_host(values: Tensor) -> Callable[[], tuple[list[float], float]]:
-    """Start copying from the device. Return a function that waits for this copy only, and returns
-    the values and the time at which they arrived."""
-    if values.device.type == "cpu":
-        found = values.tolist(), time.perf_counter()
-        return lambda: found
-    host, copied = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
-    host.copy_(values, non_blocking=True)
-    copied.record()
-
-    def arrived() -> tuple[list[float], float]:
-        copied.synchronize()
-        return host.tolist(), time.perf_counter()
-
-    return arrived
+def note_signal(number: int, frame) -> None:
+    """Note a SIGTERM or SIGINT: `train` saves and stops. A SIGINT a second later ends the process.
+    An earlier one may be a copy: the terminal and torchrun both send a Ctrl-C to the workers."""
+    now = time.monotonic()
+    if stop_signals and number == signal.SIGINT and now > stop_signals[0][1] + 1:
+        os._exit(130)
+    if not stop_signals and os.environ.get("RANK", "0") == "0":
+        os.write(2, b"\nstopping: the step is finished and saved first\n")  # print() may be running
+    stop_signals.append((number, now))
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collect the SIGTERMs and SIGINTs that come. Run.loop then saves a checkpoint and exits.
-
-    A SIGINT more than a second after the first signal ends the process at once. One within that
-    second may be a copy: the terminal and torchrun both send a Ctrl-C to torchrun's workers.
-    """
-    seen: list[int] = []
-    first = 0.0
-
-    def note(number: int, frame) -> None:
-        nonlocal first
-        if not seen:
-            first = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() > first + 1:
-            os._exit(130)
-        seen.append(number)
-
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
+def as_program(name: str, work: Callable) -> None:
+    """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
+    once; torchrun then ends the other ranks, which wait. A rank that lost another one waits, too,
+    because the other one knows better what happened."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def script_of(run_class: type["Run"]) -> Path:
-    """Return the file that defines a Run: train_gpt.py, or a fork."""
-    return Path(inspect.getfile(run_class)).resolve()
-
-
-def project_files(script: Path) -> list[Path]:
-    """Return a script, and the files beside it or beside this one that it imports, directly or
-    indirectly."""
-    found = [script]
-    for path in found:  # found grows in the loop
-        names = re.findall(r"^ *(?:import|from) (\w+)", path.read_text("utf-8"), re.MULTILINE)
-        for name in sorted(set(names)):
-            if getattr(sys.modules.get(name), "__file__", None) == str(script):
-                continue  # the script brings this module with it: see tools/bundle.py
-            for other in (script.with_name(f"{name}.py"), HERE / f"{name}.py"):
-                if other.exists():
-                    if other not in found:
-                        found.append(other)
-                    break
-    return found
-
-
-def lock_run(run_id: str) -> TextIO:
-    """Lock a run for this process, and return the lock's open file. Closing the file, or the end of
-    the process, unlocks the run. UserError if another process holds the lock.
-
-    After a restart by torchrun, the earlier processes get a minute to end.
-    """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    deadline = time.monotonic() + (60 if restarted else 1)
-    try:
-        Path("logs").mkdir(exist_ok=True)
-        file = open(f"logs/{run_id}.lock", "a+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        reason = f"cannot write logs/{run_id}.lock in {Path.cwd()}: {error.strerror}"
-        raise UserError(f"{reason}; start in a folder that you can write to") from error
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                reason = f"the run {run_id} is in use by {file.read()}"
-                raise UserError(f"{reason}: wait for its end, or choose another --run_id") from None
-            time.sleep(0.1)
-        except OSError as error:
-            print(f"note: cannot lock {file.name} ({error.strerror}): do not start a run twice")
-            break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
-    return file
+        work()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UserError, OSError, RuntimeError) as error:
+        message = " ".join(str(error).split())[:500]
+        lost = isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)
+        if lost:
+            message = f"another rank has stopped or hangs: {message}"
+        elif isinstance(error, torch.OutOfMemoryError):
+            message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {message}"
+        elif isinstance(error, RuntimeError):
+            raise
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends a rank that waits
+        time.sleep(10 if rank or lost else 0)
+        print(f"{name}: error: {message}", file=sys.stderr)
+        sys.exit(1)
 
 
 class Log:
-    """What rank 0 writes about a run: its log, its metrics, and the console.
+    """What rank 0 writes about a run: its log, its metrics, and the console. logs/RUN_ID.txt begins
+    with all that it takes to reproduce the run (`header`). It is locked while the process lives, so
+    that no other process writes the run. logs/RUN_ID.jsonl has an object for each step: the fields
+    of Moment; tokens so far; train_loss, before the update; ms, between the arrivals of the
+    previous step's result and this one's on the host; tokens_per_s; and with grad_clip grad_norm.
+    Another object has a step's val_loss. If a step comes twice, later fields count."""
 
-    logs/<run_id>.txt begins with all that it takes to reproduce the run: the started script, then a
-    line of 100 "="; then versions, machine, settings, and the files that the script imports.
-
-    logs/<run_id>.lock is locked while the run's process lives, so no other process writes the run.
-
-    logs/<run_id>.jsonl has an object for each step: step; tokens so far; train_loss, before the
-    update; val_loss after the step, where it was measured; the fields of Moment; ms, between the
-    arrivals of the previous step's result and this one's on the host; tokens_per_s; memory_mib, the
-    peak so far; and every norms_every steps, grad_norm_<group>, before clipping. A row is written
-    during the next step, so that the host does not wait for the GPU.
-
-    The console has a line for each step, or on a terminal a progress bar.
-    """
-
-    def __init__(self, run: "Run", resumed: bool):
-        """Begin log and metrics, or continue them without rows of steps after run.first_step."""
-        hp, rank = run.hp, run.rank
-        self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
+    def __init__(self, run_id: str, resume: bool, rank: int, steps: int):
+        """Open a run's files. UserError if they are in use, or exist without `resume`."""
+        self.run_id = run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
-        if rank == 0 and self.path.exists() and not resumed:
-            raise UserError(f"{self.path} exists: choose another --run_id, or --resume")
-        self.lock = lock_run(self.run_id) if rank == 0 else None
+        self.path.parent.mkdir(exist_ok=True)
         self.file = self.path.open("a", buffering=1, encoding="utf-8")
-        self.bar = tqdm(
-            total=hp.num_iterations,
-            initial=run.first_step,
-            file=sys.stdout,
-            leave=False,
-            disable=None,  # no bar where there is no terminal
-            bar_format="{n}/{total} {bar}{postfix}, {remaining} left",
-        )
-        self.norms = [f"grad_norm_{group.name}" for group, _ in run.optimizers.groups]
-        self.tokens = hp.batch_seqs * sum(now.seq_len for now in run.moments[: run.first_step])
-        self.row, self.row_tokens, self.result = {}, 0, None
-        self.last, self.ended = (0.0, 0.0), 0.0  # the last step's (loss, stop), and its time
         metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
-        self.metrics = metrics.open("ab", buffering=0)
+        self.metrics = metrics.open("a", buffering=1, encoding="utf-8")
         if rank == 0:
-            self.metrics.truncate(self.bytes_until(metrics, run.first_step))
-            if self.path.stat().st_size == 0:
-                self.write_header(run)
+            self.lock()
+        self.is_new = self.file.tell() == 0
+        if not (self.is_new or resume):
+            raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
+        if not self.is_new:
+            print(file=self.metrics)  # ends the line that a killed process was writing
+        form = "{n}/{total} {bar}{postfix}, {remaining} left"
+        self.bar = tqdm(total=steps, file=sys.stdout, leave=False, disable=None, bar_format=form)
 
-    def bytes_until(self, path: Path, step: int) -> int:
-        """Return the bytes of the metrics' rows up to a step, without an incomplete row."""
-        size = 0
-        with contextlib.suppress(ValueError):
-            for row in path.read_bytes().splitlines(keepends=True):
-                if not row.endswith(b"\n") or json.loads(row)["step"] > step:
-                    break
-                size += len(row)
-        return size if step else 0
-
-    def write_header(self, run: "Run") -> None:
-        """Write source, software, machine and settings."""
-        script, *others = project_files(script_of(type(run)))
-        command = "nvidia-smi" if run.device.type == "cuda" else "lscpu || sysctl machdep.cpu"
-        machine = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
-        parts = [
-            script.read_text("utf-8"),
-            f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
-            machine,
-            "\n".join(f"{name}: {show(value)}" for name, value in vars(run.hp).items()),
-        ]
-        parts += [f"{path.name}:\n{path.read_text('utf-8')}" for path in others]
-        for part in parts:
-            print(part, "=" * 100, sep="\n", file=self.file)
+    def lock(self) -> None:
+        """Lock the log. After a restart by torchrun, the process before gets a minute to end."""
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        for _ in range(600 if restarted else 10):
+            try:
+                return fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError as error:
+                return print(f"note: cannot lock {self.path} ({error}): start no run twice")
+        remedy = "wait for its end, or choose another --run_id"
+        raise UserError(f"another process is writing the run {self.run_id}: {remedy}")
 
     def __call__(self, line: str, console: bool = True) -> None:
         """Write a line to the log and, with `console`, to the console."""
@@ -1991,779 +1371,420 @@ class Log:
             self.bar.write(line)
             sys.stdout.flush()
 
-    def step(self, line: str, progress: str) -> None:
-        """Write the line of one training step; on a terminal the bar moves instead."""
-        self(line, console=self.bar.disable)
-        self.bar.set_postfix_str(progress, refresh=False)
-        self.bar.update()
-
     def close(self) -> None:
-        """Close the files, and release the lock."""
-        self.file.close()
+        """Close the files, which unlocks the run."""
+        self.bar.close()
         self.metrics.close()
-        if self.lock is not None:
-            self.lock.close()
-
-    def begin_row(self, now: Moment, tokens: int, result: Tensor) -> None:
-        """Begin the row of a step whose `result`, of train_step, the GPU may still be computing."""
-        self.tokens += tokens
-        self.row_tokens = tokens
-        self.row = vars(now) | {"step": now.step + 1, "tokens": self.tokens}
-        self.row["memory_mib"] = peak_memory(result.device)[0] >> 20
-        self.result = to_host(result)
-
-    def finish_row(self, since: float) -> tuple[float, float]:
-        """Complete the last step's row, and return its loss and `stop`. `since` is the time at
-        which training began, or continued after a validation."""
-        if self.result is not None:
-            (loss, stop, *norms), ended = self.result()
-            seconds = ended - max(self.ended, since)
-            self.last, self.ended, self.result = (loss, stop), ended, None
-            self.row["train_loss"] = loss
-            self.row["ms"] = round(1e3 * seconds, 3)
-            self.row["tokens_per_s"] = round(self.row_tokens / seconds)
-            self.row |= zip(self.norms, norms, strict=False)
-        return self.last
-
-    def write_row(self, **more) -> None:
-        """Append the row and the fields `more`, if there are any, in one write."""
-        row = self.row | more
-        if row:
-            self.metrics.write(json.dumps(row).encode() + b"\n")
-        self.row = {}
+        self.file.close()
 
 
-def as_program(name: str, parse: Callable, work: Callable) -> None:
-    """Call work(parse()) as a command; a user's error becomes one line and an exit status.
+def script_of(run: type["Run"]) -> Path:
+    """Return the file that defines a Run: train_gpt.py, or a fork."""
+    return Path(inspect.getfile(run)).resolve()
 
-    The status is 2 while parsing, else 1. Only rank 0 writes to the console. If several ranks fail,
-    the lowest one reports: torchrun ends all ranks when one ends, so higher ranks wait before they
-    report. A rank that lost another rank waits, too: the lost one knows better what happened.
-    """
-    status, rank = 2, int(os.environ.get("RANK", 0))
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+def project_files(script: Path) -> list[Path]:
+    """Return a script, and what is imported by now of the files beside it or beside this one."""
+    found = [script]
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "/").resolve()
+        if path.is_file() and path.parent in (script.parent, HERE) and path not in found:
+            found.append(path)
+    return found
+
+
+def header(run: type["Run"], hp: Hyperparameters, device: torch.device) -> str:
+    """Return how a log begins: the source of the started script alone, then versions, machine,
+    settings, and the project's files that it imports. A line of 100 "=" follows each part."""
+    script, *others = project_files(script_of(run))
+    command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
+    parts = [
+        script.read_text("utf-8"),
+        f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
+        subprocess.run(command, shell=True, capture_output=True, text=True).stdout,
+        "\n".join(f"{name}: {show(value)}" for name, value in vars(hp).items()),
+    ]
+    parts += [f"{path.name}:\n{path.read_text('utf-8')}" for path in others]
+    return "\n".join(f"{part}\n{'=' * 100}" for part in parts)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in the folder of a run, newest first."""
+    return sorted(folder.glob("state_step*.pt"), reverse=True)
+
+
+def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
+    """Save a checkpoint completely or not at all, and keep only the newest ones."""
+    path = folder / f"state_step{state['step']:06}.pt"
+    unfinished = folder / "unfinished.tmp"
     try:
-        parsed = parse()
-        status = 1
-        work(parsed)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except (UserError, OSError, RuntimeError) as error:
-        message = str(error)
-        patience = 0  # seconds
-        if rank:
-            patience = 10 + min(rank, 40) / 4
-        if isinstance(error, torch.OutOfMemoryError):
-            message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {error}"
-        elif isinstance(error, RuntimeError):
-            if not (isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)):
-                raise
-            message = f"another rank has stopped or hangs: {error}"
-            patience = max(patience, 5)
-        time.sleep(patience)
-        print(f"{name}: error:", " ".join(message.split())[:500], file=sys.stderr)
-        sys.exit(status)
-    finally:
-        gc.unfreeze()  # see Run.loop
-
-
-# -----------------------------------------------------------------------------
-# Run: flags, checkpoints, warm-up, the timed loop
-
-
-def save_atomically(path: Path, state: dict) -> None:
-    """Save a checkpoint completely or not at all. UserError if that fails."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with temporary.open("wb") as file:
+        folder.mkdir(exist_ok=True)
+        with unfinished.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        unfinished.rename(path)
     except Exception as error:  # torch's writer turns all errors into RuntimeError
-        temporary.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
+    for old in checkpoints(folder)[keep:]:
+        old.unlink()
 
 
-def load_checkpoint(path: str | Path, run_class: type["Run"], verify: bool = True) -> dict:
-    """Return a checkpoint, on the CPU: `model`, with names without _orig_mod., and unless it is a
-    published one, all else that Run.save saves. UserError if the file is damaged, no checkpoint, or
-    another script's. Without `verify`, weights are mapped but not read, which is quick."""
-    if not Path(path).is_file():
-        raise UserError(f"there is no checkpoint {path}: name a file, or auto for the newest one")
+def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
+    """Return a checkpoint, on the CPU: what `train` saves, or only `model` of a published one.
+    UserError if the file is damaged, no checkpoint, or of a script with other settings."""
     try:
-        if verify:
-            with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
-                if damaged := archive.testzip():
-                    raise ValueError(f"its part {damaged} is damaged")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not verify)
+        with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
+            if damaged := archive.testzip():
+                raise ValueError(f"its part {damaged} is damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
-        saved = state.get("hyperparameters")
-        if saved is None:
-            return state
-        known = run_class.records.get(state["record"])
-        names = set(names_about(run_class.settings, "learning", "run"))
-        # Settings that a checkpoint of this script lacks are new ones: the record has their values.
-        # A checkpoint of another script must have exactly this script's settings.
-        own = state["script"] == script_of(run_class).name
-        if known is None or saved.keys() - names or (names - saved.keys() and not own):
-            other = f"{state['record']} of {state['script']}"
-            remedy = "start that script, or a tool with --script"
-            raise OtherScriptError(f"{path} is a checkpoint of {other}: {remedy}")
-        state["hyperparameters"] = replace(known, **saved)
-        run_class.check(state["hyperparameters"])
+        if "hyperparameters" in state:
+            known = run.records.get(state["record"])
+            if known is None or state["hyperparameters"].keys() != vars(known).keys():
+                raise UserError(f"{path} is a checkpoint of another script, {state['script']}")
+            state["hyperparameters"] = replace(known, **state["hyperparameters"])
+            run.check(state["hyperparameters"])
         return state
     except (OSError, MemoryError, UserError):
         raise
     except Exception as error:  # torch's own advice is an unsafe load
         reason = error if isinstance(error, (ValueError, TypeError)) else type(error).__name__
-        raise UserError(f"{path} is not an intact checkpoint of this program ({reason})") from error
+        text = f"{path} is not an intact checkpoint of this program ({reason})"
+        raise UserError(f"{text}; to go on from the one before, delete it") from error
 
 
-def checkpoints(folder: Path, pattern: str = "state_step*.pt") -> list[Path]:
-    """Return the checkpoints in a folder, newest first."""
-    return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+# -----------------------------------------------------------------------------
+# Run: flags, warm-up, the timed loop
 
 
-def newest_checkpoint(run_id: str, run_class: type["Run"], verify: bool = True) -> tuple[str, dict]:
-    """Return path and content of the script's newest intact checkpoint under logs/, of a run or of
-    any run ("*"); "" and {} if there is no checkpoint. UserError if there are some, none intact."""
-    found = checkpoints(Path("logs"), f"{run_id}/state_step*.pt")
-    own = script_of(run_class).name
-    for path in found:
-        try:
-            saved = load_checkpoint(path, run_class, verify)
-            if saved.get("script", own) == own:
-                return str(path), saved
-        except OtherScriptError:
-            continue
-        except UserError as error:
-            print(f"{error}; trying an older one")
-    if found:
-        raise UserError(f"no intact checkpoint of {own} is among {len(found)} under logs/")
-    return "", {}
+class Run:
+    """What a fork that imports this file replaces, in a subclass."""
+
+    records: dict[str, Hyperparameters] = RECORDS
+    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
+    model_class = GPT
+    optimizers_class = Optimizers
+    moment = Moment
+    check = staticmethod(check)
+
+    @staticmethod
+    def planner(moments: list[Moment], hp: Hyperparameters) -> Callable:
+        """Return the function that plans the batches of these moments, called as `consecutive`."""
+        return consecutive
 
 
-def can_resume(run_id: str, args: argparse.Namespace, run_class: type["Run"]) -> bool:
-    """Say whether `--resume auto` may resume a run: no process holds its lock, it is unfinished,
-    and it has the settings that the flags ask for, or no flag is about learning."""
-    try:
-        lock_run(run_id).close()
-    except UserError as error:
-        print(f"--resume auto: {error}")
-        return False
-    try:
-        _, saved = newest_checkpoint(run_id, run_class, verify=False)
-    except UserError:
-        return False  # another script's, or damaged, as was printed
-    if "hyperparameters" not in saved:
-        return False  # a published one
-    own = asked = saved["hyperparameters"]
-    if vars(args).keys() & {"record", *names_about(own, "learning")}:
-        asked = with_flags(run_class.records[record_asked(args, run_class)], args)
-    if differences(own, asked) and "resume_force" not in args:
-        return False
-    return saved["step"] < with_flags(own, args).num_iterations
-
-
-def automatic_checkpoint(args: argparse.Namespace, run_class: type["Run"]) -> str:
-    """Return the path of the checkpoint that "auto" means: the newest one under logs/, of --run_id
-    if that is given. For --resume without --run_id, only runs that can_resume count. "" if there is
-    none. UserError if another process holds the lock of --run_id."""
-    run_id = getattr(args, "run_id", "")
-    if "eval" in args:
-        return newest_checkpoint(run_id or "*", run_class)[0]
-    if run_id:
-        lock_run(run_id).close()
-    else:
-        found = checkpoints(Path("logs"), "*/state_step*.pt")
-        for name in dict.fromkeys(path.parent.name for path in found):
-            if can_resume(name, args, run_class):
-                run_id = name
-                break
-    path = newest_checkpoint(run_id, run_class)[0] if run_id else ""
-    if not path:
-        print("--resume auto: there is no unfinished run with these settings; a new one begins")
-    return path
-
-
-def fail(message: str):
-    """Raise UserError: argparse calls this for a bad flag."""
-    raise UserError(message)
-
-
-def switch(text: str) -> bool:
-    """Return the bool of "on", "true", "off" or "false"."""
-    values = {"on": True, "true": True, "off": False, "false": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"{text} is neither on nor off")
-    return values[text.lower()]
-
-
-def flag_parser(run_class: type["Run"], record: str) -> argparse.ArgumentParser:
-    """Return a parser of the flags: one for each setting, and --record, --eval, --resume and such.
-    Its namespace has only the flags that were given. Its help shows the record's values."""
-    script = script_of(run_class)
-    about = (sys.modules[run_class.__module__].__doc__ or script.name).strip().splitlines()[0]
+def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:
+    """Return the settings that flags ask for, and the record's name. UserError for a bad flag."""
+    default = run.records[run.default_record]
     parser = argparse.ArgumentParser(
-        prog=script.name,
-        usage=f"{script.name} [--record NAME] [--SETTING VALUE ...]",
-        description=f"{about} In brackets: the values of {record}.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+        usage=f"{script_of(run).name} [--record NAME] [--SETTING VALUE ...]",
+        description=f"The values in brackets are those of {run.default_record}.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        add_help=False,
+        exit_on_error=False,
     )
-    parser.error = fail
-    names = ", ".join(run_class.records)
-    parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
-    parser.add_argument("--record", help=f"settings to start from [{record}]: {names}")
-    parser.add_argument("--eval", metavar="auto|PATH", help="print a checkpoint's loss and exit")
-    parser.add_argument(
-        "--resume", metavar="auto|PATH", help="resume from a checkpoint; auto: the newest"
-    )
-    parser.add_argument(
-        "--resume_force", action="store_true", help="resume even with other settings"
-    )
-    group = parser
-    for f in fields(run_class.settings):
-        if f.metadata["group"]:
-            group = parser.add_argument_group(f.metadata["group"])
-        value = show(getattr(run_class.records[record], f.name)).replace("%", "%%")
-        flag, text = f"--{f.name}", f"{f.metadata['help']} [{value}]"
-        kind = type(f.default)
-        if f.metadata["choices"]:
-            group.add_argument(flag, help=text, choices=f.metadata["choices"])
-        elif kind is bool:
-            group.add_argument(
-                flag, help=text, type=switch, nargs="?", const=True, metavar="on|off"
-            )
-        elif kind is tuple:
-            group.add_argument(flag, help=text, type=float, nargs=len(f.default), metavar="float")
-        else:
-            group.add_argument(flag, help=text, type=kind, metavar=kind.__name__)
-    return parser
-
-
-def parse_flags(argv: list[str] | None, run_class: type["Run"]) -> argparse.Namespace:
-    """Return the flags that were given, or print the help asked for. UserError for a bad flag."""
-    parser = flag_parser(run_class, run_class.default_record)
-    args, unknown = parser.parse_known_args(argv)
+    names = ", ".join(run.records)
+    on_cpu = "demo" in run.records and not torch.cuda.is_available()
+    usual = "demo" if on_cpu else run.default_record
+    text = f"settings to start from, or a beginning of: {names} [{usual}]"
+    parser.add_argument("--record", default=usual, help=text)
+    comments = {}  # behind the settings
+    for cls in reversed(type(default).__mro__[:-1]):
+        source = Path(inspect.getfile(cls)).read_text("utf-8")
+        comments |= re.findall(r"^    (\w+): [^=\n]* = .*  # (.*)$", source, re.MULTILINE)
+    for f in fields(default):
+        value = getattr(default, f.name)
+        options = {"type": type(value), "choices": get_args(f.type) or None}
+        if isinstance(value, bool):
+            options = {"choices": ("on", "off")}
+        elif isinstance(value, tuple):
+            options = {"type": float, "nargs": len(value)}
+        text = f"{comments[f.name]} [{show(value)}]".replace("%", "%%")
+        parser.add_argument(f"--{f.name}", help=text, **options)
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(error) from error
     if unknown:
-        names = ["record", "eval", "resume", *(f.name for f in fields(run_class.settings))]
-        name = unknown[0].split("=")[0]
-        near = difflib.get_close_matches(name, [f"--{n}" for n in names], 1, cutoff=0.7)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-    if "help" in args:
-        flag_parser(run_class, record_asked(args, run_class)).print_help()
-        sys.exit(0)
-    return args
-
-
-def find_record(name: str, run_class: type["Run"]) -> str:
-    """Return the record's full name: `name`, or the only one that begins with `name`. UserError if
-    there is none, or more than one."""
-    records = list(run_class.records)
-    found = [name] if name in records else [known for known in records if known.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    for path in sorted(HERE.glob("forks/*.py")):  # read, not imported
-        table = re.search(r"^RECORDS = \{\n(.*?)^\}", path.read_text("utf-8"), re.M | re.S)
-        others = re.findall(r'^    "([^"]*)": ', table[1], re.M) if table else []
-        if not found and any(other.startswith(name) for other in others):
-            where = path.relative_to(HERE)
-            raise UserError(f"record {name} is in {where}: ./run.sh {where} --record {name}")
-    near = found or difflib.get_close_matches(name, records, 1) or records
-    raise UserError(f"there is no record {name}: did you mean {' or '.join(near)}?")
-
-
-def record_asked(args: argparse.Namespace, run_class: type["Run"]) -> str:
-    """Return the name of the record that flags ask for."""
-    if "record" in args:
-        return find_record(args.record, run_class)
-    on_cpu = getattr(args, "device", "auto") == "cpu" or not torch.cuda.is_available()
-    return "demo" if on_cpu and "demo" in run_class.records else run_class.default_record
-
-
-def with_flags(hp: Hyperparameters, args: argparse.Namespace) -> Hyperparameters:
-    """Return the settings, changed by the flags."""
-    given = {name: value for name, value in vars(args).items() if name in vars(hp)}
+        raise UserError(f"unknown words: {' '.join(unknown)}; --help lists the flags")
+    given = vars(given)
+    asked = given.pop("record")
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
-    if "layers" in given and "num_layers" not in given:
-        given["num_layers"] = given["layers"].count(",") + 1
-    return replace(hp, **given)
+        elif isinstance(getattr(default, name), bool):
+            given[name] = value == "on"
+    found = [name for name in run.records if name.startswith(asked)]
+    if asked not in found and len(found) != 1:
+        raise UserError(f"--record {asked}: must be one of {', '.join(found) or names}")
+    record = asked if asked in found else found[0]
+    hp = replace(run.records[record], **given)
+    run.check(hp)
+    return hp, record
 
 
-def differences(then: Hyperparameters, now: Hyperparameters) -> list[str]:
-    """Return the settings about learning that differ, as "name value -> value"."""
-    changed = []
-    for name in names_about(now, "learning"):
-        before, after = getattr(then, name), getattr(now, name)
-        if before != after:
-            changed.append(f"{name} {show(before)} -> {show(after)}")
-    return changed
+def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
+    """Return the settings that are not as they were then, as words of a command line."""
+    words = []
+    for name, value in vars(hp).items():
+        if value != getattr(then, name):
+            words += [f"--{name}", *show(value).split(" ")]
+    return words
 
 
-def parse_args(
-    argv: list[str] | None, run_class: type["Run"]
-) -> tuple[Hyperparameters, argparse.Namespace]:
-    """Return the settings (a record's or a checkpoint's, changed by flags), and the given flags,
-    with `record` (a name), `checkpoint` (its path or None) and `saved` (its content, or {}) added.
-
-    UserError for an unknown flag or a bad value.
-    """
-    args = parse_flags(argv, run_class)
-    asked = record_asked(args, run_class)
-    args.checkpoint = getattr(args, "eval", getattr(args, "resume", None))
-    args.saved = {}
-    if args.checkpoint == "auto":
-        args.checkpoint = chosen_by_rank_0(lambda: automatic_checkpoint(args, run_class)) or None
-        if "eval" in args and args.checkpoint is None:
-            raise UserError("no checkpoint under logs/: train a model first, or name one")
-        if args.checkpoint and not Path(args.checkpoint).is_file():
-            reason = f"rank 0 chose {args.checkpoint}, which this rank cannot find"
-            raise UserError(f"{reason}: logs/ must be one folder for all ranks")
-    if args.checkpoint is not None:
-        args.saved = load_checkpoint(args.checkpoint, run_class)
-
-    # Settings: those of a checkpoint, unless --record asks for others; then the flags.
-    hp = args.saved.get("hyperparameters")
-    if hp is not None and "record" not in args:
-        args.record = args.saved["record"]
-    else:
-        args.record, hp = asked, run_class.records[asked]
-    hp = with_flags(replace(hp, run_id=args.saved.get("run_id", "")), args)
-    run_class.check(hp)
-    own = script_of(run_class).name
-    if "resume" in args and args.saved:
-        check_resumed(hp, args, own)
-    elif args.saved.get("script", own) != own:
-        print(f"note: {args.saved['script']} saved {args.checkpoint}; {own} evaluates it")
-    return hp, args
-
-
-def check_resumed(hp: Hyperparameters, args: argparse.Namespace, own: str) -> None:
-    """Raise UserError if the script `own` with these settings cannot resume from args.saved."""
-    saved = args.saved.get("hyperparameters")
-    if saved is None:
-        raise UserError(f"--resume {args.checkpoint}: the file has only weights, for --eval")
-    changed = differences(saved, hp)
-    if args.saved["script"] != own:
-        changed.insert(0, f"script {args.saved['script']} -> {own}")
-    if changed and "resume_force" not in args:
-        remedy = "--resume_force accepts them"
-        text = ", ".join(changed)
-        raise UserError(f"the checkpoint has other hyperparameters: {text}; {remedy}")
-    if args.saved["step"] < hp.num_iterations and not args.saved["optimizers"]:
-        reason = "it is the last one of a finished run, without the optimizers' state"
-        raise UserError(f"--resume {args.checkpoint}: {reason}; name an earlier one")
-
-
-def build(
-    model_class: type[GPT], hp: Hyperparameters, device: torch.device, weights: dict | None = None
-) -> GPT:
-    """Return the model on its device, compiled if the settings say so, with initial weights or the
-    given ones."""
+def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
+    """Return the model on its device, with initial weights. Decide what @compiled does."""
+    compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
+    # Otherwise, layers with an autograd.Function would be compiled anew at each start.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)
-    model = model_class(hp)
-    if weights:
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            reason = f"has other hyperparameters: {error}"
-            if any(name.endswith("attn.c_q.weight") for name in weights):
-                reason = "is a published one of 2024, with separate q, k and v: not supported"
-            raise UserError(f"the checkpoint {reason}") from error
-    compiled = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
-    return model.to_device(device, compiled)
+    model = run.model_class(hp).to(device)
+    for table in model.tables():
+        table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batch: list[Tensor], when: Moment | int, device: torch.device) -> float:
-    """Return the mean loss of all ranks' validation sequences. `when` is as in GPT.windows.
-
-    This rank's inputs and targets are (n, T), on its device, and n may be 0.
-    """
+def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device: torch.device) -> float:
+    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T)."""
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
     for inputs, targets in zip(*batch, strict=True):
-        loss = model(inputs, targets, when)
+        loss = model(inputs, targets, now)
         total += torch.stack([loss, torch.ones_like(loss)])
-    all_reduce_([total])
+    all_reduce_(total)
     model.train()
     return (total[0] / total[1]).item()
 
 
-def train_step(
-    model: GPT,
-    optimizers: Optimizers,
-    inputs: Tensor,
-    targets: Tensor,
-    now: Moment,
-    stop: float = 0,
-) -> Tensor:
-    """Make one step on this rank's (n, T) micro-batches.
+def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Tensor]:
+    """Return this rank's inputs and targets (n, T) for `evaluate`: every world_size-th sequence."""
+    count = hp.val_tokens // hp.val_seq_len
+    planned = plan_batches(hp.val_files, hp.val_seq_len, count, 1, vocab_size=hp.vocab_size)
+    inputs, targets = next(distributed_data_generator(planned, 0, 1, torch.device("cpu")))
+    return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
 
-    Return one tensor (2,) or (2 + groups,), equal on all ranks: the mean loss of the global batch,
-    the sum of `stop`, and the groups' gradient norms if the optimizers made them. Gradients are
-    summed first and divided last, so that each micro-batch's FP8 gradient keeps its scale.
-    """
+
+def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
+    """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
+    (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
+    grad_clip the gradient's norm. Gradients are divided last: FP8's scale is for undivided ones."""
     loss = torch.zeros((), device=inputs.device)
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
         micro_loss = model(input_seq, target_seq, now)
         if i == len(inputs):
             optimizers.begin_last_backward(now)
         micro_loss.backward()
+        optimizers.collect()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
     norms = optimizers.step(now)
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
-    all_reduce_([result])
-    return torch.cat([result, *norms])
+    return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
 
 
-def choose_kernels(model: "GPT", hp: Hyperparameters, device: torch.device, log=print) -> None:
-    """Decide which Triton kernels are used, and log their names. --kernels auto uses those that
-    agree with their plain functions on all ranks. UserError for --kernels on where Triton cannot
-    run.
-    """
-    reason = "--kernels off" if hp.kernels == "off" else obstacle(device)
-    if hp.kernels == "on" and reason:
-        raise UserError(f"--kernels on: {reason}")
-    for kernel in model.kernels:
-        kernel.use = not reason and kernel.fused is not None
-    if hp.kernels == "auto":
-        in_fp8 = trains_in_fp8(hp.fp8, device)
-        dtype = activation_dtype(device)
-        faults = [
-            reason or fault(kernel.plain, model.compile_, hp, device, dtype, in_fp8)
-            for kernel in model.kernels
-        ]
-        # A kernel is used if no rank has a fault: all ranks must compute the same.
-        votes = torch.tensor([float(bool(text)) for text in faults], device=device)
-        all_reduce_([votes])
-        for kernel, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
-            kernel.use = not against
-            if against and not reason:
-                log(f"kernel {kernel.name} is off: {text or 'another rank cannot use it'}")
-    names = " ".join(names_in_use(model.kernels)) or "none"
-    if device.type == "cuda" or names != "none":  # a CPU has none
-        log(f"kernels: {names}, {reason}" if reason else f"kernels: {names}")
-
-
-def warm_up(
-    model: GPT, optimizers: Optimizers, moments: list[Moment], device: torch.device, log=print
-) -> None:
-    """Choose kernels, then make a step of each kind in `moments`, on made-up tokens.
-
-    The initial weights are restored at the end. Without compilation, one step of the longest kind
-    is enough. Compilation leaves cycles of Python objects, which hold gigabytes of GPU memory: they
-    are collected, and one more step then reserves the memory that the run will need.
-    """
+def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) -> None:
+    """Choose kernels, then make a step for each graph_key of the moments, on made-up tokens, and
+    restore the weights. Compilation leaves cycles of Python objects, which hold gigabytes of GPU
+    memory: they are collected, and one more step then reserves the memory that the run needs."""
     hp = model.hp
     initial = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
-    choose_kernels(model, hp, device, log)
-    kinds = {now.kind: now for now in moments}  # the last moment of each kind
+    choose_kernels(model, hp, device, all_reduce_, log)
+    kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
     longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
-
-    def once(now: Moment) -> None:
+    for now in [*kinds.values(), longest] if compiled.allowed else [longest]:
+        if now is longest:
+            gc.collect()
+            torch.cuda.empty_cache()
         val = tokens[:, : hp.val_seq_len]
-        evaluate(model, [val.int(), val], now, device)  # first: its blocks of memory are larger
+        evaluate(model, (val.int(), val), now, device)  # first: its blocks of memory are larger
         x = tokens[:, : now.seq_len]
         train_step(model, optimizers, x.int(), x, now)
-
-    for now in kinds.values() if model.compiled else [longest]:
-        once(now)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        once(longest)
     model.load_state_dict(initial)
     optimizers.load_state_dict({})
 
 
-class Run:
-    """A run: where it starts, its loop, and what it writes.
+def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
+    """Return what a run goes on from, {} for nothing. UserError for one of another program."""
+    found = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
+    if not found:
+        return {}
+    saved = load_checkpoint(found[0], run)
+    author = saved.get("script", "another program")
+    may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
+    changed = changed_flags(hp, replace(saved.get("hyperparameters", hp), **may_change))
+    if changed or author != script_of(run).name:
+        command = shlex.join([script_of(run).name, *changed])
+        raise UserError(f"{found[0]} was saved by {author} without this: {command}")
+    return saved
 
-    A fork that imports this file has a subclass, which overrides names and methods from `records`
-    to can_stop. Tools read no others.
-    """
 
-    records: dict[str, Hyperparameters] = RECORDS
-    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    settings = Hyperparameters
-    model_class = GPT
-    optimizers_class = Optimizers
-    loss_digits = 4  # of a validation loss in the log
-    check = staticmethod(check)
-    moment = staticmethod(moment)
-
-    @staticmethod
-    def cut(shard: Shard, position: int, now: Moment, hp: Hyperparameters):
-        """Cut the batch of a moment: see cut_consecutive."""
-        return cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
-
-    def validates(self, step: int) -> bool:
-        """Say whether the run validates after a step. After the last step it always does."""
-        every = self.hp.val_loss_every
-        return bool(every) and step % every == 0
-
-    def can_stop(self, step: int) -> bool:
-        """Say whether a checkpoint after a step holds all that the next step needs."""
-        return True
-
-    def __init__(self, hp: Hyperparameters, args: argparse.Namespace):
-        """Find the device, read the validation data, make the model."""
-        self.hp, self.record, self.log = hp, args.record, None
-        self.device = start_device(hp.device, hp.comm_timeout)
-        self.rank, self.world_size = ranks()
-        # Validation is one global batch. A rank may get none of its sequences.
-        validation = distributed_data_generator(
-            hp.val_files,
-            hp.val_seq_len,
-            batch_seqs=hp.val_tokens // hp.val_seq_len,
-            rank=0,
-            world_size=1,
-            num_batches=1,
-            vocab_size=hp.vocab_size,
-        )
-        self.val_batch = [t[self.rank :: self.world_size].to(self.device) for t in next(validation)]
-        self.model = build(self.model_class, hp, self.device, args.saved.get("model"))
-
-    def new_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the batches of the steps from first_step on."""
-        hp = self.hp
-
-        def cut_step(shard: Shard, position: int, step: int):
-            return self.cut(shard, position, self.moments[step], hp)
-
-        return distributed_data_generator(
-            hp.train_files,
-            hp.seq_len,
-            hp.batch_seqs,
-            self.rank,
-            self.world_size,
-            start_step=self.first_step,
-            num_batches=hp.num_iterations,
-            epochs=hp.epochs,
-            vocab_size=hp.vocab_size,
-            device=self.device,
-            cut=cut_step,
-        )
-
-    def begin(self, saved: dict, resumed: bool) -> None:
-        """Start the log, warm up, and load the rest of a checkpoint, if there is one."""
-        hp, device = self.hp, self.device
-        on_gpu = device.type == "cuda"
-        self.first_step, self.seconds = saved.get("step", 0), saved.get("seconds", 0.0)
-        self.moments = [self.moment(step, hp) for step in range(hp.num_iterations + 1)]
-        self.batches = self.new_batches()
-        self.optimizers = self.optimizers_class(self.model, hp, self.rank, self.world_size)
-        self.log = log = Log(self, resumed)
-        self.folder = Path("logs", log.run_id)
-        if self.rank == 0:
-            for unfinished in self.folder.glob("*.tmp"):  # of a run that was killed while it saved
-                unfinished.unlink()
-        own = self.records[self.record]
-        changed = [n for n in vars(hp) if getattr(hp, n) != getattr(own, n)]
-        flags = "".join(f" --{name} {show(getattr(hp, name))}" for name in changed)
-        place = torch.cuda.get_device_name() if on_gpu else "CPU"
-        log(f"record {self.record}{flags}\non {self.world_size} x {place}, log in {log.path}")
-        if self.record == "demo" and hp.device == "auto" and not on_gpu:
-            log("no GPU found: this is a small demonstration, on the sample corpus in data/")
-        if on_gpu and hp.fp8 and not trains_in_fp8(hp.fp8, device):
-            log("this GPU has no FP8: the head trains in bfloat16")
-        start = clock(device)
-        warm_up(self.model, self.optimizers, self.moments, device, log)
-        # Each step copies its inputs and targets to these tensors, so no step allocates any.
-        most = hp.batch_seqs // self.world_size * max(now.seq_len for now in self.moments)
-        dtypes = (torch.int32, torch.int64)
-        self.batch_buffers = [torch.empty(most, dtype=dtype, device=device) for dtype in dtypes]
-        log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        if saved:
-            self.restore(saved)
-
-    def restore(self, saved: dict) -> None:
-        """Restore all of a checkpoint but the weights, which the model has already."""
-        text = f"resumed at step {self.first_step}"
-        if script_of(type(self)).read_text("utf-8") != saved["code"]:
-            text += "; the source has changed since"
-        if names_in_use(self.model.kernels) != saved["kernels"]:
-            text += f"; the kernels then were: {' '.join(saved['kernels']) or 'none'}"
-        self.log(text)
-        self.optimizers.load_state_dict(saved["optimizers"])
-        torch.set_rng_state(saved["random"])
-        if self.device.type == "cuda" and saved["cuda_random"] is not None:
-            torch.cuda.set_rng_state(saved["cuda_random"])
-        saved.clear()  # frees more than the model's size
-
-    def loop(self) -> None:
-        """Train to the last step, or until a signal comes. Validation and saving are not timed.
-
-        The host never waits for the GPU within a step: it reads a step's loss during the next step.
-        An .item() anywhere in a step would break this, and tests/gpu would notice.
-        """
-        hp, log, stop, path = self.hp, self.log, 0.0, None
-        gc.freeze()  # garbage collection skips what exists now: it stays to the end
-        with stop_signals() as signals:
-            start = clock(self.device)
-            for step in range(self.first_step, hp.num_iterations + 1):  # steps made so far
-                last, new = step == hp.num_iterations, step > self.first_step
-                # A resumed run does not repeat the validation at the step where it was saved.
-                validate = (last or self.validates(step)) and (new or step == 0)
-                leave = stop and not last and new and self.can_stop(step)
-                # With save_every, the last step is saved, too, which marks the run as finished.
-                due = hp.save_every and (last or step % hp.save_every == 0)
-                save = new and (due or (last and hp.save_last))
-                if validate or save or leave:
-                    self.check_loss(log.finish_row(start)[0], step)
-                    self.seconds += clock(self.device) - start
-                    log.write_row(**(self.validate(step) if validate else {}))
-                    if save or leave:
-                        path = self.save(step)
-                    if leave:
-                        self.leave(step, signals)
-                    start = clock(self.device)
-                if last:
-                    break
-                now = self.moments[step]
-                batch = self.next_batch()
-                result = train_step(self.model, self.optimizers, *batch, now, stop=bool(signals))
-                loss, stop = log.finish_row(start)  # of the step before, so no waiting
-                self.check_loss(loss, step)
-                log.write_row()
-                log.begin_row(now, hp.batch_seqs * now.seq_len, result)
-                ms = 1e3 * (self.seconds + time.perf_counter() - start)
-                rate = f"{ms / (step + 1):.0f} ms/step, {log.tokens / ms:.1f}k tokens/s"
-                log.step(self.line(step + 1, ms), f"loss {loss:.3f}, {rate}")
-        self.end(path)
-
-    def next_batch(self) -> list[Tensor]:
-        """Return inputs and targets (n, T) of the next step, on the device."""
-        batch = []
-        for buffer, arrived in zip(self.batch_buffers, next(self.batches), strict=True):
-            batch.append(buffer[: arrived.numel()].view_as(arrived))
-            batch[-1].copy_(arrived, non_blocking=True)
-        return batch
-
-    def line(self, step: int, ms: float, loss: str = "") -> str:
-        """Return a line of the log, in the format that the community's scripts parse."""
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        return f"step:{step}/{self.hp.num_iterations} {loss}{times}"
-
-    def check_loss(self, loss: float, step: int) -> None:
-        """Raise UserError if the loss is not finite. All ranks have the same loss, and all stop."""
-        if not math.isfinite(loss):
-            self.diverged(f"the loss is {loss} at step {step}")
-
-    def diverged(self, what: str) -> None:
-        """Raise UserError with `what`, advice, and the last checkpoint's name."""
-        kept = next(iter(checkpoints(self.folder)), "none")
+def check_loss(loss: float, step: int, log: Log) -> None:
+    """Raise UserError if a loss is not finite. All ranks have the same loss, so all stop."""
+    if not math.isfinite(loss):
+        kept = next(iter(checkpoints(Path("logs", log.run_id))), "none")
         remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
-        raise UserError(f"{what}: {remedy}")
+        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
 
-    def validate(self, step: int) -> dict:
-        """Log the validation loss, and return fields for the metrics' row."""
-        if step == 0:
-            self.log(f"validating on {self.hp.val_tokens} tokens")
-        loss = evaluate(self.model, self.val_batch, self.moments[step], self.device)
-        text = f"val_loss:{loss:.{self.loss_digits}f} "
-        self.log(self.line(step, 1e3 * self.seconds, text))
-        self.check_loss(loss, step)
-        return {"step": step, "val_loss": loss}
 
-    def save(self, step: int) -> Path:
-        """Save what is needed to resume after a step, and return the file's path. After the last
-        step, the optimizers' state is left out."""
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            self.diverged(f"a weight is not finite after step {step}")
-        script = script_of(type(self))
-        names = names_about(self.hp, "learning", "run")
-        finished = step == self.hp.num_iterations
-        state = {
-            "script": script.name,
-            "code": script.read_text("utf-8"),
-            "record": self.record,
-            "hyperparameters": {name: getattr(self.hp, name) for name in names},
-            "run_id": self.log.run_id,
-            "step": step,
-            "seconds": self.seconds,
-            "random": torch.get_rng_state(),
-            "cuda_random": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
-            "kernels": names_in_use(self.model.kernels),
-            "model": self.model.state_dict(),
-            "optimizers": {} if finished else self.optimizers.state_dict(),
-        }
-        path = self.folder / f"state_step{step:06}.pt"
-        if self.rank == 0:
-            save_atomically(path, state)
-            for old in checkpoints(self.folder)[self.hp.keep :]:
-                old.unlink()
-        return path
+def finish_step(log, row: dict, hp, values: Tensor, arrival, since: float) -> tuple[float, float]:
+    """Wait until train_step's `values` are on the host (`arrival`: an event, or on a CPU the time).
+    Complete and write the step's row of the metrics. Return the sum of `stop`, and the time; the
+    step before ended at `since`."""
+    ended = arrival
+    if not isinstance(arrival, float):
+        arrival.synchronize()
+        ended = time.perf_counter()
+    loss, stop, *norm = values.tolist()
+    rate = hp.batch_seqs * row["seq_len"] / (ended - since)
+    row |= {"train_loss": loss, "ms": round(1e3 * (ended - since), 3), "tokens_per_s": round(rate)}
+    if norm:
+        row["grad_norm"] = norm[0]
+    print(json.dumps(row), file=log.metrics)
+    log.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
+    check_loss(loss, row["step"], log)
+    return stop, ended
 
-    def leave(self, step: int, signals: list[int]) -> None:
-        """End the process with the signal's exit status, after rank 0 has saved."""
-        wait_for_all_ranks(self.device)
-        number = signal.Signals(signals[0] if signals else signal.SIGTERM)
-        self.log(f"stopped by {number.name} and saved; --resume auto continues after step {step}")
+
+def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
+    """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
+    leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
+    reads a step's values during the next step. An .item() in a step would break this."""
+    device, rank, world_size = start_device(hp.device, hp.comm_timeout)
+    on_gpu, last_step = device.type == "cuda", hp.num_iterations
+    if hp.batch_seqs % world_size:
+        reason = f"{world_size} ranks cannot share {hp.batch_seqs} sequences"
+        raise UserError(f"{reason}: start a number that divides --batch_seqs")
+    if hp.resume and not hp.run_id:
+        raise UserError("--resume on: say which run with --run_id NAME")
+
+    # Data and model come before the log: a mistake in them does not use up the run's name.
+    moments = [run.moment(step, hp) for step in range(last_step + 1)]
+    plan = run.planner(moments, hp)
+    val_batch = validation_batch(hp, rank, world_size, device)
+    batch_shape = hp.seq_len, hp.batch_seqs
+    planned = plan_batches(hp.train_files, *batch_shape, last_step, hp.epochs, hp.vocab_size, plan)
+    model = build(run, hp, device)
+
+    # Rank 0 locks the log before any rank looks for a checkpoint: nobody saves another one then.
+    log = Log(hp.run_id, hp.resume, rank, last_step)
+    all_reduce_(torch.zeros(1, device=device)).item()
+    saved = newest_checkpoint(run, hp)
+    first_step, seconds = saved.get("step", 0), saved.get("seconds", 0.0)
+    if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
+        raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
+    if first_step == last_step:
+        log(f"the run {log.run_id} is finished")
+        return log.close()
+    optimizers = run.optimizers_class(model, hp, rank, world_size)
+
+    if log.is_new:
+        print(header(run, hp, device), file=log.file)
+    flags = changed_flags(replace(hp, run_id="", resume=False), run.records[record])
+    log(shlex.join(["record", record, *flags]))
+    log(f"on {world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, log in {log.path}")
+    if record == "demo" and hp.device == "auto" and not on_gpu:
+        log("no GPU found: this is a small demonstration, on the sample corpus in data/")
+    if on_gpu and hp.fp8 and not fp8_supported(device):
+        log("this GPU has no FP8: the head trains in bfloat16")
+    start = clock(device)
+    warm_up(model, optimizers, moments, device, log)
+    log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
+    source = script_of(run).read_text("utf-8")
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizers.load_state_dict(saved["optimizers"])
+        edited = "" if saved["code"] == source else "; the source has changed since"
+        log(f"resumed at step {first_step}{edited}")
+        saved.clear()  # frees more than the model's size
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    tokens = hp.batch_seqs * sum(now.seq_len for now in moments[:first_step])
+    batches = distributed_data_generator(planned, rank, world_size, device, first_step)
+    batch = next(batches)
+    row, values, arrival, stop = {}, None, None, 0.0  # of the step before
+    stop_signals.clear()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note_signal)
+    log.bar.update(first_step)
+    gc.freeze()  # garbage collection skips what exists now: it stays to the end
+    start = ended = clock(device)
+    for step in range(first_step, last_step + 1):  # steps made so far
+        now, last, new = moments[step], step == last_step, step > first_step
+        leave = stop and new and not last and now.can_stop
+        validate = now.validate and (new or step == 0)
+        due = last or leave or (hp.save_every and step % hp.save_every == 0)
+        save = hp.keep and new and due
+        if validate or save or leave:
+            if values is not None:
+                stop, ended = finish_step(log, row, hp, values, arrival, ended)
+                values = None
+            seconds += clock(device) - start
+            if validate:
+                loss = evaluate(model, val_batch, now, device)
+                times = f"train_time:{1e3 * seconds:.0f}ms"
+                times += f" step_avg:{1e3 * seconds / max(step, 1):.2f}ms"
+                log(f"step:{step}/{last_step} val_loss:{loss:.5f} {times}")
+                print(json.dumps({"step": step, "val_loss": loss}), file=log.metrics)
+                check_loss(loss, step, log)
+            if save:
+                if not all(p.isfinite().all() for p in model.parameters()):
+                    raise UserError(f"a weight is not finite after step {step}: lower the rates")
+                state = {
+                    "script": script_of(run).name,
+                    "code": source,
+                    "record": record,
+                    "hyperparameters": dict(vars(hp)),
+                    "step": step,
+                    "seconds": seconds,
+                    # Weights are views, and torch.save would write all that they are views of.
+                    "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
+                    "optimizers": {} if last else optimizers.state_dict(),
+                }
+                if rank == 0:
+                    save_checkpoint(Path("logs", log.run_id), state, hp.keep)
+            if last or leave:
+                break
+            start = ended = clock(device)
+
+        torch.manual_seed((hp.seed + 1) * 2**20 + step)  # for forks that draw numbers
+        result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
+        result = result.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if on_gpu else time.perf_counter()
+        batch = next(batches, None)  # is read while the GPU computes
+        if values is not None:
+            stop, ended = finish_step(log, row, hp, values, arrival, ended)
+        values, arrival = result, copied
+        tokens += hp.batch_seqs * now.seq_len
+        row = vars(now) | {"step": step + 1, "tokens": tokens}
+        ms = 1e3 * (seconds + time.perf_counter() - start)
+        line = f"step:{step + 1}/{last_step} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
+        log(line, console=log.bar.disable)
+        log.bar.update()
+
+    all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
+    if leave:
+        number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
+        command = [show(script_of(run)), "--record", record, *flags, "--run_id", log.run_id]
+        remedy = f"saved; go on with ./run.sh {shlex.join(command)} --resume on"
+        log(f"stopped by {number.name} after step {step}: {remedy if hp.keep else 'not saved'}")
+        log.close()
         sys.exit(128 + number)
-
-    def end(self, path: Path | None) -> None:
-        """Log the peak memory, and print commands to try next."""
-        self.log.bar.close()
-        allocated, reserved = (size >> 20 for size in peak_memory(self.device))
-        self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-        run_sh = HERE / "run.sh"
-        if not run_sh.exists():
-            return  # this file alone
-        command = "./run.sh" if Path.cwd() == HERE else str(run_sh)
-        if path is not None:
-            print("read what it writes:", shlex.join([command, "tools/sample.py", str(path)]))
-        if self.hp.train_files.startswith(FINEWEB):
-            log = str(self.log.path)
-            print("compare with published runs:", shlex.join([command, "tools/records.py", log]))
+    if on_gpu:
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    log.close()
 
 
-def work(parsed: tuple[Hyperparameters, argparse.Namespace], run_class: type[Run]) -> None:
-    """Train with what parse_args returned; with --eval, validate once."""
-    hp, args = parsed
-    step = args.saved.get("step", hp.num_iterations if args.saved else 0)
-    if "resume" in args and args.saved and step >= hp.num_iterations:
-        print(f"the run is finished: step {step} of {hp.num_iterations} is saved")
-        return
-    run = run_class(hp, args)
-    if "eval" in args:
-        choose_kernels(run.model, hp, run.device)
-        loss = evaluate(run.model, run.val_batch, run.moment(step, hp), run.device)
-        print(f"val_loss:{loss:.4f} over {hp.val_tokens} tokens, {args.checkpoint}")
-        return
-    try:
-        run.begin(args.saved, resumed="resume" in args)
-        run.loop()
-    finally:
-        if run.log is not None:
-            run.log.close()
-
-
-def main(argv: list[str] | None = None, run_class: type[Run] = Run) -> None:
+def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:
     """Run the command line of this file, or of a fork whose Run is given."""
-    as_program(
-        script_of(run_class).name,
-        parse=lambda: parse_args(argv, run_class),
-        work=lambda parsed: work(parsed, run_class),
-    )
+    as_program(script_of(run).name, lambda: train(run, *parse_args(argv, run)))
 
 
 if __name__ == "__main__":

@@ -352,10 +352,10 @@ def tokenize(args: argparse.Namespace) -> None:
     print(f"documents: {train.documents} for training, {val.documents} for validation")
     stem, val_flags = args.out / args.name, "--val_files PATTERN"
     if val.written:  # val_tokens of the demo, or as many as fit in one shard
-        fitting = (max(val.written.values()) - 1) // 1024 * 1024
+        fitting = (max(val.written.values()) - 2) // 1024 * 1024
         val_tokens = max(1024, min(fitting, 65536))
         val_flags = f"--val_files '{stem}_val_*.bin' --val_tokens {val_tokens}"
-    steps = sum((n - 1) // 2048 for n in train.written.values())  # batches of the demo
+    steps = sum((n - 2) // 2048 for n in train.written.values())  # batches of the demo
     epochs = " --epochs 0" if steps < 128 else ""
     print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}{epochs}")
 

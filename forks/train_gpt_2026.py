@@ -22,20 +22,21 @@ import itertools
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
-import train_gpt as t  # before torch: it sets how OpenMP's threads wait
-from train_gpt import BLOCK, END_OF_TEXT, Group, Kernel, UserError, number, setting
-
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import train_gpt as t
+from train_gpt import BLOCK, END_OF_TEXT, Group, UserError, has_twin, number
 
 Triple = tuple[float, float, float]
 
@@ -44,9 +45,10 @@ Triple = tuple[float, float, float]
 # Settings: those of the records after 2025-01-26
 
 
-# A layer is written as its window and words, joined by "+": long+v0+x5. The words are:
+# A layer is written as its window, long, short (half of the long one) or none, and then any of
+# these words, in this order: long+v0+x5. Numbers of layers count the layers in use, from 0.
 #     v0 to v9    rows of this value-embedding table are mixed into v
-#     x5          the output of layer 5 is added to the input
+#     x5          the output of layer 5 is added to the input, in the upper half of the layers
 #     in5         attention reads the output of layer 5
 #     pair        two heads attend as one of twice as many positions
 #     backout     a share of the layer's output is subtracted before the last norm
@@ -66,7 +68,7 @@ LAYERS_HC = (  # late attention reads the output of layer 7
     "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
     "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
-LAYERS_DEMO = "short+v0+pair,long+v1,short+pair+x0+backout,long+v2"
+LAYERS_DEMO = "short+v0+pair,long+v1,short+x0+pair+backout,long+v2"
 
 # Stages of the run, and settings of Adam's parameter groups. number_rows reads both.
 LATER_STAGES = (
@@ -96,56 +98,46 @@ ADAM_HC = (
 class Hyperparameters(t.Hyperparameters):
     """train_gpt.py's settings, and those of later records. Defaults: 2025-01-26_BatchSize."""
 
-    window_rule: str = setting(
-        "blocks", "unit of attention windows", choices=("blocks", "tokens", "distance")
-    )
-    layers: str = setting(LAYERS_2025_SKIPS, "window and words of each layer", group="model")
-    num_layers: int = setting(12, "number of layers, half from each end of --layers", 2)
+    window_rule: Literal["blocks", "tokens", "distance"] = "blocks"  # unit of attention windows
+    layers: str = LAYERS_2025_SKIPS  # window and words of each layer
 
-    stages: str = setting("", "settings of each stage; empty: one", group="stages, documents")
-    extension_frac: float = setting(0.0, "share of steps after the schedule's end", 0, 0.9)
-    exact_stages: bool = setting(False, "stages and learning rates change at unrounded steps")
-    last_window: int = setting(0, "long window of the last validation, 0: unchanged", 0)
-    align_to_documents: bool = setting(False, "begin each training sequence with a document")
-    max_document_tokens: int = setting(
-        2048, "tokens at which aligned documents are cut, 0: never", 0
-    )
+    stages: str = ""  # settings of each stage; empty: one stage
+    extension_frac: float = 0.0  # share of steps after the schedule's end
+    exact_stages: bool = False  # stages and learning rates change at unrounded steps
+    last_window: int = 0  # long window of the last validation, 0: unchanged
+    align_to_documents: bool = False  # begin each training sequence with a document
+    max_document_tokens: int = 2048  # tokens at which aligned documents are cut, 0: never
 
-    qkv_init: float = setting(1.0, "factor on init_bound for q, k and v", group="later models")
-    out_init: float = setting(0.0, "factor on init_bound for attention's last weight, 0: zeros")
-    value_init: float = setting(1.0, "initial standard deviation of value embeddings")
-    head_init: float = setting(0.0, "initial standard deviation of the head")
-    tied_frac: float = setting(0.0, "share of scheduled steps with head and embedding tied", 0, 1)
-    yarn: bool = setting(False, "YaRN: fit rotary frequencies and attn_scale to the window")
-    key_offset: bool = setting(False, "long, unpaired: half of a key is the previous token's")
-    paired_heads: bool = setting(False, "heads attend in pairs in layers with the word pair")
-    attention_gate: bool = setting(False, "gate each head's output")
-    value_gate: bool = setting(False, "gate value embeddings for each head")
-    gate_by_values: bool = setting(False, "unpaired, value gates also read the value embedding")
-    skip_gate: bool = setting(False, "gate skip connections")
-    smear: bool = setting(False, "add to each embedding a gated share of the previous one")
-    bigram_rows: int = setting(0, "rows of the bigram embedding table, 0: no table", 0)
-    bigram_lambda: float = setting(0.1, "initial factor on bigram embeddings in each layer")
-    scaled_projections: bool = setting(False, "attention's lambdas scale its projections' weights")
-    residual_lambda: float = setting(1.0, "initial factor on the residual stream")
-    sublayer_lambdas: bool = setting(False, "factors on residual stream and output, by sublayer")
-    x0_apart: bool = setting(False, "the factors on x0 are parameters of their own")
-    logit_sigmoid: Triple = setting((0.0, 0.0, 1.0), "a b c: a sigmoid((logit + b) / c); a 0: off")
-    loss_sum: bool = setting(False, "gradients are of a sequence's summed loss, not its mean")
+    qkv_init: float = 1.0  # factor on init_bound for q, k and v
+    out_init: float = 0.0  # factor on init_bound for attention's last weight, 0: zeros
+    value_init: float = 1.0  # initial standard deviation of value embeddings
+    head_init: float = 0.0  # initial standard deviation of the head
+    tied_frac: float = 0.0  # share of scheduled steps with head and embedding tied
+    yarn: bool = False  # YaRN: fit rotary frequencies and attn_scale to the window
+    key_offset: bool = False  # long, unpaired: half of a key is the previous token's
+    paired_heads: bool = False  # heads attend in pairs in layers with the word pair
+    attention_gate: bool = False  # gate each head's output
+    value_gate: bool = False  # gate value embeddings for each head
+    gate_by_values: bool = False  # unpaired, value gates also read the value embedding
+    skip_gate: bool = False  # gate skip connections
+    smear: bool = False  # add to each embedding a gated share of the previous one
+    bigram_rows: int = 0  # rows of the bigram embedding table, 0: no table
+    bigram_lambda: float = 0.1  # initial factor on bigram embeddings in each layer
+    scaled_projections: bool = False  # attention's lambdas scale its projections' weights
+    residual_lambda: float = 1.0  # initial factor on the residual stream
+    sublayer_lambdas: bool = False  # factors on residual stream and output, by sublayer
+    x0_apart: bool = False  # the factors on x0 are parameters of their own
+    logit_sigmoid: Triple = (0.0, 0.0, 1.0)  # a b c: a sigmoid((logit + b) / c); a 0: off
+    loss_sum: bool = False  # gradients are of a sequence's summed loss, not its mean
 
-    adam_rule: str = setting(
-        "torch",
-        "PyTorch's Adam, or Adam with cautious weight decay",
-        choices=("torch", "cautious"),
-        group="later optimizers",
-    )
-    adam_groups: str = setting("", "Adam's groups with settings of their own")
-    adam_every: int = setting(1, "steps between Adam's updates, which sum their gradients", 1, 2)
-    muon_mul: Triple = setting((2.0, 1.0, 1.0), "factors on muon_lr: tall, wide, square matrices")
-    muon_beta2: float = setting(0.0, "NorMuon's beta2, 0: plain Muon", 0, 0.9999)
-    muon_decay: float = setting(0.0, "Muon's cautious weight decay, times lr^2")
-    polar_express: bool = setting(False, "orthogonalise by Polar Express, not by Newton-Schulz")
-    momentum_cooldown_steps: int = setting(0, "last steps, in which Muon's momentum falls", 0)
+    adam_rule: Literal["torch", "cautious"] = "torch"  # cautious: with cautious weight decay
+    adam_groups: str = ""  # Adam's groups with settings of their own
+    adam_every: int = 1  # steps between Adam's updates, which sum their gradients
+    muon_mul: Triple = (2.0, 1.0, 1.0)  # factors on muon_lr: tall, wide, square matrices
+    muon_beta2: float = 0.0  # NorMuon's beta2, 0: plain Muon
+    muon_decay: float = 0.0  # Muon's cautious weight decay, times lr^2
+    polar_express: bool = False  # orthogonalise by Polar Express, not by Newton-Schulz
+    momentum_cooldown_steps: int = 0  # last steps, in which Muon's momentum falls
 
     @property
     def scheduled_steps(self) -> int:
@@ -183,93 +175,64 @@ class Layer:
         return f"{self.window}+pair" if self.paired else self.window
 
 
-def layer_fields(text: str) -> dict:
-    """Return the fields of Layer that a row's window and words set, or {} if a word is wrong."""
-    window, *words = text.split("+")
-    found = {"window": window}
-    for word in words:
-        if word == "pair":  # 2026-01-07_PairedHeadAttention
-            name, value = "paired", True
-        elif word == "backout":
-            name, value = "backout", True
-        elif match := re.fullmatch(r"v(\d)", word):
-            name, value = "values", match[1]
-        elif match := re.fullmatch(r"x(0|[1-9]\d?)", word):
-            name, value = "skip_from", int(match[1])
-        elif match := re.fullmatch(r"in(0|[1-9]\d?)", word):
-            name, value = "source", int(match[1])
-        else:
-            return {}
-        if name in found:
-            return {}
-        found[name] = value
-    if window not in ("long", "short", "none"):
-        return {}
-    if window == "none" and found.keys() & {"values", "source", "paired"}:
-        return {}
-    return found
-
-
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
-    """Return the layers in use: num_layers of --layers, half from each end. Skip connections then
-    join mirror images. Rows that name other layers by number need the whole table."""
+    """Return the layers in use: num_layers of --layers, half from each end. UserError for rows that
+    are wrong, or that name a layer which is not below them."""
     rows = hp.layers.split(",")
-    n, last = hp.num_layers, len(rows) - 1
-    if not 1 <= n <= len(rows):
+    n, half = hp.num_layers, hp.num_layers // 2
+    if n > len(rows):
         raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
-    if n < len(rows):
-        for place, text in enumerate(rows):
-            row = layer_fields(text)
-            mirrored = row.get("skip_from", last - place) == last - place
-            if not mirrored or "source" in row or "backout" in row:
-                reason = f"layers name each other, such as {text!r}: give a shorter --layers"
-                raise UserError(f"--num_layers {n}: {reason}")
-    half = n // 2
     table = []
-    for i, text in enumerate(rows[: n - half] + rows[len(rows) - half :]):
-        row = layer_fields(text)
-        if n < len(rows) and "skip_from" in row:
-            row["skip_from"] = n - 1 - i
-        skip, source = row.get("skip_from"), row.get("source", -1)
-        bad_skip = skip is not None and (i < n - half or skip >= i)
-        if not row or source >= i or bad_skip:
-            form = "long, short or none, and words such as +v0, +x1, +in1, +pair or +backout"
-            raise UserError(f"--layers: {text!r} cannot be layer {i}; a row is {form}")
-        row["paired"] = hp.paired_heads and "paired" in row
-        table.append(Layer(**row))
-    if sum(row.backout for row in table) > 1:
-        raise UserError("--layers: only one layer can have the word backout")
+    for i, row in enumerate(rows[: n - half] + rows[len(rows) - half :]):
+        words = r"(long|short|none)(?:\+v(\d))?(?:\+x(\d+))?(?:\+in(\d+))?(\+pair)?(\+backout)?"
+        if not (found := re.fullmatch(words, row)):
+            form = "long, short or none, then any of +v0 +x1 +in1 +pair +backout, in this order"
+            raise UserError(f"--layers: {row!r} is not a layer; a layer is {form}")
+        window, values, skip, source, pair, backout = found.groups()
+        layer = Layer(
+            window,
+            values,
+            skip_from=None if skip is None else int(skip),
+            source=None if source is None else int(source),
+            paired=hp.paired_heads and pair is not None,
+            backout=backout is not None,
+        )
+        table.append(layer)
+        rule = ""
+        if window == "none" and (values or source or pair):
+            rule = "a layer without attention has no values, source or pairs"
+        elif skip is not None and (i < n - half or layer.skip_from >= i):
+            rule = "layers of the upper half add the output of a layer below"
+        elif source is not None and layer.source >= i:
+            rule = "attention reads the output of a layer below"
+        elif sum(layer.backout for layer in table) > 1:
+            rule = "only one layer can have the word backout"
+        if rule:
+            raise UserError(f"--layers: {row!r} cannot be layer {i}: {rule}")
     return tuple(table)
 
 
-def number_rows(
-    text: str, name: str, known: tuple[str, ...], lists: tuple[str, ...] = ()
-) -> list[tuple[str, dict]]:
+def number_rows(text: str, name: str, known: tuple[str, ...]) -> list[tuple[str, dict]]:
     """Parse a setting such as "head+lr=.008+beta1=.5,embed+lr=.6". Return each row's name ("" if it
-    has none) and its numbers by field. Fields in `lists` are tuples, written 1/2/3. UserError for
-    an unknown field, a wrong number or a name that comes twice."""
+    has none) and its numbers by field. The field "targets" is a tuple, written 1/2/3. UserError for
+    an unknown field or a wrong number."""
     rows = []
     for row in text.split(",") if text else []:
         words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
         first = "" if "=" in words[0] else words.pop(0)
         numbers = {}
-        for word in words:
-            match = re.fullmatch(r"(\w+)=([\d.e/+-]+)", word)
-            try:
-                values = tuple(float(number) for number in match[2].split("/"))
-                legal = match[1] in known and match[1] not in numbers
-                legal = legal and all(0 <= value < math.inf for value in values)
-                legal = legal and (len(values) == 1 or match[1] in lists)
-            except (TypeError, ValueError):
-                legal = False
-            if not legal:
-                forms = " ".join(f"{key}=NUMBER" for key in known)
-                raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +")
-            numbers[match[1]] = values if match[1] in lists else values[0]
+        try:
+            for word in words:
+                key, value = word.split("=")
+                parts = value.split("/") if key == "targets" else [value]
+                values = tuple(float(part) for part in parts)
+                if key not in known or not all(0 <= value < math.inf for value in values):
+                    raise ValueError
+                numbers[key] = values if key == "targets" else values[0]
+        except ValueError:
+            forms = " ".join(f"{key}=NUMBER" for key in known)
+            raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +") from None
         rows.append((first, numbers))
-    names = [first for first, _ in rows if first]
-    if len(set(names)) < len(names):
-        raise UserError(f"--{name} {text}: a row comes twice")
     return rows
 
 
@@ -289,51 +252,49 @@ class Stage:
 def stage_table(stages: str) -> tuple[Stage, ...]:
     """Return the stages of the setting; UserError for a wrong row."""
     table = []
-    names = tuple(f.name for f in fields(Stage))
-    for first, numbers in number_rows(stages, "stages", names, lists=("targets",)):
+    for first, numbers in number_rows(stages, "stages", tuple(f.name for f in fields(Stage))):
+        for name in numbers.keys() & {"length", "window", "cap"}:
+            if numbers[name] % 1:
+                raise UserError(f"--stages {stages}: {name} must be a whole number")
+            numbers[name] = int(numbers[name])
         stage = Stage(**numbers)
-        whole = (stage.length, stage.window, stage.cap)
-        wrong = first or not numbers or stage.length < 1 or len(stage.targets) > 3
-        if wrong or any(number % 1 for number in whole):
-            rule = "whole numbers for length (from 1), window and cap; at most 3 targets"
-            raise UserError(f"--stages {stages}: a row is of {rule}; STAGES_2026 shows the form")
-        length, window, cap = (int(number) for number in whole)
-        table.append(replace(stage, length=length, window=window, cap=cap))
+        if first or not numbers or stage.length < 1:
+            rule = "a row has no name, and a length from 1; STAGES_2026 shows the form"
+            raise UserError(f"--stages {stages}: {rule}")
+        table.append(stage)
     return tuple(table) or (Stage(),)
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
     """Return the numbers that adam_groups sets for each group, by the group's name. UserError for
-    an unknown name or a number that is not allowed."""
-    known = PATTERNS.keys() - {"muon"}
-    table = dict(number_rows(hp.adam_groups, "adam_groups", ("lr", "beta1", "beta2", "decay")))
-    for name, row in table.items():
-        rule = ""
-        if name not in known:
-            rule = f"a row begins with one of {' '.join(sorted(known))}"
-        elif max(row.get("beta1", 0), row.get("beta2", 0)) >= 1:
-            rule = "a beta must be below 1"
-        elif "decay" in row and hp.adam_rule != "cautious":
-            rule = "decay needs --adam_rule cautious"
-        if rule:
-            raise UserError(f"--adam_groups {hp.adam_groups}: {rule}")
+    an unknown name, a name that comes twice, or a decay that the rule does not have."""
+    rows = number_rows(hp.adam_groups, "adam_groups", ("lr", "beta1", "beta2", "decay"))
+    table, known = dict(rows), PATTERNS.keys() - {"muon"}
+    rule = ""
+    if len(table) < len(rows) or not table.keys() <= known:
+        rule = f"each row begins with another one of {' '.join(sorted(known))}"
+    elif hp.adam_rule != "cautious" and any("decay" in row for row in table.values()):
+        rule = "decay needs --adam_rule cautious"
+    if rule:
+        raise UserError(f"--adam_groups {hp.adam_groups}: {rule}")
     return table
 
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that are not allowed, alone or together."""
+    t.check(hp)
     layer_table(hp)
-    t.check_ranges(hp)
+    adam_table(hp)
     stages = stage_table(hp.stages)
     has_caps = any(stage.cap for stage in stages)
     has_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
     a, _, c = hp.logit_sigmoid
     every = hp.adam_every
     for name, wrong, rule in (
-        ("val_tokens", hp.val_tokens % hp.val_seq_len, "must be a multiple of val_seq_len"),
         ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),
         ("stages", has_caps and not hp.align_to_documents, "cap needs --align_to_documents on"),
-        ("save_every", hp.save_every % every, f"must be a multiple of --adam_every {every}"),
+        ("adam_every", every < 1, "must be 1 or more"),
+        ("save_every", every and hp.save_every % every, "must be a multiple of --adam_every"),
         ("grad_clip", hp.grad_clip and every > 1, "needs --adam_every 1"),
         ("tied_frac", hp.tied_frac and hp.vocab_size % 128, "needs vocab_size a multiple of 128"),
         ("yarn", hp.yarn and not has_windows, "needs a window in each of --stages"),
@@ -351,7 +312,6 @@ def check(hp: Hyperparameters) -> None:
     ):
         if wrong:
             raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
-    adam_table(hp)
 
 
 BIGRAM_HASH = Hyperparameters(
@@ -477,7 +437,6 @@ RECORDS = {
         model_dim=128,
         bigram_rows=50304,
         adam_groups=ADAM_HC.replace("lr=.008+beta1=.5", "lr=.048+beta1=.5"),
-        bfloat16_head=True,
         train_files=f"{t.SAMPLE}_train_*.bin",
         val_files=f"{t.SAMPLE}_val_*.bin",
         val_loss_every=90,
@@ -489,67 +448,73 @@ RECORDS = {
 # Data: sequences that begin with a document
 
 
-@lru_cache(maxsize=8)
-def document_starts(shard: t.Shard) -> np.ndarray:
-    """Return where the documents of a shard start, (documents,)."""
-    return np.flatnonzero(shard.tokens == END_OF_TEXT)
-
-
-@lru_cache(maxsize=8)
-def kept_tokens(shard: t.Shard, longest: int) -> np.ndarray:
-    """Return how many tokens are kept up to each document's end, (documents,), in cut documents."""
-    lengths = np.diff(document_starts(shard), append=len(shard.tokens))
-    return np.minimum(lengths, longest).cumsum()
-
-
-def cut_whole(shard: t.Shard, position: int, length: int):
-    """Take `length` tokens from the start of the first document at or after a position. Return the
-    pieces and where the next sequence begins; None if the shard is too short."""
-    documents = document_starts(shard)
+def whole_documents(documents: np.ndarray, position: int, length: int):
+    """Take `length` tokens from the first of the documents, which start at (n,), at or after a
+    position. Return the pieces and where the next sequence begins; None if too few are left."""
     first = np.searchsorted(documents, position)
-    start = documents[first] if first < len(documents) else len(shard.tokens)
+    if first == len(documents):
+        return None
+    start = documents[first]
     after = np.searchsorted(documents, start + length - 1)
-    if after >= len(documents):
+    if after == len(documents):
         return None
     return [(start, start + length)], documents[after]
 
 
-def cut_pieces(shard: t.Shard, position: int, length: int, longest: int):
-    """Take `length` tokens in pieces: of each document its first tokens, at most `longest`. The
-    rest of the last document is dropped, as on the leaderboard since September 2025. Return as
-    cut_whole."""
-    documents, ends = document_starts(shard), kept_tokens(shard, longest)
+def beginnings(documents: np.ndarray, ends: np.ndarray, position: int, length: int):
+    """Take `length` tokens: of each document its first ones. `ends` (n,) counts the tokens that are
+    kept up to each document's end. The rest of the last document is dropped, as on the leaderboard
+    since September 2025. Return as whole_documents."""
     first = np.searchsorted(documents, position)
     end = length + (ends[first - 1] if first else 0)
     last = np.searchsorted(ends, end)
-    if last >= len(ends):
+    if last == len(ends):
         return None
     starts = documents[first : last + 1]
     stops = starts + np.diff(ends[first : last + 1], prepend=end - length)
     stops[-1] -= ends[last] - end
-    return list(zip(starts, stops, strict=True)), starts[-1] + 1
+    return np.stack([starts, stops], axis=1), starts[-1] + 1
 
 
-def cut(shard: t.Shard, position: int, now: "Moment", hp: Hyperparameters):
-    """Cut the batch of a moment: consecutive sequences, or sequences that begin with a document."""
+def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyperparameters):
+    """Return the sequences of the batch that begins at a position, and where the next one begins.
+    None if the shard has too few tokens. As published, it is left a batch early if its documents,
+    which have these `lengths`, are not cut."""
+    length = now.seq_len + 1  # with the last target
+    batch = hp.batch_seqs * now.seq_len
     if not hp.align_to_documents:
-        return t.cut_consecutive(shard, position, now.step, now.seq_len, hp.batch_seqs)
-    longest = now.longest
-    # As published: a shard whose documents are not cut is left a batch early.
-    if not longest and position + 2 * hp.batch_seqs * now.seq_len + 1 >= len(shard.tokens):
+        if position + batch + 1 >= len(tokens):
+            return None
+        starts = range(position, position + batch, now.seq_len)
+        return [[(start, start + length)] for start in starts], position + batch
+    if not now.longest and position + 2 * batch + 1 >= len(tokens):
         return None
+    ends = np.minimum(lengths, now.longest).cumsum()
     sequences = []
     for _ in range(hp.batch_seqs):
-        length = now.seq_len + 1  # with the last target
-        if longest:
-            found = cut_pieces(shard, position, length, longest)
+        if now.longest:
+            found = beginnings(documents, ends, position, length)
         else:
-            found = cut_whole(shard, position, length)
+            found = whole_documents(documents, position, length)
         if found is None:
             return None
         pieces, position = found
         sequences.append(pieces)
     return sequences, position
+
+
+def plan(shards: list[np.ndarray], seq_len: int, batch_seqs: int, moments: list, hp):
+    """Plan the batches of these moments, as train_gpt.py's `consecutive` does. With
+    hp.align_to_documents, each sequence begins with a document."""
+    step = 0
+    for tokens in shards:
+        documents = np.flatnonzero(tokens == END_OF_TEXT)
+        lengths = np.diff(documents, append=len(tokens))
+        position = 0
+        while found := next_batch(tokens, documents, lengths, position, moments[step], hp):
+            sequences, position = found
+            yield tokens, sequences
+            step += 1
 
 
 # -----------------------------------------------------------------------------
@@ -609,69 +574,67 @@ def is_tied(step: int, hp: Hyperparameters) -> bool:
     return hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= last)
 
 
-@dataclass(frozen=True)
 class Moment(t.Moment):
     """All that is scheduled, at one step."""
 
-    longest: int  # tokens at which documents are cut, if batches are aligned to them
-    targets: tuple[float, ...]  # loss weights of the next token, the one after it, ...
-    tied: bool  # whether the embedding is the head
-    adam: bool  # whether Adam learns, from the gradients since its last step
+    def __init__(self, step: int, hp: Hyperparameters):
+        super().__init__(step, hp)
+        last = self.step == hp.num_iterations
+        stage = stages_until(self.step, hp)[-1]
+        self.lr = get_lr(self.step, hp)
+        self.momentum = get_muon_momentum(self.step, hp)
+        window = stage.window or self.window
+        self.short = window // 2
+        self.window = hp.last_window if last and hp.last_window else window
+        self.seq_len = hp.seq_len * stage.length
+        self.longest = stage.cap or hp.max_document_tokens  # tokens at which documents are cut
+        self.targets = get_targets(self.step, hp)  # loss weights of the next token, the one after
+        self.tied = is_tied(self.step, hp)  # whether the embedding is the head
+        self.adam = last or (self.step + 1) % hp.adam_every == 0  # whether Adam learns
+        self.can_stop = self.step % hp.adam_every == 0  # a checkpoint has no gradients
 
     @property
-    def kind(self) -> tuple:
-        """What decides how a step is compiled and how much memory it takes. Each sequence length
-        and each number of targets is compiled once more; a new window compiles nothing."""
+    def graph_key(self) -> tuple:
+        """Each sequence length and each number of targets is compiled once more. A new window
+        compiles nothing."""
         return self.seq_len, len(self.targets), self.tied, self.adam
-
-
-def moment(step: int, hp: Hyperparameters) -> Moment:
-    """Return the moment of a step from 0 to num_iterations, which is that after the last step."""
-    step = min(step, hp.num_iterations)
-    at_end = step == hp.num_iterations
-    stage = stages_until(step, hp)[-1]
-    window = stage.window or t.get_window_size(step, hp)
-    return Moment(
-        step=step,
-        lr=get_lr(step, hp),
-        momentum=get_muon_momentum(step, hp),
-        window=hp.last_window if at_end and hp.last_window else window,
-        short=window // 2,
-        seq_len=hp.seq_len * stage.length,
-        longest=stage.cap or hp.max_document_tokens,
-        targets=get_targets(step, hp),
-        tied=is_tied(step, hp),
-        adam=at_end or (step + 1) % hp.adam_every == 0,
-    )
 
 
 # -----------------------------------------------------------------------------
 # Model: paired heads, gates, bigrams, YaRN, several targets a token, a tied head
 
 
-def first_visible(input_seq: Tensor, window: int | Tensor, rule: str) -> Tensor:
+def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
     """Return the mask of train_gpt.py's first_visible. The rule "distance" rounds the window down
     to whole blocks, and lets a token see that many tokens before itself."""
     if rule == "distance":
-        blocks = (torch.as_tensor(window) // BLOCK).clamp(min=1)
+        blocks = (window // BLOCK).clamp(min=1)
         return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
     return t.first_visible(input_seq, window, rule)
 
 
-def offset_keys(k: Tensor) -> Tensor:
-    """Return keys (1, H, T, D) in which the channels that half RoPE does not rotate come from the
-    previous token, even if it is in another document (2025-12-14_PartialKeyOffset)."""
+@t.compiled
+def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:
+    """Return the masks of input_seq (T,) for windows (), by name. Where heads are paired, a token
+    has two positions: a document begins at the first, and windows count positions."""
+    masks = {}
+    for name, window in windows.items():
+        tokens = input_seq
+        if name.endswith("+pair"):
+            second = torch.full_like(input_seq, -1)
+            tokens = torch.stack([input_seq, second], dim=1).flatten()
+        masks[name] = t.make_mask(first_visible(tokens, window, rule))
+    return masks
+
+
+def attend_with_offset(q, k, v, mask: tuple | Tensor, scale: float) -> Tensor:
+    """Attend as train_gpt.py does, with keys (1, H, T, D) in which the channels that half RoPE does
+    not rotate come from the previous token, even if it is in another document
+    (2025-12-14_PartialKeyOffset)."""
     before = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2)
     half = k.size(-1) // 2
     still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
-    return torch.where(still, before, k)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float, key_offset: bool
-) -> Tensor:
-    """train_gpt.py's attend, with offset keys if key_offset."""
-    return t.attend(q, offset_keys(k) if key_offset else k, v, mask, scale)
+    return t.attend(q, torch.where(still, before, k), v, mask, scale)
 
 
 @torch.compiler.assume_constant_result
@@ -708,9 +671,7 @@ def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor: Tensor) -> Tensor:
     """Return what train_gpt.py's function of this name returns, times a factor ()."""
-    normed = t.norm(x, eps).float()
-    swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return ((normed * cos + swapped * sin) * factor).type_as(x).transpose(1, 2)
+    return t.rotate_normed(x, cos, sin, eps) * factor
 
 
 GATE_CHANNELS = 12  # channels of its input that a gate reads
@@ -724,6 +685,8 @@ def gate_of(x: Tensor, weight: Tensor) -> Tensor:
 
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, value embeddings mixed into v, and gates."""
+
+    attend = staticmethod(t.attend)  # tools/sample.py sets one with a cache of keys and values
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -742,7 +705,8 @@ class CausalSelfAttention(nn.Module):
         else:
             nn.init.zeros_(self.c_proj.weight)
         self.paired = layer.paired
-        self.key_offset = hp.key_offset and layer.mask == "long"
+        if hp.key_offset and layer.mask == "long":
+            self.attend = attend_with_offset
         self.gates_by_values = hp.gate_by_values and not layer.paired
         self.gate = self.value_gate = None
         if hp.attention_gate:
@@ -760,7 +724,7 @@ class CausalSelfAttention(nn.Module):
             read = torch.cat([x[..., :half], value.flatten(2)[..., :half]], dim=-1)
         return 2 * gate_of(read, self.value_gate)[..., None] * value
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, attend, post: Tensor | None):
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, post: Tensor | None):
         """Map x (1, T, C) to (1, T, C), times post () if there is one. `value` is rows (T, H * D)
         of a table. Factors on the output multiply the last weight: a factor on activations would
         keep them for its own gradient, 1.6 GB for 2026-03-06."""
@@ -784,12 +748,9 @@ class CausalSelfAttention(nn.Module):
             turn = torch.arange(heads, device=x.device) % 2
             q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))
             cos, sin = (part[:, turn].view(-1, heads // 2, head_dim) for part in (cos, sin))
-        if factor is None:
-            q = recomputed(t.rotate_normed, q, cos, sin, self.eps)  # (1, H, T, D)
-        else:
-            q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)
+        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
         k = recomputed(t.rotate_normed, k, cos, sin, self.eps)
-        out = attend(q, k, v.transpose(1, 2), mask, self.scale, self.key_offset)
+        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale)
         out = out.transpose(1, 2).reshape(shape)
         if self.gate is not None:
             out = out * gate_of(x, self.gate)[..., None]
@@ -847,7 +808,7 @@ class Block(nn.Module):
         """Return the residual stream past attention (0) or past the MLP (-1)."""
         return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
 
-    def forward(self, x, x0, value, skip, rotary, mask, attend, bigram=None, source=None) -> Tensor:
+    def forward(self, x, x0, value, skip, rotary, mask, bigram=None, source=None) -> Tensor:
         """Map x (1, T, C) to (1, T, C). skip is (factor, earlier output) or None. Attention reads
         `source`, a normed earlier output, or else x."""
         by_sublayer = self.lambdas is None
@@ -858,7 +819,7 @@ class Block(nn.Module):
         if self.attn is not None:
             read = recomputed(t.norm, x, self.eps) if source is None else source
             post = self.post_lambda[0] if by_sublayer else None
-            out = self.attn(read, value, rotary, mask, attend, post)
+            out = self.attn(read, value, rotary, mask, post)
             x = self.kept(x, 0) + out
             if by_sublayer:
                 x = self.mixed(x, x0, bigram)
@@ -882,49 +843,38 @@ def next_targets(targets: Tensor, count: int) -> Tensor:
     return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
 
 
-@Kernel
-def weighted_cross_entropy(logits, targets, form, shares=None, grad_scale=None, grads=None):
-    """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64.
+@has_twin
+def weighted_cross_entropy(logits, targets, form, shares=None, grad_scale=None, dtype=None):
+    """Return what train_gpt.py's softcapped_cross_entropy does, for logits capped by a sigmoid.
 
-    The logits first become z = a sigmoid((logit + b) / c) of the form (a, b, c). The gradient of
-    the logits * grad_scale goes to grads (T, V): the logits' own memory, or float8_e5m2. dz/dlogit
-    is (z - z^2 / a) / c. z is at most a, so softmax may subtract a instead of the row's maximum.
-
-    With shares (K,) and targets (T, K) of next_targets, the gradient is that of the losses of all K
-    targets times their shares, and the loss returned is that of the next token alone.
+    The logits (T, V) first become z = a sigmoid((logit + b) / c) of the form (a, b, c), so
+    dz/dlogit is (z - z^2 / a) / c. With shares (K,) and targets (T, K) of next_targets, the
+    gradient is that of the losses of all K targets times their shares, and the loss returned is
+    that of the next token alone. Targets of a row may be equal; a target of -1 has no share.
     """
     a, b, c = form
     targets = targets.view(len(targets), -1)
     share = (targets >= 0) * (1.0 if shares is None else shares)  # (T, K)
-    if torch.compiler.is_compiling():  # two passes over the logits; only the result is stored
-        z = a * torch.sigmoid(1 / c * (logits.float() + b))
-        z_of_target = a * torch.sigmoid(1 / c * (logits.gather(1, targets[:, :1]).float() + b))
-        p = torch.exp(z - a)
-        total = p.sum(dim=1, keepdim=True)
-        loss = (total.log() + a - z_of_target).sum()
-        column = torch.arange(p.size(1), device=p.device)
-        p = p / total * share.sum(1, keepdim=True)
-        for k in range(share.size(1)):
-            p = p - share[:, k, None] * (column == targets[:, k, None])
-    else:  # z and p are stored, and overwritten where that is possible
-        z = logits.float()
-        z = torch.add(z.new_full((), b / c), z, alpha=1 / c, out=z).sigmoid_().mul_(a)
-        p = torch.softmax(z, dim=-1)
-        loss = -p.gather(1, targets[:, :1]).log().sum()
-        if shares is not None:
-            p.mul_(share.sum(1, keepdim=True))
-        p.scatter_add_(1, targets.clamp(min=0), -share)
-    if grads is not None:
-        grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(1 / c * grad_scale)
-        in_fp8 = grads.dtype == torch.float8_e5m2
-        grads.copy_(t.to_fp8(grad, 1.0, grads.dtype) if in_fp8 else grad)
-    return loss
+    targets = targets.clamp(min=0)
+    z = logits.float().mul_(1 / c).add_(b / c).sigmoid_().mul_(a)
+    p = torch.softmax(z, dim=-1)
+    z_of_target = z.gather(1, targets)
+    p_of_target = p.gather(1, targets)
+    loss = -p_of_target[:, 0].log().sum()
+    if grad_scale is None:
+        return loss, None
+    scale = 1 / c * grad_scale
+    total = share.sum(1, keepdim=True)
+    grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(scale * total)
+    grad_of_target = p_of_target * total  # by z
+    for k in range(targets.size(1)):
+        grad_of_target = grad_of_target - share[:, k, None] * (targets == targets[:, k, None])
+    slope_of_target = torch.addcmul(z_of_target, z_of_target, z_of_target, value=-1 / a)
+    return loss, t.with_targets(grad, targets, slope_of_target * grad_of_target * scale, dtype)
 
 
 class Head(t.Head):
     """train_gpt.py's Head, with logits capped by a sigmoid, and several targets for each token."""
-
-    cross_entropy = weighted_cross_entropy
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
@@ -937,17 +887,22 @@ class Head(t.Head):
         """Return the tokens in a chunk: fewer where memory is small."""
         return 8192 if memory_is_small(device) else super().chunk_len(device)
 
+    def cross_entropy(self, logits, targets, grad_scale, dtype, shares=None):
+        """Return what weighted_cross_entropy returns."""
+        return weighted_cross_entropy(logits, targets, self.form, shares, grad_scale, dtype)
+
+    def grad_scale(self, tokens: int) -> float:
+        """Return the factor on the gradient of a sequence's summed loss. With --loss_sum it is 1,
+        as FP8 scales and Adam's epsilon of these records expect."""
+        return 1.0 if self.summed else super().grad_scale(tokens)
+
     def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K
-        shares, the gradients are those of the losses of K targets, times their shares. With
-        --loss_sum a micro-batch counts as a sum over its tokens, as FP8 scales and Adam's epsilon
-        of these records expect: the same numbers on any number of ranks."""
-        weights = None
-        if shares != (1.0,):
-            weights = torch.stack([number(share, x) for share in shares])
-            targets = next_targets(targets, len(shares))
-        grad_scale = 1.0 if self.summed else 1 / len(x)
-        return self.loss_of(x, targets, (self.form, weights), grad_scale)
+        shares, the gradients are those of the losses of K targets, times their shares."""
+        if shares == (1.0,):
+            return super().loss(x, targets)
+        weights = torch.stack([number(share, x) for share in shares])
+        return super().loss(x, next_targets(targets, len(shares)), weights)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32, never
@@ -959,16 +914,12 @@ class Head(t.Head):
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
-    attend = staticmethod(attend)
-    # Most layers differ, so a graph for each would share nothing, and each graph costs the host
-    # time. With one graph for all layers, no gradient could be sent before the backward pass ends.
-    layers_a_graph = 4
+    kernels = ("weighted_cross_entropy", "relu2_mlp", "symmetric_matmul")
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
         self.hp = hp
         self.layers = layer_table(hp)
-        self.kernels = weighted_cross_entropy, t.relu2_mlp, t.symmetric_matmul
         names = sorted({layer.values for layer in self.layers} - {None})
         width = hp.num_heads * hp.head_dim
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
@@ -994,10 +945,8 @@ class GPT(t.GPT):
         self.lm_head = Head(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
-        self.use_flex = False
-        self.compiled, self.compile_ = False, t.as_is
-        self.tied = False
-        self.rotary: dict[tuple, dict] = {}  # the last of rotary_of
+        self.tied = False  # whether training looks embeddings up in the head
+        self.frequencies: dict[tuple, tuple] = {}  # of rotary, by the windows so far
 
     @property
     def context_tokens(self) -> int:
@@ -1017,41 +966,18 @@ class GPT(t.GPT):
             tables.append(self.lm_head)
         return tables
 
-    def compile_layers(self) -> None:
-        """Compile several layers as one graph, and what reads the previous token. Where memory is
-        small, a graph is one layer: validation then needs less memory."""
-        if memory_is_small(self.lm_head.weight.device):
-            self.layers_a_graph = 1
-        self.layers_from = self.compile_(self.layers_from)
-        if self.smear_gate is not None or self.bigram_embed is not None:
-            self.with_the_token_before = self.compile_(self.with_the_token_before)
-
-    def tie(self, tied: bool) -> None:
-        """Let embedding and head share memory and gradient, or be two tables."""
-        if tied == self.tied:
-            return
-        embed, head = self.embed.weight, self.lm_head.weight
-        embed.data = head.data if tied else head.data.clone()
-        t.gradient_buffer(head)
-        for name in ("grad", "grad32"):  # one of them is the buffer
-            setattr(embed, name, getattr(head, name, None) if tied else None)
-        self.tied = tied
-
-    def load_state_dict(self, *args, **kwargs):
-        """Load weights. Embedding and head are two tables then: else one would overwrite the
-        other."""
-        self.tie(False)
-        return super().load_state_dict(*args, **kwargs)
-
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
         each value table by its name, and of the bigram table by "bigram"."""
-        x, more = super().embedded(input_seq)
+        tables = self.value_embeds["embed"].items()
+        more = {name: t.lookup(table, input_seq) for name, table in tables}
+        x = t.lookup(self.lm_head if self.tied else self.embed, input_seq)
         x, rows = self.with_the_token_before(x, input_seq)
         if rows is not None:
             more["bigram"] = t.lookup(self.bigram_embed, rows)
         return x, more
 
+    @t.compiled
     def with_the_token_before(self, x: Tensor, input_seq: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the smeared embeddings (T, C) of tokens (T,), and the rows (T,) of their bigrams.
         Both read the previous token, even if it is in another document."""
@@ -1063,42 +989,37 @@ class GPT(t.GPT):
             rows = bigram_hash(input_seq, self.hp.bigram_rows)
         return x, rows
 
-    def windows(self, when: Moment) -> dict[str, int]:
-        """Return the windows that layers attend with, by Layer.mask."""
-        names = sorted({layer.mask for layer in self.layers} - {"none"})
-        return {name: when.window if name.startswith("long") else when.short for name in names}
+    @torch.no_grad()
+    def masks(self, input_seq: Tensor, now: Moment) -> dict:
+        """Return the masks of input_seq (T,), by Layer.mask."""
+        windows = {}
+        for name in sorted({layer.mask for layer in self.layers} - {"none"}):
+            window = now.window if name.startswith("long") else now.short
+            windows[name] = torch.tensor(window)
+        return make_masks(input_seq, windows, self.hp.window_rule)
 
-    def make_masks(self, input_seq: Tensor, windows: dict[str, Tensor], make_mask) -> dict:
-        """Return the masks of input_seq (T,) for these windows, by name. Where heads are paired, a
-        token has two positions: a document begins at the first, and windows count positions."""
-        masks = {}
-        for name, window in windows.items():
-            tokens = input_seq
-            if name.endswith("+pair"):
-                second = torch.full_like(input_seq, -1)
-                tokens = torch.stack([input_seq, second], dim=1).flatten()
-            masks[name] = make_mask(first_visible(tokens, window, self.hp.window_rule))
-        return masks
-
-    def rotary_of(self, length: int, when: Moment, device: torch.device, start: int = 0):
-        """Return the rotary tables of `length` tokens from `start` on, by whether heads are paired:
-        cos and sin (T, 1, head_dim), or (T, 2, head_dim) for two positions a token; and YaRN's
-        factor () on q, or None. The last tables are kept for the next call."""
-        windows = tuple(stage.window for stage in stages_until(when.step, self.hp))
-        key = length, start, windows, device
-        if key in self.rotary:
-            return self.rotary[key]
-        frequency, factor = t.rotary_frequencies(self.hp, device), None
+    def rotary(self, position: Tensor, now: Moment) -> dict[bool, tuple]:
+        """Return the rotary tables of tokens at positions (T,), by whether heads are paired: cos
+        and sin (T, 1, head_dim), or (T, 2, head_dim) for two positions a token; and YaRN's factor
+        () on q."""
+        windows = ()
         if self.hp.yarn:
+            windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
+        if windows not in self.frequencies:
+            frequency = t.rotary_frequencies(self.hp, position.device)
             frequency, factor = yarn(frequency, windows)
-            factor = number(factor, frequency)
+            self.frequencies[windows] = frequency, number(factor, frequency)
+        return self.rotary_tables(position, *self.frequencies[windows])
+
+    @t.compiled
+    def rotary_tables(self, position: Tensor, frequency: Tensor, factor: Tensor) -> dict:
+        """Return the tables that `rotary` returns."""
         tables = {}
         for paired in {layer.paired for layer in self.layers}:
-            count = 2 if paired else 1
-            position = torch.arange(count * start, count * (start + length), device=device)
-            cos, sin = t.rotary_table(position.view(length, count), frequency)
-            tables[paired] = cos, sin, factor
-        self.rotary = {key: tables}
+            places = position[:, None]
+            if paired:
+                places = torch.stack([2 * position, 2 * position + 1], dim=1)
+            tables[paired] = *t.rotary_table(places, frequency), factor
         return tables
 
     def skip_factor(self, i: int, weight: Tensor, x0: Tensor) -> Tensor:
@@ -1108,20 +1029,27 @@ class GPT(t.GPT):
             return weight
         return torch.sigmoid(weight) * (2 * gate_of(x0, self.skip_gates[i, None]))
 
-    def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict, attend) -> Tensor:
+    def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """Map what `embedded` returns, embeddings (T, C) and `more`, to the head's input (T, C).
-        Masks are as make_masks returns them, rotary tables as rotary_of."""
+
+        Most layers differ, so a graph for each would share nothing, and each graph costs the host
+        time. With one graph for all layers, no gradient could be sent before the backward pass
+        ends. So a graph is four layers; or one where memory is small, which validation needs.
+        """
+        count = 1 if memory_is_small(x.device) else 4
         streams = {"x": x}
-        for start in range(0, len(self.layers), self.layers_a_graph):
-            streams = self.layers_from(start, streams, more, rotary, masks, attend)
+        for start in range(0, len(self.layers), count):
+            end = min(start + count, len(self.layers))
+            streams = self.layers_between(start, end, streams, more, rotary, masks)
         return streams["x"]
 
-    def layers_from(
-        self, start: int, streams: dict[str, Tensor], more, rotary, masks: dict, attend
+    @t.compiled
+    def layers_between(
+        self, start: int, end: int, streams: dict[str, Tensor], more, rotary, masks: dict
     ) -> dict[str, Tensor]:
-        """Run the layers of one graph, from `start` on. The first graph begins with a norm; the
-        last one ends with backout and a norm. `streams` are x and the earlier outputs that later
-        layers read, (1, T, C), by name. Return them with those of these layers added."""
+        """Run the layers of one graph, from `start` up to `end`. The first graph begins with a
+        norm; the last one ends with backout and a norm. `streams` are x and the earlier outputs
+        that later layers read, (1, T, C), by name. Return them with those of these layers added."""
         streams = dict(streams)
         if start == 0:
             streams["x"] = t.norm(streams["x"], self.hp.norm_eps)[None]
@@ -1129,7 +1057,6 @@ class GPT(t.GPT):
         x, x0, bigram = streams["x"], streams["x0"], more.get("bigram")
         weights = self.skip_weights.unbind()
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
-        end = min(start + self.layers_a_graph, len(self.layers))
         for i in range(start, end):
             layer, block = self.layers[i], self.blocks[i]
             own_bigram = bigram
@@ -1148,7 +1075,6 @@ class GPT(t.GPT):
                 skip,
                 rotary[layer.paired],
                 masks.get(layer.mask),
-                attend,
                 bigram=own_bigram,
                 source=streams.get(f"source {layer.source}"),
             )
@@ -1165,13 +1091,13 @@ class GPT(t.GPT):
         streams["x"] = x
         return streams
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, when: Moment) -> Tensor:
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
         """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64. In
         training, its gradients are those of all targets of the moment: see Head.loss."""
         if not self.training:
-            return self.lm_head.loss(self.hidden(input_seq, when), target_seq)
-        self.tie(when.tied)
-        return self.lm_head.loss(self.hidden(input_seq, when), target_seq, when.targets)
+            return self.lm_head.loss(self.hidden(input_seq, now), target_seq)
+        self.tied = now.tied
+        return self.lm_head.loss(self.hidden(input_seq, now), target_seq, now.targets)
 
 
 # -----------------------------------------------------------------------------
@@ -1193,127 +1119,93 @@ def polar_express(G: Tensor) -> Tensor:
     return t.zeropower_via_newtonschulz5(G, 5, POLAR_EXPRESS, margin=1.02, eps=1e-6)
 
 
-def normuon_(updates, second_moments, beta2: float) -> list[Tensor]:
-    """Return the updates (n, rows, cols) with each neuron (along the longer side) divided by the
+@t.compiled
+def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """Return the update (..., rows, cols) with each neuron (along the longer side) divided by the
     root of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491).
-    The second moments, (n, rows, 1) or (n, 1, cols), change in place."""
-    normed = []
-    for update, second_moment in zip(updates, second_moments, strict=True):
-        old = update.float()
-        neuron = -1 if second_moment.size(-1) == 1 else -2
-        second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
-        new = old * second_moment.clamp(min=1e-10).rsqrt()
-        before = torch.linalg.matrix_norm(old, keepdim=True)
-        after = torch.linalg.matrix_norm(new, keepdim=True)
-        normed.append((new * (before / after.clamp(min=1e-10))).type_as(update))
-    return normed
+    The second moment, (..., rows, 1) or (..., 1, cols), changes in place."""
+    old = update.float()
+    neuron = -1 if second_moment.size(-1) == 1 else -2
+    second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
+    new = old * second_moment.clamp(min=1e-10).rsqrt()
+    before = torch.linalg.matrix_norm(old, keepdim=True)
+    after = torch.linalg.matrix_norm(new, keepdim=True)
+    return (new * (before / after.clamp(min=1e-10))).type_as(update)
 
 
-def cautious_step_(weights, updates, lr: Tensor, decay: Tensor) -> None:
-    """Subtract lr * updates. Where the update also shrinks the weight, or is 0, subtract
-    lr * decay * weight, too: cautious weight decay (arXiv 2510.12402). Compiled: one launch."""
-    changes = []
-    for weight, update in zip(weights, updates, strict=True):
-        changes.append(lr * (update + decay * weight * (update * weight >= 0)))
-    torch._foreach_sub_(weights, changes)
+@t.compiled
+def cautious_step_(weights: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """Subtract lr * update. Where the update also shrinks the weight, or is 0, subtract
+    lr * decay * weight, too: cautious weight decay (arXiv 2510.12402)."""
+    weights.sub_(lr * (update + decay * weights * (update * weights >= 0)))
 
 
-def cautious_adam_(weights, grads, state, lr: Tensor, betas, eps: float, decay: float) -> None:
-    """Make a step of Adam in place, in float32, on lists of weights, gradients and state.
-
-    Epsilon is added to the root of the uncorrected second moment. Where an update shrinks a weight,
-    the weight also decays by lr^2 * decay. On a CPU, parts of about 65536 numbers are updated one
-    after the other, because they stay in the cache.
-    """
-    beta1, beta2 = betas
-    for weight, grad, kept in zip(weights, grads, state, strict=True):
-        step = kept["step"].add_(1)
-        step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-        parts = [(weight, grad, kept["exp_avg"], kept["exp_avg_sq"])]
-        if not (weight.is_cuda or torch.compiler.is_compiling()):
-            rows = 1 + 65536 // weight[0].numel()
-            parts = zip(*(tensor.split(rows) for tensor in parts[0]), strict=True)
-        for w, g, first, second in parts:
-            first.lerp_(g.float(), 1 - beta1)
-            second.lerp_(g.float().square(), 1 - beta2)
-            update, old = step_size * first / (second.sqrt() + eps), w.float()
-            w.copy_(old - update - lr * lr * decay * old * (update * old > 0))
-
-
-def muon_updates(
-    grads, momenta, momentum: Tensor, damped: bool, orthogonalise, second_moments, beta2: float
-) -> list[Tensor]:
-    """Return the updates of train_gpt.py's function of this name, one tensor for each gradient.
-    With a beta2 they are NorMuon's."""
-    updates = t.muon_updates(grads, momenta, momentum, damped, orthogonalise)
-    updates = updates.split([len(grad) for grad in grads])
-    return normuon_(updates, second_moments, beta2) if beta2 else list(updates)
-
-
-MUON_STEPS = muon_updates, t.subtract_, cautious_step_
-
-
-def muon(buckets, lr: float, now: Moment, hp: Hyperparameters, steps=MUON_STEPS):
-    """train_gpt.py's Muon for matrices (n, rows, cols). With muon_beta2 it is NorMuon. With
-    muon_decay, weights decay cautiously, by muon_decay * lr^2. `steps` are MUON_STEPS, compiled."""
-    make_updates, subtract, subtract_cautiously = steps
-    rows, cols = buckets[0].row_shape
-    for bucket in buckets:
-        if bucket.state:
-            continue
-        bucket.state["momentum_buffer"] = torch.zeros_like(bucket.grads)
-        if hp.muon_beta2:
-            shape = (rows, 1) if rows >= cols else (1, cols)
-            bucket.state["second_moment"] = bucket.grads.new_zeros(len(bucket.grads), *shape)
-    grads = [bucket.grads for bucket in buckets]
-    momenta = [bucket.state["momentum_buffer"] for bucket in buckets]
-    momentum = number(now.momentum, grads[0])
-    seconds = [bucket.state.get("second_moment") for bucket in buckets]
+def muon(rows, lr: float, now: Moment, hp: Hyperparameters):
+    """Step by Muon. With muon_beta2 it is NorMuon. With muon_decay, weights decay cautiously, by
+    muon_decay * lr^2."""
     orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
-    updates = make_updates(
-        grads, momenta, momentum, hp.momentum_damped, orthogonalise, seconds, hp.muon_beta2
-    )
+    update, _ = t.muon(rows, lr, now, hp, orthogonalise)
+    height, width = update.shape[-2:]
+    if hp.muon_beta2:
+        if "second_moment" not in rows.state:
+            shape = (height, 1) if height >= width else (1, width)
+            rows.state["second_moment"] = rows.grad.new_zeros(*update.shape[:2], *shape)
+        update = normuon(update, rows.state["second_moment"], hp.muon_beta2)
     tall, wide, square = hp.muon_mul
     factor = square
-    if rows != cols:
-        factor = tall if rows > cols else wide
+    if height != width:
+        factor = tall if height > width else wide
+    scaled_lr = lr * factor
     if not hp.muon_decay:
-        return updates, partial(subtract, lr=torch.tensor(lr * factor, dtype=torch.float64))
-    scaled_lr = number(lr * factor, grads[0])
-    decay = number(lr * hp.muon_decay, grads[0])
-    return updates, partial(subtract_cautiously, lr=scaled_lr, decay=decay)
+        return update, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
+    lr, decay = number(scaled_lr, update), number(lr * hp.muon_decay, update)
+    return update, partial(cautious_step_, rows.weights, lr=lr, decay=decay)
 
 
-def cautious_adam(buckets, lr: float, now: Moment, betas, eps: float, decay: float, step_):
-    """Adam with cautious weight decay and float32 moments; step_ is the compiled cautious_adam_."""
-    weights = [bucket.weights() for bucket in buckets]
-    for bucket, weight in zip(buckets, weights, strict=True):
-        if bucket.state:
-            continue
-        bucket.state["step"] = torch.zeros((), device=weight.device)
-        bucket.state["exp_avg"] = torch.zeros_like(weight, dtype=torch.float32)
-        bucket.state["exp_avg_sq"] = torch.zeros_like(weight, dtype=torch.float32)
-    grads = [bucket.grads for bucket in buckets]
-    states = [bucket.state for bucket in buckets]
-    step_(weights, grads, states, number(lr, weights[0]), betas, eps, decay)
-    return weights, t.copy_new
+@t.compiled
+def cautious_adam_(weight, grad, first, second, step, lr: Tensor, betas, eps: float, decay: float):
+    """Make step number `step` () of Adam in place, in float32, on a weight, its gradient and its
+    first and second moment (n,). Epsilon is added to the root of the uncorrected second moment.
+    Where an update shrinks a weight, the weight also decays by lr^2 * decay."""
+    beta1, beta2 = betas
+    step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+    first.lerp_(grad.float(), 1 - beta1)
+    second.lerp_(grad.float().square(), 1 - beta2)
+    update, old = step_size * first / (second.sqrt() + eps), weight.float()
+    weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-# The parameters of each group, in the order of a step. A group in ELSEWHERE is merged into the
-# group named there, unless hp.adam_groups has a row for it.
+def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: t.Pair, decay: float) -> None:
+    """Step by PyTorch's Adam, or by cautious_adam_. On a CPU, parts of 65536 numbers are updated
+    one after the other, because they stay in the cache."""
+    if hp.adam_rule == "torch":
+        return t.adam(rows, lr, now, hp, betas)
+    if not rows.state:
+        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
+        rows.state["exp_avg"] = torch.zeros_like(rows.own, dtype=torch.float32)
+        rows.state["exp_avg_sq"] = torch.zeros_like(rows.own, dtype=torch.float32)
+    step, lr = rows.state["step"].add_(1)[0], number(lr, rows.state["step"])
+    size = rows.own.numel() if rows.own.is_cuda else 65536
+    tensors = rows.own, rows.grad, rows.state["exp_avg"], rows.state["exp_avg_sq"]
+    for parts in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
+        cautious_adam_(*parts, step, lr, betas, hp.adam_eps, decay)
+
+
+# The names of each group's parameters, and the groups' order in a step. A group in ELSEWHERE is
+# merged into the group named there, unless hp.adam_groups has a row for it.
 PATTERNS = {
-    "head": ("lm_head.weight",),
-    "muon": ("blocks.*.weight", "blocks.*.qkv_w"),
-    "embed": ("embed.weight",),
-    "values": ("value_embeds.*", "bigram_embed.weight"),
-    "scalar": ("skip_weights", "blocks.*lambdas", "smear_lambda", "backout_lambda"),
-    "gates": ("blocks.*gate",),
-    "x0": ("blocks.*.x0_lambda",),
-    "bigram": ("blocks.*.bigram_lambda",),
-    "residual": ("blocks.*.residual_lambda",),
-    "post": ("blocks.*.post_lambda",),
-    "smear": ("smear_gate",),
-    "skip": ("skip_gates",),
+    "head": r"lm_head\.weight",
+    "muon": r"blocks\..*(weight|qkv_w)",
+    "embed": r"embed\.weight",
+    "values": r"value_embeds\..*|bigram_embed\.weight",
+    "scalar": r"skip_weights|blocks\..*lambdas|smear_lambda|backout_lambda",
+    "gates": r"blocks\..*gate",
+    "x0": r"blocks\..*x0_lambda",
+    "bigram": r"blocks\..*bigram_lambda",
+    "residual": r"blocks\..*residual_lambda",
+    "post": r"blocks\..*post_lambda",
+    "smear": r"smear_gate",
+    "skip": r"skip_gates",
 }
 ELSEWHERE = {
     "gates": "muon",
@@ -1326,58 +1218,43 @@ ELSEWHERE = {
 }
 
 
-def parameter_table(hp: Hyperparameters, compile_=t.as_is) -> tuple[Group, ...]:
-    """Return the groups, in the order in which gradients are sent and weights are updated."""
-    own, patterns = adam_table(hp), dict(PATTERNS)
-    for name, other in ELSEWHERE.items():
-        if name not in own:
-            patterns[other] += patterns.pop(name)
-    steps = tuple(compile_(step) for step in MUON_STEPS)
-    cautious_adam_step = compile_(cautious_adam_)
+def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+    """Return the groups, in the order in which weights are updated."""
+    own = adam_table(hp)
+    members = {name: [] for name in PATTERNS}
+    for name, pattern in PATTERNS.items():
+        found = [p for key, p in model.named_parameters() if re.fullmatch(pattern, key)]
+        members[name if name in own else ELSEWHERE.get(name, name)] += found
     lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
     groups = []
-    for name, texts in patterns.items():
+    for name, params in members.items():
         if name == "muon":
-            rule = partial(muon, hp=hp, steps=steps)
-            groups.append(Group(name, texts, rule, hp.muon_lr, 2, least_rows=8))
+            groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2, complete="layer"))
             continue
         row = own.get(name, {})
         lr = row.get("lr", lrs.get(name, hp.scalar_lr))
         betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
-        rule = partial(t.adam, betas=betas, eps=hp.adam_eps)
-        if hp.adam_rule == "cautious":
-            decay = row.get("decay", 0.0)
-            rule = partial(
-                cautious_adam, betas=betas, eps=hp.adam_eps, decay=decay, step_=cautious_adam_step
-            )
-        if name not in lrs:
-            groups.append(Group(name, texts, rule, lr, 0, least_rows=math.inf))
-        elif name == "head" and not hp.tied_frac:
-            groups.append(Group(name, texts, rule, lr, 1, complete="forward"))
-        else:
-            groups.append(Group(name, texts, rule, lr, 1, complete="end"))
+        rule = partial(adam, betas=betas, decay=row.get("decay", 0.0))
+        complete = "backward" if name == "head" and not hp.tied_frac else "end"
+        groups.append(Group(name, params, rule, lr, 1 if name in lrs else 0, complete))
     if hp.tied_frac:
         # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
         groups.sort(key=lambda group: group.name != "muon")
-    return tuple(groups)
+    return groups
 
 
 class Optimizers(t.Optimizers):
     """train_gpt.py's Optimizers, with groups that wait.
 
-    Where Adam learns at every second step, its gradients wait in their buffers. While head and
-    embedding are tied, they share memory and gradient, and the group "head" learns. At the split
-    the embedding takes over a copy of the head's moments and of their count.
+    Where Adam learns at every second step, its gradients wait in their sums. While head and
+    embedding are tied, the group "head" learns from the gradients of both, and the embedding is a
+    copy. After the split it learns on its own, from a copy of the head's state.
     """
 
-    table = staticmethod(parameter_table)
+    groups_of = staticmethod(parameter_groups)
 
-    def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        super().__init__(model, hp, rank, world_size)
-        self.norms_every = 25 * hp.adam_every
-
-    def learning(self, now: Moment):
-        """Return the groups that learn at a moment, with their buckets."""
+    def learning(self, now: Moment) -> list:
+        """Return the groups that learn at a moment."""
         waiting = {"embed"} if now.tied else set()
         if not now.adam:
             waiting |= PATTERNS.keys() - {"muon"}
@@ -1385,13 +1262,14 @@ class Optimizers(t.Optimizers):
 
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment: see train_gpt.py."""
-        if self.hp.tied_frac and not now.tied:
-            buckets_of = {group.name: buckets for group, buckets in self.groups}
-            # Both tables have one shape, so the state of a row lies on the same rank.
-            for head, embed in zip(buckets_of["head"], buckets_of["embed"], strict=True):
-                if not embed.state:
-                    embed.state = {key: value.clone() for key, value in head.state.items()}
-        return super().step(now)
+        rows_of = {group.name: rows for group, rows in self.groups}
+        head, embed = rows_of["head"], rows_of["embed"]  # of one shape, if they are ever tied
+        if self.hp.tied_frac and not now.tied and not embed.state:
+            embed.state = {key: value.clone() for key, value in head.state.items()}
+        norms = super().step(now)
+        if now.tied and now.adam:
+            embed.weights.copy_(head.weights)
+        return norms
 
 
 # -----------------------------------------------------------------------------
@@ -1403,19 +1281,16 @@ class Run(t.Run):
 
     records = RECORDS
     default_record = "2026-03-06_SimplifyHC"
-    settings = Hyperparameters
     model_class = GPT
     optimizers_class = Optimizers
+    moment = Moment
     check = staticmethod(check)
-    moment = staticmethod(moment)
-    cut = staticmethod(cut)
 
-    def can_stop(self, step: int) -> bool:
-        """Say whether a checkpoint can be taken. It holds no gradients, so where Adam learns at
-        every second step it is taken after an even number of steps. A stop signal may wait one
-        step."""
-        return step % self.hp.adam_every == 0
+    @staticmethod
+    def planner(moments: list[Moment], hp: Hyperparameters) -> Callable:
+        """Return the function that plans the batches of these moments."""
+        return partial(plan, moments=moments, hp=hp)
 
 
 if __name__ == "__main__":
-    t.main(run_class=Run)
+    t.main(run=Run)

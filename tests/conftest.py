@@ -1,6 +1,7 @@
 """Shared by all tests: the import path, and fixtures for small models and shards."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,43 @@ import train_gpt  # noqa: E402
 os.environ.pop("TRITON_INTERPRET", None)
 
 VOCAB = 512
+SIGNALS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Undo, after each test, what a run in this process leaves behind."""
+    yield
+    train_gpt.compiled.allowed = False
+    if "gpu_kernels" in sys.modules:
+        sys.modules["gpu_kernels"].IN_USE.clear()
+    for number, handler in SIGNALS.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def compile_with(monkeypatch):
+    """Return use(backend), which compiles from then on what torch.compile would let Inductor
+    compile. Functions keep what they are compiled to, so it is replaced where torch calls it."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import compile_fx as inductor
+
+    def use(backend) -> None:
+        monkeypatch.setattr(
+            inductor, "compile_fx", lambda graph, inputs, **_: backend(graph, inputs)
+        )
+        torch._dynamo.reset()
+        counters.clear()
+
+    yield use
+    torch._dynamo.reset()
 
 
 @pytest.fixture
 def tiny() -> train_gpt.Hyperparameters:
-    """Return the settings of a very small demo in float32."""
+    """Return the settings of a very small demo."""
     return replace(
         train_gpt.RECORDS["demo"],
-        bfloat16_head=False,
         vocab_size=VOCAB,
         model_dim=32,
         num_heads=2,
@@ -44,6 +74,13 @@ def tiny() -> train_gpt.Hyperparameters:
         num_iterations=4,
         val_loss_every=2,
     )
+
+
+def at_window(window: int, hp: train_gpt.Hyperparameters) -> train_gpt.Moment:
+    """Return the moment before the first step, with this long window."""
+    now = train_gpt.Moment(0, hp)
+    now.window, now.short = window, window // 2
+    return now
 
 
 def shard(path: Path, tokens, magic=20240520, version=1, count=None, cut=0) -> Path:
@@ -91,7 +128,7 @@ def language(folder: Path) -> list[str]:
         words.append(follower[words[-1]] if noise < 0.8 else int(noise * 1e6) % 512)
     shard(folder / "train_1.bin", words[:30000])
     shard(folder / "val_0.bin", words[30000:])
-    flags = "--record demo --bfloat16_head off --device cpu --seed 1 --epochs 0 --vocab_size 512"
+    flags = "--record demo --device cpu --seed 1 --epochs 0 --vocab_size 512"
     flags += " --model_dim 64 --num_heads 2 --head_dim 32 --num_layers 4 --num_iterations 4"
     flags += " --seq_len 128 --val_seq_len 256 --val_tokens 2048 --val_loss_every 2"
     files = ["--train_files", f"{folder}/train_*.bin", "--val_files", f"{folder}/val_*.bin"]
@@ -109,7 +146,7 @@ def flags(tmp_path, monkeypatch) -> list[str]:
 def trained(tmp_path_factory) -> SimpleNamespace:
     """Train a small demo for eight steps. Return its folder, its checkpoint's path and what it
     printed."""
-    flags = "--record demo --bfloat16_head off --device cpu --model_dim 32 --num_heads 2"
+    flags = "--record demo --device cpu --model_dim 32 --num_heads 2"
     flags += " --head_dim 16 --seq_len 128 --val_seq_len 128 --batch_seqs 2 --num_iterations 8"
     flags += " --val_tokens 1024 --val_loss_every 0 --run_id it"
     folder = tmp_path_factory.mktemp("trained")

@@ -237,12 +237,11 @@ def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import kernels  # noqa: E402
+import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
 
-# These ask for the device; they answer as on the card.
-train_gpt.activation_dtype = lambda device: torch.bfloat16
-kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
+# This asks for the device; it answers as on the card.
+gpu_kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
     lambda device: shared < 160_000
 )
 
@@ -259,63 +258,63 @@ def layer_graphs(hp):
     skip = (torch.ones(()), output) if last >= len(table) // 2 else None
     if table[last].values is None:
         value = None
-    first = train_gpt.first_visible(torch.zeros(hp.seq_len, dtype=torch.int32), 896, hp.window_rule)
+    tokens, window = torch.zeros(hp.seq_len, dtype=torch.int32), torch.tensor(896)
+    first = train_gpt.first_visible(tokens, window, hp.window_rule)
     frequencies = train_gpt.rotary_frequencies(hp, torch.device("cpu"))
     rotary = train_gpt.rotary_table(torch.arange(hp.seq_len)[:, None], frequencies)
     mask = train_gpt.block_lists(first)
     block = train_gpt.Block(hp, table[last])
-    yield "layer", captured(block, x, x0, value, skip, rotary, mask, train_gpt.attend, False)
+    yield "layer", captured(block, x, x0, value, skip, rotary, mask)
 
 
 def same_loss(targets, hp):
-    """Return the targets and the options of the loss, in training and in validation."""
-    return [(targets, (hp.logit_softcap,))] * 2
+    """Return the targets, and more for cross_entropy, in training and in validation."""
+    return [(targets,), (targets,)]
 
 
 @torch.no_grad()
 def loss_graphs(hp, head_class=train_gpt.Head, losses=same_loss, grad_scale=None):
-    """Yield the graphs of the steps of the head and its loss, as a run compiles them."""
+    """Yield the graphs of the head and its loss, as a run compiles them."""
     with torch.device("meta"):
         head = head_class(hp)
     tokens, vocab = head.chunk_len(torch.device("cuda")), hp.padded_vocab
-    train_gpt.LOSS_ROWS = tokens  # all rows of a chunk at once
+    grad_scale = grad_scale or 1 / hp.seq_len
     x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
     training, validation = losses(torch.zeros(tokens, dtype=torch.int64), hp)
     weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
-    quantize, forward, backward = train_gpt.HEAD_STEPS
-    bfloat16 = weight.bfloat16()
-    w, scales, inputs, dtype = bfloat16, None, x, torch.bfloat16
+    inputs, w, dtype = x, weight.bfloat16(), torch.bfloat16
     if hp.fp8 and CAPABILITY >= 89:
-        yield "head in float8", captured(quantize, weight, hp.w_s)
-        w, scales = quantize(weight, hp.w_s), (hp.x_s, hp.w_s, hp.grad_s)
-        inputs = train_gpt.to_fp8(x, hp.x_s, torch.float8_e4m3fn)
-        dtype = torch.float8_e5m2
+        e4m3, dtype = torch.float8_e4m3fn, torch.float8_e5m2
+        yield "head in float8", captured(train_gpt.to_fp8, weight, hp.w_s, e4m3)
+        inputs, w = train_gpt.to_fp8(x, hp.x_s, e4m3), train_gpt.to_fp8(weight, hp.w_s, e4m3)
+        grad_scale *= hp.grad_s
     grads = torch.empty(tokens, vocab, dtype=dtype)
 
-    def loss(w, targets, options, grad_scale, scales):
-        arguments = head.cross_entropy, options, grad_scale, scales
-        return captured(forward, x, w, targets, *arguments)
+    def loss(x, w, targets, grad_scale, *more):
+        return captured(head.chunk_loss, x, w, targets, grad_scale, *more)
 
-    yield "loss", loss(w, *training, grad_scale or 1 / hp.seq_len, scales)
-    yield "loss backward", captured(backward, inputs, w, grads, grad_w, scales)
-    yield "loss of validation", loss(bfloat16, *validation, None, None)
+    yield "loss", loss(inputs, w, training[0], grad_scale, *training[1:])
+    yield "loss backward", captured(head.chunk_backward, inputs, w, grads, grad_w)
+    yield "loss of validation", loss(x, weight.bfloat16(), validation[0], None, *validation[1:])
 
 
 @torch.no_grad()
-def muon_graphs(hp, square_only=False, run_class=train_gpt.Run, orthogonalise=None):
-    """Yield the graphs of all matrices of a shape, in the buckets of a run on one GPU."""
+def muon_graphs(hp, square_only=False, run=train_gpt.Run, orthogonalise=None):
+    """Yield the graphs of all matrices of a shape, as a run on one GPU has them."""
     orthogonalise = orthogonalise or train_gpt.zeropower_via_newtonschulz5
+
+    def as_on_a_gpu(direction):
+        return orthogonalise(direction.bfloat16())
+
     with torch.device("meta"):
-        optimizers = run_class.optimizers_class(run_class.model_class(hp), hp)
-    buckets = next(buckets for group, buckets in optimizers.groups if group.name == "muon")
-    for shape in dict.fromkeys(bucket.row_shape for bucket in buckets):
-        if square_only and shape[0] != shape[1]:
+        optimizers = run.optimizers_class(run.model_class(hp), hp)
+    for group, rows in optimizers.groups:
+        *_, height, width = rows.grad.shape
+        if group.name != "muon" or (square_only and height != width):
             continue
-        counts = [bucket.share_len for bucket in buckets if bucket.row_shape == shape]
-        grads, momenta = ([torch.zeros(count, *shape) for count in counts] for _ in range(2))
-        arguments = grads, momenta, torch.tensor(0.9), hp.momentum_damped, orthogonalise
-        name = " x ".join(map(str, shape))
-        yield f"muon {name}", captured(train_gpt.muon_updates, *arguments)
+        grad, buffer = (torch.zeros(rows.grad.shape) for _ in range(2))
+        arguments = grad, buffer, torch.tensor(0.9), hp.momentum_damped, as_on_a_gpu
+        yield f"muon {height} x {width}", captured(train_gpt.muon_updates, *arguments)
 
 
 GRAPHS = {
@@ -326,14 +325,13 @@ GRAPHS = {
 }
 
 
-def main(words: list[str], run_class=train_gpt.Run, graphs_of=GRAPHS) -> None:
+def main(words: list[str], run=train_gpt.Run, graphs_of=GRAPHS) -> None:
     """Report on the record and the parts that the words after the card name."""
     record, choice, *parts = words
-    hp = run_class.records[record]
-    with torch.device("meta"):
-        model = run_class.model_class(hp)
-    for kernel in model.kernels:
-        kernel.use = choice == "on"
+    hp = run.records[record]
+    if choice == "on":
+        for name in run.model_class.kernels:
+            gpu_kernels.IN_USE[name] = gpu_kernels.TWINS[name][0]
     for part in parts:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of[part](hp):

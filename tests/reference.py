@@ -99,8 +99,8 @@ def loss(
             )
             q, k = rope(rms_norm(q), year), rope(rms_norm(k), year)
             c = w[f"blocks.{i}.attn.lambdas"]
-            first_v = v if first_v is None else first_v
             if mixed == "first":
+                first_v = v if first_v is None else first_v
                 v = (1 - c[0]) * v + c[0] * first_v
             elif mixed is not None:
                 table = w[f"value_embeds.embed.{mixed}.weight"]

@@ -43,7 +43,7 @@ def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
 
 def console_of(arguments: list, folder: Path, main=train_gpt.main) -> str:
     """Call main in this process, in a folder, and return what it prints. Fixtures of any scope can
-    use this. A fork's main is partial(train_gpt.main, run_class=...)."""
+    use this. A fork's main is partial(train_gpt.main, run=...)."""
     console = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(console):
         main([str(a) for a in arguments])
@@ -156,21 +156,23 @@ def before_step(number: int, action) -> None:
 
 
 def wait_at_most(seconds: float) -> None:
-    """Shorten time.sleep: a rank that has failed sleeps for 5 seconds or more, until torchrun ends
-    it. Only for a process of its own, because the patch stays."""
+    """Shorten time.sleep: a rank that has failed sleeps for 10 seconds, until torchrun ends it.
+    Only for a process of its own, because the patch stays."""
     sleep = time.sleep
     time.sleep = lambda wanted: sleep(min(wanted, seconds))
 
 
-def rows(path: Path, killed: bool = False) -> list[dict]:
-    """Return all rows of a run's .jsonl, which must be whole. Of a killed run, the last one need
-    not be."""
-    *lines, rest = path.read_text().split("\n")
-    assert killed or not rest
-    return [json.loads(line) for line in lines]
+def rows(path: Path) -> list[dict]:
+    """Return a run's .jsonl by steps: later fields of a step count, torn lines do not."""
+    found = {}
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            found.setdefault(row["step"], {}).update(row)
+    return [found[step] for step in sorted(found)]
 
 
-def val_losses(text: str, digits: int = 4) -> dict[int, float]:
+def val_losses(text: str, digits: int = 5) -> dict[int, float]:
     """Return the validation losses in a run's log or console, by step. They must have this number
     of decimal places."""
     line = rf"step:(\d+)/\d+ val_loss:(\d+\.\d{{{digits}}}) train_time:\d+ms step_avg:\d+\.\d\dms"

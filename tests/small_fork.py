@@ -1,6 +1,6 @@
 """A fork for tests: a setting of its own, by which all learning rates are multiplied."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import train_gpt as t
 
@@ -9,13 +9,15 @@ import train_gpt as t
 class Hyperparameters(t.Hyperparameters):
     """train_gpt.py's settings, and one more."""
 
-    speed: float = t.setting(1.0, "factor on every learning rate", group="of this fork")
+    speed: float = 1.0  # factor on every learning rate
 
 
-def moment(step: int, hp: Hyperparameters) -> t.Moment:
-    """Return train_gpt.py's moment with another learning rate."""
-    now = t.moment(step, hp)
-    return replace(now, lr=hp.speed * now.lr)
+class Moment(t.Moment):
+    """train_gpt.py's moment with another learning rate."""
+
+    def __init__(self, step: int, hp: Hyperparameters):
+        super().__init__(step, hp)
+        self.lr *= hp.speed
 
 
 class Run(t.Run):
@@ -23,9 +25,8 @@ class Run(t.Run):
 
     records = {"demo": Hyperparameters(**vars(t.RECORDS["demo"]), speed=0.5)}
     default_record = "demo"
-    settings = Hyperparameters
-    moment = staticmethod(moment)
+    moment = Moment
 
 
 if __name__ == "__main__":
-    t.main(run_class=Run)
+    t.main(run=Run)

@@ -12,9 +12,9 @@ from pathlib import Path
 import train_gpt
 
 
-def main(words: list[str], run_class: type[train_gpt.Run] = train_gpt.Run) -> None:
+def main(words: list[str], run: type[train_gpt.Run] = train_gpt.Run) -> None:
     """Run train_gpt.py, or a fork whose Run is given, and write the report."""
-    optimizers_class = run_class.optimizers_class
+    optimizers_class = run.optimizers_class
     make, step_of = optimizers_class.__init__, optimizers_class.step
     seen, sent = {}, []
 
@@ -42,11 +42,12 @@ def main(words: list[str], run_class: type[train_gpt.Run] = train_gpt.Run) -> No
         return norms
 
     optimizers_class.__init__, optimizers_class.step = remember, step
-    train_gpt.main(words, run_class)
+    train_gpt.main(words, run)
 
     digest = hashlib.sha256()
     for p in seen["model"].parameters():
         digest.update(p.detach().float().numpy().tobytes())
-    state = [t.nbytes for b in seen["optimizers"].order for t in b.state.values() if t.ndim]
+    rows = [rows for _, rows in seen["optimizers"].groups]
+    state = [t.nbytes for r in rows for t in r.state.values() if t.ndim > 1]
     report = {"weights": digest.hexdigest(), "sent": seen["sent"], "state": sum(state)}
     Path(f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))

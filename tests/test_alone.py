@@ -16,7 +16,7 @@ from train_gpt import HERE
 def as_script(words: list[str], script: str, packages: tuple[str, ...] = ()) -> None:
     """Run a script as `python script` does: it finds modules beside it, in folders of packages, and
     in the environment, and not in the project."""
-    for name in ("train_gpt", "kernels"):
+    for name in ("train_gpt", "gpu_kernels"):
         sys.modules.pop(name, None)
     others = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(HERE)]
     installed = [path for path in sys.path if "site-packages" in path]
@@ -34,7 +34,7 @@ def printed(words: list[str], folder: Path, script: Path, packages: tuple[Path, 
     return program.text("out")
 
 
-def test_copied_alone_it_trains_resumes_and_evaluates(flags, tmp_path):
+def test_copied_alone_it_trains_and_resumes(flags, tmp_path):
     """With the losses of the project's own script without Triton twins."""
     flags = [*flags, "--save_every", "2", "--batch_seqs", "2", "--val_tokens", "512"]
     flags += ["--run_id", "it"]
@@ -51,7 +51,5 @@ def test_copied_alone_it_trains_resumes_and_evaluates(flags, tmp_path):
     assert {path.name for path in copy.parent.iterdir()} == {"train_gpt.py", "logs"}
     path = copy.parent / "logs/it/state_step000004.pt"
     path.unlink()
-    out = printed(["--resume", "auto", "--run_id", "it", "--device", "cpu"], copy.parent, copy)
+    out = printed([*flags, "--resume", "on"], copy.parent, copy)
     assert "\nresumed at step 2\n" in out and val_losses(out) == {4: own[4]}
-    out = printed(["--eval", str(path), "--device", "cpu"], copy.parent, copy)
-    assert f"val_loss:{own[4]:.4f} over 512 tokens" in out

@@ -8,7 +8,7 @@ import bench
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, shard
+from conftest import ROOT, at_window, shard
 from runs import Program, console_of, error_of
 from test_alone import as_script
 from torch.utils.flop_counter import FlopCounterMode
@@ -47,9 +47,9 @@ def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sigh
     rule = train_gpt.RECORDS[record].window_rule
     layers = train_gpt.RECORDS[record].layers
     hp = replace(tiny, seq_len=384, vocab_size=50257, layers=layers, window_rule=rule)
-    model = train_gpt.build(train_gpt.GPT, hp, CPU)
+    model = train_gpt.build(train_gpt.Run, hp, CPU)
     window = 256
-    now = replace(train_gpt.moment(0, hp), window=window, short=window // 2)
+    now = at_window(window, hp)
     tokens = torch.randint(0, 500, (1, 384), generator=torch.Generator().manual_seed(0))
     tokens[:, [0, 37, 300]] = train_gpt.END_OF_TEXT
     matmul, attention = bench.model_flops(train_gpt.Run, model, tokens, now)
@@ -72,11 +72,12 @@ def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sigh
 
 
 def test_newton_schulz_flops_are_those_that_a_step_of_the_optimizers_runs(tiny):
-    model = train_gpt.build(train_gpt.GPT, tiny, CPU)
+    model = train_gpt.build(train_gpt.Run, tiny, CPU)
     optimizers = train_gpt.Optimizers(model, tiny)
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    step = counted(lambda: optimizers.step(train_gpt.moment(0, tiny)))
+        train_gpt.gradient_of(p).fill_(1.0)
+    optimizers.collect()
+    step = counted(lambda: optimizers.step(train_gpt.Moment(0, tiny)))
     assert step == bench.newton_schulz_flops(train_gpt.Run, model)
 
 
@@ -129,12 +130,20 @@ def test_trace_is_one_file_of_so_many_steps(finished):
 
 
 def test_each_run_keeps_the_kernels_that_it_chose(flags):
-    one = bench.Timed(bench.configuration(OWN, flags), CPU)
-    kernel = SimpleNamespace(use=False)
-    assert tuple(found for found, _ in one.kernels) == one.model.kernels
-    one.kernels = [(kernel, True)]
+    one, other = (bench.Timed(bench.configuration(OWN, flags), CPU) for _ in range(2))
+    calls = []
+
+    def twin(x, w_in, w_out):
+        calls.append(x)
+        return (x @ w_in.T).relu().square() @ w_out.T
+
+    assert one.kernels == other.kernels == {}  # on a CPU
+    one.kernels = {"relu2_mlp": twin}
+    other.step(0)
     one.step(0)
-    assert kernel.use
+    assert len(calls) == one.hp.batch_seqs * one.hp.num_layers
+    other.step(0)
+    assert len(calls) == one.hp.batch_seqs * one.hp.num_layers
 
 
 def test_calibrate_prints_rates_and_estimates_the_demo(capsys):
@@ -151,19 +160,17 @@ def test_calibrate_prints_rates_and_estimates_the_demo(capsys):
 def test_the_demos_operations_are_what_calibrate_takes_them_for():
     hp = train_gpt.RECORDS["demo"]
     model = train_gpt.GPT(hp)
-    stream = hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1
-    limits = {"num_batches": hp.num_iterations, "epochs": hp.epochs}
-    batches = train_gpt.distributed_data_generator(*stream, **limits)
+    planned = train_gpt.plan_batches(hp.train_files, hp.seq_len, hp.batch_seqs, hp.num_iterations)
     flops = 0
-    for step, (inputs, _) in enumerate(batches):
-        flops += sum(bench.model_flops(train_gpt.Run, model, inputs, train_gpt.moment(step, hp)))
+    for step, (inputs, _) in enumerate(train_gpt.distributed_data_generator(planned, 0, 1, CPU)):
+        flops += sum(bench.model_flops(train_gpt.Run, model, inputs, train_gpt.Moment(step, hp)))
     assert pytest.approx(flops / 0.6e12, rel=0.01) == bench.DEMO_TFLOP
 
 
-def test_a_users_mistake_is_one_line_and_status_2(capsys):
+def test_a_users_mistake_is_one_line_and_status_1(capsys):
     words = ["--record", "demo", "--device", "cpu", "--vs=--device=cuda"]
     status, err = error_of(words, capsys, bench.main)
-    assert status == 2 and err.startswith("bench.py: error: --vs cannot change --device")
+    assert status == 1 and err.startswith("bench.py: error: --vs cannot change --device")
 
 
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
@@ -185,7 +192,9 @@ def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
     assert not (tmp_path / "logs").exists()
 
     optimizers = train_gpt.Optimizers(train_gpt.GPT(hp), hp, 0, 2)
-    # A bucket's gradients are summed, its weights collected; numbers and the loss are summed.
-    buckets = sum(len(b) for group, b in optimizers.groups if group.row_ndim)
-    numbers = any(group.row_ndim == 0 for group, _ in optimizers.groups)
-    assert [w["collectives"] for w in report["windows"]] == [1 + 2 * buckets + numbers] * 3
+    expected = 1  # of the loss
+    for group, rows in optimizers.groups:
+        expected += len(rows.weights)  # gradients are summed by message
+        if group.row_ndim:  # then weights are collected so, or Muon's updates at once
+            expected += 1 if group.name == "muon" else len(rows.weights)
+    assert [w["collectives"] for w in report["windows"]] == [expected] * 3

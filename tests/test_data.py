@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from gpt2 import gpt2_encoding
-from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard
+from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard, plan_batches
+
+CPU = torch.device("cpu")
 
 
 def test_shard_is_read_back(write_shard):
@@ -43,23 +45,23 @@ def test_damaged_shard_is_named_with_what_was_found_and_expected(write_shard, da
 def test_ranks_together_see_the_stream_in_order(
     seq_len, per_rank, world_size, start_step, write_shard, tmp_path
 ):
-    """From any step on, and over the end of the stream. A batch lies in one shard: 97 tokens are
-    just enough for two batches of 48, 96 are enough for one."""
-    shards = np.split(np.arange(470), np.cumsum([97, 96, 30]))
+    """From any step on, and over the end of the stream. A batch lies in one shard: 98 tokens are
+    enough for two batches of 48, 97 and 50 for one."""
+    shards = np.split(np.arange(471), np.cumsum([98, 97, 49, 50]))
     for i, shard in enumerate(shards):
         write_shard(f"s{i}.bin", shard)
     batch_seqs = per_rank * world_size
     batch = batch_seqs * seq_len
     expected = []
     for s in shards:
-        expected += [s[i : i + batch + 1] for i in range(0, len(s) - batch, batch)]
+        expected += [s[i : i + batch + 1] for i in range(0, len(s) - batch - 1, batch)]
+    steps = start_step + len(expected) + 1
+    planned = plan_batches(str(tmp_path / "s*.bin"), seq_len, batch_seqs, steps, epochs=0)
     loaders = [
-        distributed_data_generator(
-            str(tmp_path / "s*.bin"), seq_len, batch_seqs, rank, world_size, start_step, epochs=0
-        )
+        distributed_data_generator(planned, rank, world_size, CPU, start_step)
         for rank in range(world_size)
     ]
-    for step in range(start_step, start_step + len(expected) + 1):
+    for step in range(start_step, steps):
         parts = [next(ranked) for ranked in loaders]
         for inputs, targets in parts:
             assert inputs.shape == targets.shape == (per_rank, seq_len)
@@ -71,27 +73,26 @@ def test_ranks_together_see_the_stream_in_order(
 
 def test_what_has_no_batch_is_refused_at_once(tmp_path, write_shard):
     with pytest.raises(UserError, match="no shard matches .*nothing"):
-        distributed_data_generator(str(tmp_path / "nothing*.bin"), 8, 8, 0, 1)
-    path = str(write_shard("a.bin", range(64)))
-    with pytest.raises(UserError, match="3 ranks cannot share 8 sequences"):
-        distributed_data_generator(path, 8, 8, 0, 3)
-    with pytest.raises(UserError, match="at most 64 tokens, a batch needs 65"):
-        distributed_data_generator(path, 8, 8, 0, 1)
+        plan_batches(str(tmp_path / "nothing*.bin"), 8, 8, 1)
+    path = str(write_shard("a.bin", range(65)))
+    for epochs in (0, 1, 3):
+        with pytest.raises(UserError, match="has 0 batches of 8 x 8 .* longest has 65 tokens"):
+            plan_batches(path, 8, 8, 1, epochs)
 
 
-def test_a_cut_of_ones_own_makes_sequences_of_pieces_and_a_length_for_each_step(write_shard):
+def test_a_plan_of_ones_own_makes_sequences_of_pieces_and_a_length_for_each_step(write_shard):
     stream = np.random.default_rng(0).integers(0, 50257, 330)
     path = str(write_shard("a.bin", stream))
 
-    def cut(shard, position, step):
+    def plan(shards, seq_len, batch_seqs):
         """Two sequences of step + 1 tokens and, ten tokens from their start, three more."""
-        if position + 40 > len(shard.tokens):
-            return None
-        begins = position, position + 20
-        return [[(i, i + step + 1), (i + 10, i + 13)] for i in begins], position + 40
+        for step in range(8):
+            begins = 40 * step, 40 * step + 20
+            yield shards[0], [[(i, i + step + 1), (i + 10, i + 13)] for i in begins]
 
+    planned = plan_batches(path, 8, 2, 8, plan=plan)
     for rank in range(2):
-        batches = list(distributed_data_generator(path, 8, 2, rank, 2, cut=cut))
+        batches = list(distributed_data_generator(planned, rank, 2, CPU))
         assert len(batches) == 8
         for step, (inputs, targets) in enumerate(batches):
             begin = 40 * step + 20 * rank
@@ -101,23 +102,23 @@ def test_a_cut_of_ones_own_makes_sequences_of_pieces_and_a_length_for_each_step(
 
 
 def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, tmp_path):
+    """In a shard that is read."""
     write_shard("a.bin", range(50))
     tokens = np.arange(200) % 50
     tokens[150] = 50
     path = write_shard("b.bin", tokens)
-    for rank in range(2):  # every rank stops, whichever share it has
-        with pytest.raises(UserError, match=f"{path}: token 50 at position 150 is outside .* 50"):
-            distributed_data_generator(str(tmp_path / "*.bin"), 8, 2, rank, 2, vocab_size=50)
+    pattern = str(tmp_path / "*.bin")
+    assert len(plan_batches(pattern, 8, 2, 3, vocab_size=50)) == 3
+    with pytest.raises(UserError, match=f"{path}: token 50 at position 150 is outside .* 50"):
+        plan_batches(pattern, 8, 2, 4, vocab_size=50)
 
 
 def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shard):
-    path = str(write_shard("a.bin", range(65)))
-    with pytest.raises(
-        UserError, match="holds 8 batches in 2 epochs, the run reads 9: add shards, or .*epochs"
-    ):
-        distributed_data_generator(path, 8, 2, 0, 1, num_batches=9, epochs=2)
+    path = str(write_shard("a.bin", range(66)))
+    with pytest.raises(UserError, match="has 8 batches .* the run reads 9: .*raise --epochs"):
+        plan_batches(path, 8, 2, 9, epochs=2)
     for epochs in (3, 0):
-        loader = distributed_data_generator(path, 8, 2, 0, 1, num_batches=9, epochs=epochs)
+        loader = distributed_data_generator(plan_batches(path, 8, 2, 9, epochs), 0, 1, CPU)
         assert [int(inputs[0, 0]) for inputs, _ in loader] == [0, 16, 32, 48] * 2 + [0]
 
 

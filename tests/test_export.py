@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import export
 import pytest
 import torch
+from conftest import at_window
 from runs import console_of
-from sample import Checkpoint, gpt2_encoding
+from sample import gpt2_encoding
+from script import Checkpoint
 
 import train_gpt
 from train_gpt import END_OF_TEXT, RECORDS, UserError
@@ -42,9 +44,9 @@ def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(50256, (2, 384), generator=generator)
     x[0, [0, 30, 40]] = x[1, 100] = END_OF_TEXT
-    window, model = train_gpt.get_window_size(saved["step"], hp), model.float().eval()
-    assert window == 256  # long; short ones have half
-    expected, answer = torch.stack([model.logits(row, window) for row in x]), found(x, labels=x)
+    now, model = train_gpt.Moment(saved["step"], hp), model.float().eval()
+    assert (now.window, now.short) == (256, 128)
+    expected, answer = torch.stack([model.logits(row, now) for row in x]), found(x, labels=x)
     assert torch.allclose(answer.logits, expected[..., :50257], atol=1e-5)
     chances = expected.double().softmax(2)[:, :-1].gather(2, x[:, 1:, None])
     assert answer.loss.item() == pytest.approx(-chances.log().mean().item(), rel=1e-5)
@@ -62,7 +64,7 @@ def exported(trained, tmp_path_factory) -> SimpleNamespace:
 def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, exported):
     first, *code = exported.console.splitlines()
     assert first == f"{trained.path}: exported to {exported.folder}"
-    names = {"transformers": transformers}
+    names = {}
     exec("\n".join(code), names)
     model = names["model"]
     text = "<|endoftext|>In the beginning\n\n  naïve 🙂"
@@ -70,12 +72,13 @@ def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, expor
 
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     hp = saved["hyperparameters"]
-    plain = train_gpt.build(train_gpt.GPT, hp, torch.device("cpu"), saved["model"]).eval()
+    plain = train_gpt.GPT(hp).eval()
+    plain.load_state_dict(saved["model"])
     prompt = torch.tensor([[END_OF_TEXT, 818, 262, 3726]])
     written = model.generate(prompt, max_new_tokens=20, do_sample=False)[0]
     assert written[:4].equal(prompt[0]) and len(written) == 24
     padded = torch.nn.functional.pad(written, (0, 128 - len(written)))
-    likeliest = plain.logits(padded, 256)[:, :50257].argmax(1)
+    likeliest = plain.logits(padded, at_window(256, hp))[:, :50257].argmax(1)
     assert written[4:].equal(likeliest[3:23])
 
     padding = torch.full((1, 3), END_OF_TEXT)
@@ -113,8 +116,8 @@ def test_a_weight_that_the_modelling_file_does_not_know_is_refused_by_name(tiny)
 
 @dataclass(frozen=True)
 class Forked(train_gpt.Hyperparameters):
-    gelu: bool = train_gpt.setting(False, "another MLP")
-    muon_noise: float = train_gpt.setting(0.0, "noise", group="more optimizers")
+    gelu: bool = False  # another MLP
+    muon_noise: float = 0.0  # noise
 
 
 def test_settings_of_a_fork_that_may_change_a_model_are_refused_by_name(tiny):
@@ -130,7 +133,7 @@ def test_a_fork_s_model_is_exported_only_if_it_is_said_to_be_the_same(trained, t
     torch.save(saved, path)
     words = [str(path), "--script", train_gpt.__file__, "--export", "hf", str(tmp_path / "hf")]
     with pytest.raises(UserError, match="was saved by my_fork.py, whose model may differ"):
-        export.export(export.parse(words))
+        export.export(words)
     assert not (tmp_path / "hf").exists()
-    export.export(export.parse([*words, "--same_model"]))
+    export.export([*words, "--same_model"])
     assert (tmp_path / "hf/config.json").exists()

@@ -11,8 +11,7 @@ import reference
 import torch
 from reference import relative_error
 
-import train_gpt
-from train_gpt import CastedLinear, Head, HeadLoss, to_fp8, trains_in_fp8
+from train_gpt import CastedLinear, Head, fp8_supported, to_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**19  # the record's scales
@@ -69,32 +68,40 @@ def test_outside_fp8_training_it_is_a_linear_layer_in_its_input_s_dtype():
     torch.testing.assert_close(plain(x), x @ plain.weight.bfloat16().T)
 
 
-def test_a_head_trains_in_fp8_where_it_shall_and_the_gpu_can(monkeypatch):
-    """From compute capability 8.9 on; never on a CPU, whose FP8 is slow."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert not trains_in_fp8(True, cpu)
+def test_fp8_is_for_gpus_from_compute_capability_8_9_on(monkeypatch):
     for capability, can in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert trains_in_fp8(True, gpu) == can and not trains_in_fp8(False, gpu)
+        assert fp8_supported(torch.device("cuda", 0)) == can
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    """Let tensors say that they are on a GPU: on a CPU, whose FP8 is slow, no head trains in it."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 
 @pytest.mark.parametrize("fp8, training", [(True, True), (True, False), (False, True)])
-def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny, monkeypatch):
-    given = []
-    monkeypatch.setattr(train_gpt, "trains_in_fp8", lambda wanted, device: wanted)
-    monkeypatch.setattr(HeadLoss, "apply", lambda *arguments: given.append(arguments[-1]))
-    head = Head(replace(tiny, fp8=fp8, x_s=2.0, w_s=4.0, grad_s=8.0))
+def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny, as_on_a_gpu):
+    head, given = Head(replace(tiny, fp8=fp8)), []
+
+    def cross_entropy(logits, targets, grad_scale, dtype):
+        given.append((logits.dtype, grad_scale, dtype))
+        return torch.zeros(()), torch.zeros(16, 512).to(dtype)
+
+    head.cross_entropy = cross_entropy
     head.loss(torch.randn(16, tiny.model_dim, requires_grad=training), torch.arange(16))
-    assert given == [(2.0, 4.0, 8.0) if fp8 and training else None]
+    expected = torch.float32, 1 / 16 if training else None, torch.float32
+    assert given == [(torch.bfloat16, GRAD_S / 16, E5M2) if fp8 and training else expected]
 
 
-def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tiny):
+def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tiny, as_on_a_gpu):
     tokens = 304  # chunks of 256 and 48
     linear, x, _ = layer(tokens)
-    head = Head(replace(tiny, logit_softcap=15.0))
+    head = Head(replace(tiny, logit_softcap=15.0, fp8=True))
+    head.weight.data = linear.weight.data
     targets = torch.randint(0, 512, (tokens,), generator=torch.Generator().manual_seed(0))
-    inputs, weight = x.detach().bfloat16().requires_grad_(), linear.weight
-    loss = HeadLoss.apply(inputs, weight, targets, head, (15.0,), 1 / tokens, linear.scales)
+    inputs, weight = x.detach().bfloat16().requires_grad_(), head.weight
+    loss = head.loss(inputs, targets)
     loss.backward()
 
     x64, w64 = (t.detach().double().requires_grad_() for t in (inputs, weight))

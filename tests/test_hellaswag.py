@@ -10,6 +10,7 @@ import hellaswag
 import pytest
 import reference
 import torch
+from conftest import at_window
 from hellaswag import accuracies, log_likelihoods, read_questions
 from runs import Program
 
@@ -56,12 +57,10 @@ def test_a_document_is_a_context_and_one_of_its_endings(tmp_path):
 
 
 def packed(model, questions, window: int, *ranks) -> torch.Tensor:
-    """Return the scores of all documents, by the moment after training with a long window."""
-    now = train_gpt.moment(model.hp.num_iterations, model.hp)
-    now = replace(now, window=window, short=window // 2)
+    """Return the scores of all documents, at a moment with a long window."""
     documents = [document for q in questions for document in q[0]]
     starts = [start for texts, start, _ in questions for _ in texts]
-    return log_likelihoods(model, documents, starts, now, *ranks)
+    return log_likelihoods(model, documents, starts, at_window(window, model.hp), *ranks)
 
 
 @pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from reference import relative_error
 
 import train_gpt
-from train_gpt import Kernel, UserError, as_is, choose_kernels, names_in_use, to_fp8
+from train_gpt import GPT, Moment, all_reduce_, to_fp8
 
-kernels = pytest.importorskip("kernels", reason="Triton is not installed: it is for Linux")
+kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed: it is for Linux")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs kernels itself")
 
 DTYPES = (torch.float32, torch.float16)  # the interpreter's bfloat16 matmul is broken
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
-PLAIN = train_gpt.softcapped_cross_entropy, train_gpt.relu2_mlp, train_gpt.symmetric_matmul
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,6 @@ def interpreter(monkeypatch):
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-    for kernel in PLAIN:
-        kernel.use = False
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -54,14 +52,15 @@ def exact_loss(logits, targets, cap):
     ],
 )
 def test_loss_equals_float64(dtype, rows, vocab, cap, tolerance):
-    """Logits reach one to three caps; gradients come in the logits' place, as they are used."""
+    """Logits reach one to three caps."""
     logits = (cap * randn(rows, vocab)).to(dtype)
     targets = torch.arange(rows) * (vocab // rows) + vocab % rows
     expected, expected_grads = exact_loss(logits, targets, cap)
-    assert kernels.fused_loss(logits, targets, cap).item() == pytest.approx(expected, rel=1e-6)
-    loss = kernels.fused_loss(logits, targets, cap, 0.25, logits)
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
-    assert relative_error(logits, 0.25 * expected_grads) < tolerance
+    loss, grads = kernels.fused_loss(logits, targets, cap)
+    assert loss.item() == pytest.approx(expected, rel=1e-6) and grads is None
+    loss, grads = kernels.fused_loss(logits, targets, cap, 0.25, dtype)
+    assert loss.item() == pytest.approx(expected, rel=1e-6) and grads.dtype == dtype
+    assert relative_error(grads, 0.25 * expected_grads) < tolerance
 
 
 @interpreted
@@ -69,9 +68,8 @@ def test_loss_in_float8_clamps_where_the_cast_would_give_inf():
     """The interpreter forgets to carry when it rounds up to a power of two, and cuts off below
     2^-14: such values are left out."""
     logits, targets = 5 * randn(4, 1000), torch.tensor([0, 999, 500, 17])
-    grads = torch.zeros(4, 1000, dtype=torch.float8_e5m2)
     for scale, saturated in ((2.0**10, 0), (2.0**16, 4)):  # the targets' gradients reach -1 * scale
-        kernels.fused_loss(logits, targets, 15.0, scale, grads)
+        _, grads = kernels.fused_loss(logits, targets, 15.0, scale, torch.float8_e5m2)
         exact = scale * exact_loss(logits, targets, 15.0)[1]
         expected = to_fp8(exact.float(), 1.0, torch.float8_e5m2).float()
         assert (expected == -57344).sum() == (grads.float() == -57344).sum() == saturated
@@ -120,30 +118,10 @@ def test_symmetric_products_equal_float64_and_are_symmetric(dtype, count, n, k):
     assert relative_error(both, exact) < TOLERANCE[dtype] and torch.equal(both, both.mT)
 
 
-def relu2_mlp(x, w_in, w_out):
-    """Compute nearly what train_gpt.py's function of this name computes."""
-    return F.linear(F.leaky_relu(F.linear(x, w_in), 0.01).square(), w_out)
-
-
-@pytest.mark.parametrize("kernel", PLAIN)
-def test_each_twin_was_written_for_the_plain_function_as_it_is(kernel):
-    """If this fails, change the twin with its function, and then the digest in kernels.py."""
-    assert kernels.WRITTEN_FOR[kernel.name] == kernels.digest(kernel.plain)
-
-
-def test_a_twin_never_replaces_a_function_that_was_edited(tiny):
-    found = kernels.fault(relu2_mlp, as_is, tiny, torch.device("cpu"), torch.float32, False)
-    assert "was edited" in found
-
-
-def square(name: str) -> Kernel:
-    """Return a kernel of this name whose plain function squares."""
-
-    def plain(x):
-        return x.square()
-
-    plain.__name__ = name
-    return Kernel(plain)
+@pytest.mark.parametrize("name", GPT.kernels)
+def test_each_twin_was_written_for_the_plain_function_as_it_is(name):
+    """If this fails, change the twin with its function, and then the digest in gpu_kernels.py."""
+    assert kernels.TWINS[name][2] == kernels.digest(kernels.PLAIN[name])
 
 
 @pytest.fixture
@@ -152,12 +130,11 @@ def fake_kernels(monkeypatch):
 
     def install(**twins):
         example = randn(100).requires_grad_()
-        for module in (kernels, train_gpt):
-            monkeypatch.setattr(module, "TWINS", twins)
-        monkeypatch.setattr(kernels, "EXAMPLES", dict.fromkeys(twins, lambda *given: (example,)))
-        monkeypatch.setattr(kernels, "WRITTEN_FOR", dict.fromkeys(twins, "square"))
+        made = {name: (twin, lambda *given: (example,), "square") for name, twin in twins.items()}
+        monkeypatch.setattr(kernels, "TWINS", made)
+        monkeypatch.setattr(kernels, "PLAIN", dict.fromkeys(twins, torch.square))
         monkeypatch.setattr(kernels, "digest", lambda plain: "square")
-        return SimpleNamespace(kernels=tuple(map(square, twins)), compile_=as_is)
+        return SimpleNamespace(kernels=tuple(twins))
 
     return install
 
@@ -166,11 +143,11 @@ def broken(x):
     raise RuntimeError("PTX was\ninvalid")
 
 
-def chosen(model, hp) -> tuple[list[str], list[str]]:
+def chosen(model, hp, all_reduce_=all_reduce_) -> tuple[list[str], list[str]]:
     """Return the kernels in use after a choice on a CPU, and what it says."""
     lines = []
-    choose_kernels(model, hp, torch.device("cpu"), log=lines.append)
-    return names_in_use(model.kernels), lines
+    kernels.choose_kernels(model, hp, CPU, all_reduce_, lines.append)
+    return list(kernels.IN_USE), lines
 
 
 class Shuffled(torch.autograd.Function):
@@ -186,7 +163,7 @@ class Shuffled(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad.roll(1, 0)
 
 
-def test_auto_uses_kernels_that_build_and_agree_and_says_why_others_are_off(fake_kernels, tiny):
+def test_a_run_uses_kernels_that_build_and_agree_and_says_why_others_are_off(fake_kernels, tiny):
     model = fake_kernels(
         good=torch.square,
         wrong=torch.abs,
@@ -206,65 +183,59 @@ def test_auto_uses_kernels_that_build_and_agree_and_says_why_others_are_off(fake
     assert lines[6] == "kernels: good slightly_off"
 
 
-def test_what_is_compared_is_compiled_as_the_run_compiles_it(fake_kernels, tiny):
+def test_without_kernels_or_a_gpu_nothing_is_compared(fake_kernels, tiny, monkeypatch):
     model = fake_kernels(good=torch.square)
-    model.compile_ = lambda function: broken if function is torch.square else function
-    assert chosen(model, tiny) == ([], ["kernel good is off: RuntimeError: PTX was invalid"])
+    assert chosen(model, tiny)[0] == ["good"]
+    monkeypatch.setattr(kernels, "fault", lambda *given: pytest.fail("compared"))
+    assert chosen(model, replace(tiny, kernels=False)) == ([], [])
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert chosen(model, tiny) == ([], [])
+    assert "wants a CUDA GPU" in kernels.obstacle(CPU)
 
 
-def test_on_and_off_compare_nothing(fake_kernels, tiny, monkeypatch):
-    model = fake_kernels(good=torch.square, broken=broken)
-    monkeypatch.setattr(train_gpt, "fault", lambda *given: pytest.fail("compared"))
-    both = ["good", "broken"]
-    assert chosen(model, replace(tiny, kernels="on")) == (both, ["kernels: good broken"])
-    assert chosen(model, replace(tiny, kernels="off")) == ([], [])
-
-
-def test_a_kernel_is_on_only_if_it_agrees_on_all_ranks(fake_kernels, tiny, monkeypatch):
+def test_a_kernel_is_on_only_if_it_agrees_on_all_ranks(fake_kernels, tiny):
     model = fake_kernels(here=torch.square, everywhere=torch.square)
     other = torch.tensor([1.0, 0.0])  # what the other rank found
-    monkeypatch.setattr(train_gpt, "all_reduce_", lambda tensors: tensors[0].add_(other))
     expected = ["kernel here is off: another rank cannot use it", "kernels: everywhere"]
-    assert chosen(model, tiny) == (["everywhere"], expected)
+    assert chosen(model, tiny, lambda votes: votes.add_(other)) == (["everywhere"], expected)
+
+
+@pytest.fixture
+def as_written(monkeypatch) -> None:
+    """Let digests be those of the source as it is; another test checks them."""
+    for name in GPT.kernels:
+        twin = *kernels.TWINS[name][:2], kernels.digest(kernels.PLAIN[name])
+        monkeypatch.setitem(kernels.TWINS, name, twin)
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", PLAIN, ids=lambda kernel: kernel.name)
-def test_twins_agree_on_the_examples(kernel, tiny, monkeypatch):
+@pytest.mark.parametrize("name", GPT.kernels)
+def test_twins_agree_on_the_examples(name, tiny, as_written, monkeypatch):
     """In float32, in which the interpreter is exact; of few rows of logits: it is slow."""
-    name, example = kernel.name, (tiny, torch.device("cpu"), torch.float32, False)
-    assert kernel.fused is kernels.TWINS[name]
-    arguments = kernels.EXAMPLES[name](*example)
+    twin, example, written_for = kernels.TWINS[name]
+    arguments = example(tiny, CPU, torch.float32, False)
     if name == "softcapped_cross_entropy":
         arguments = [a[:32] if torch.is_tensor(a) else a for a in arguments]
-    twins = [kernels.outcome(twin, arguments) for twin in (kernel.plain, kernel.fused)]
-    for expected, found in zip(*twins, strict=True):
+    both = [kernels.outcome(function, arguments) for function in (kernels.PLAIN[name], twin)]
+    for expected, found in zip(*both, strict=True):
         assert relative_error(found, expected) < 1e-5
-    monkeypatch.setitem(kernels.EXAMPLES, name, lambda *given: arguments)
-    assert kernels.fault(kernel.plain, as_is, *example) == ""
-
-
-def test_kernels_without_a_gpu_are_refused(monkeypatch, tiny):
-    monkeypatch.delenv("TRITON_INTERPRET")
-    model = train_gpt.GPT(tiny)
-    with pytest.raises(UserError, match="--kernels on: Triton wants a CUDA GPU"):
-        chosen(model, replace(tiny, kernels="on"))
-    assert chosen(model, tiny) == ([], [])
+    monkeypatch.setitem(kernels.TWINS, name, (twin, lambda *given: arguments, written_for))
+    assert kernels.fault(name, tiny, CPU) == ""
 
 
 @interpreted
-def test_steps_with_kernels_are_those_without(tiny, randomize):
+def test_steps_with_kernels_are_those_without(tiny, randomize, as_written):
     """Adam's epsilon is one at which rounding noise stays noise."""
     hp = replace(tiny, num_layers=2, layers="long,none", batch_seqs=1, adam_eps=1e-6)
     tokens = torch.randint(0, 512, (1, 129), generator=torch.Generator().manual_seed(0))
     losses = []
-    for choice in ("off", "on"):
-        model = randomize(train_gpt.GPT(hp))
-        choose_kernels(model, replace(hp, kernels=choice), torch.device("cpu"))
-        assert len(names_in_use(model.kernels)) == (3 if choice == "on" else 0)
+    for choice in (False, True):
+        model = randomize(GPT(hp))
+        used, _ = chosen(model, replace(hp, kernels=choice))
+        assert used == (list(GPT.kernels) if choice else [])
         optimizers = train_gpt.Optimizers(model, hp)
         batch = tokens[:, :-1].int(), tokens[:, 1:]
-        moments = [train_gpt.moment(step, hp) for step in range(2)]
+        moments = [Moment(step, hp) for step in range(2)]
         results = [train_gpt.train_step(model, optimizers, *batch, now) for now in moments]
         losses.append([result[0].item() for result in results])
     plain, fused = losses

@@ -49,7 +49,7 @@ def launched(tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, "run", call)
         monkeypatch.setattr(signal, "signal", lambda number, action: handled.append(number))
         monkeypatch.setattr(os, "execv", take_place)
-        monkeypatch.setattr(train_gpt, "work", lambda parsed, run_class: calls.append("here"))
+        monkeypatch.setattr(train_gpt, "train", lambda *_: calls.append("here"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(sys, "argv", ["launch.py", *words.split()])
@@ -125,7 +125,7 @@ def test_a_python_without_huggingface_hub_gets_it(launched, monkeypatch):
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(launched):
     words = "--muon_lr 0.06 --seed=5 --run_id mine --device cpu"
     status, calls = launched(f"--runs 2 {words}")
-    run = [sys.executable, f"{HERE}/tools/launch.py", SCRIPT, "--save_last", "off", *words.split()]
+    run = [sys.executable, f"{HERE}/tools/launch.py", SCRIPT, "--keep", "0", *words.split()]
     logs = [f"logs/mine_seed{seed}.txt" for seed in (5, 6)]
     assert status == 0 and calls == [
         [*run, "--seed", "5", "--run_id", "mine_seed5"],
@@ -140,9 +140,9 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(launc
 
 def test_a_users_mistake_starts_nothing_and_names_the_script(launched, capsys):
     for words in ("--runs 3 --seq_len 5", "--seq_len 5"):
-        assert launched(f"{FORK} {words}", 8) == (2, [])
+        assert launched(f"{FORK} {words}", 8) == (1, [])
         assert capsys.readouterr().err.startswith("train_gpt_2026.py: error: --seq_len 5: must be")
-    assert launched("no_such.py --runs 2", 8) == (2, [])
+    assert launched("no_such.py --runs 2", 8) == (1, [])
     err = capsys.readouterr().err
     assert err.startswith("run.sh: error: there is no script ") and err.count("\n") == 1
 

@@ -37,12 +37,12 @@ def ours(
     lines = [f"record 2025-01-26_BatchSize{flags}"]
     lines += [f"on {machine.get('gpu', '8 x NVIDIA H100 80GB HBM3')}, log in logs/a.txt"]
     lines += [f"kernels: {machine.get('kernels', 'none, on a CPU')}"]
-    lines += [f"step:0/{steps} val_loss:10.8258 train_time:0ms step_avg:0.00ms"]
+    lines += [f"step:0/{steps} val_loss:10.82580 train_time:0ms step_avg:0.00ms"]
     for step in range(1, steps + 1):
         times = f"train_time:{step * ms:.0f}ms step_avg:{ms:.2f}ms"
         lines += [f"step:{step}/{steps} {times}"]
         if step % 2 == 0:
-            lines += [f"step:{step}/{steps} val_loss:{loss + steps - step:.4f} {times}"]
+            lines += [f"step:{step}/{steps} val_loss:{loss + steps - step:.5f} {times}"]
     lines += ["peak memory allocated: 29898 MiB reserved: 44552 MiB"]
     software = f"Python 3.12.1\ntorch {machine.get('torch', '2.13.0')} CUDA 12.8"
     table = "\n".join(f"{name}: {value}" for name, value in settings.items())
@@ -60,7 +60,7 @@ def group(letter: str, flags="", losses=(3.271, 3.272, 3.273), ms=100.0, **more)
 
 
 # A file of which a log has a part: its lines look like other parts of a log.
-FILES = {"kernels.py": f"import triton\ntorch 1.0\n| 0  NVIDIA T4  On |\n{GPUS}\nmuon_lr: 9"}
+FILES = {"gpu_kernels.py": f"import triton\ntorch 1.0\n| 0  NVIDIA T4  On |\n{GPUS}\nmuon_lr: 9"}
 
 
 def of_2024(loss: float = 3.2783) -> str:
@@ -119,21 +119,21 @@ def test_rows_of_our_log_and_of_public_logs(board):
     torch24, torch25 = "2.6.0.dev20241119+cu124", "2.7.0.dev20250125+cu126"
     a, x, y = files
     assert rows_of(out)[:3] == [
-        ["A", record, "2.13.0", gpu, "4", "3.2800", "0.4", "100.00", memory, a],
+        ["A", record, "2.13.0", gpu, "4", "3.28000", "0.4", "100.00", memory, a],
         ["B", "x", torch24, gpu, "1875", "3.2783", "301.8", "161.84", "-", x],
         ["C", record, torch25, gpu, "1770", "3.2808", "176.0", "100.00", memory, y],
     ]
 
 
 def test_a_group_of_three_has_the_figures_worked_out_by_hand(board):
-    """Losses 3.1, 3.2, 3.4: mean 3.2333, deviation sqrt(0.046667 / 2) = 0.1528. Times 4, 5, 9 s:
+    """Losses 3.1, 3.2, 3.4: mean 3.23333, deviation sqrt(0.046667 / 2) = 0.15275. Times 4, 5, 9 s:
     mean 6, deviation sqrt(14 / 2) = 2.6. t = (3.2333 - 3.28) / (0.1528 / sqrt(3)) = -0.5291, and
     with two degrees of freedom p = 1/2 - 0.5291 / (2 sqrt(2 + 0.5291^2)) = 0.325. For a target of
     3.2, t = 0.3780, and p = 0.629."""
     runs = zip((3.1, 3.2, 3.4), (1000, 1250, 2250), strict=True)
     files = {f"{i}.txt": ours(loss, ms, flags=f" --seed {i}") for i, (loss, ms) in enumerate(runs)}
     group = rows_of(board(files)[1])[-1]
-    assert group == ["A", "3", "3.2333", "0.1528", "0.325", "6.0", "2.6", "2025-01-26_BatchSize"]
+    assert group == ["A", "3", "3.23333", "0.15275", "0.325", "6.0", "2.6", "2025-01-26_BatchSize"]
     assert rows_of(board(files, "--target", 3.2)[1])[-1][4] == "0.629"
 
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
     again = ours(3.1, ms=200).split("log in logs/a.txt\n")[1].split("step:1/4")[1]
     again = "step:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:1/4" + again
     out = board({"a.txt": ours(3.28) + again})[1]
-    assert [row[5:7] for row in rows_of(out)[:-1]] == [["3.1000", "0.8"]]
+    assert [row[5:7] for row in rows_of(out)[:-1]] == [["3.10000", "0.8"]]
     assert [*leaderboard.read_log(Path("a.txt")).curve] == [0, 1, 2, 4]
     assert rows_of(board({"a.txt": ours(3.28) + again}, "--at", 1)[1])[0][5] == "3.5"
 
@@ -201,7 +201,7 @@ def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
 def test_a_log_of_a_run_is_read_with_its_files(trained):
     run = leaderboard.read_log(trained.folder / "logs/it.txt")
     assert run.source == (ROOT / "train_gpt.py").read_text("utf-8").strip("\n")
-    assert run.files == {"kernels.py": (ROOT / "kernels.py").read_text("utf-8").strip("\n")}
+    assert run.files["gpu_kernels.py"] == (ROOT / "gpu_kernels.py").read_text("utf-8").strip("\n")
     assert run.settings["model_dim"] == "32" and run.record == "demo" and run.steps == 8
 
 
@@ -209,7 +209,7 @@ def test_a_log_of_a_run_is_read_with_its_files(trained):
     ("content", "flags", "line"),
     [
         (" \n\n", "", "skipped bad.txt: is empty"),
-        (ours().replace("val_loss:3.2800", "val_loss:nan"), "", "has a loss of nan at step 4"),
+        (ours().replace("val_loss:3.28000", "val_loss:nan"), "", "has a loss of nan at step 4"),
         (ours().split("step:4/4")[0], "", "is truncated: it ends at step 3 of 4"),
         (None, "bad.txt", "skipped bad.txt: No such file"),
         (None, "--plot out.foo", "could not plot out.foo: "),

@@ -1,5 +1,6 @@
 """The chunked head and loss against float64, and gradients that are summed in place."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -10,8 +11,7 @@ from reference import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train_gpt
-from train_gpt import GPT, HEAD_STEPS, Head, Optimizers, gradient_buffer, lookup, moment
+from train_gpt import GPT, Head, Moment, Optimizers, gradient_of, lookup
 
 WIDTH, VOCAB = 48, 1024
 
@@ -65,49 +65,9 @@ def test_bfloat16_input_as_on_a_gpu(case):
     assert relative_error(head.weight.grad, grad_w) < 1e-2
 
 
-@pytest.mark.parametrize("can, least, most", [(True, 1e-4, 1e-2), (False, 0, 2e-5)])
-def test_a_cpu_that_can_trains_the_head_in_bfloat16_and_validates_in_float32(
-    can, least, most, case, monkeypatch
-):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: can)
-    x, head, targets = case(300, bfloat16_head=True)
-    value, grad_x, grad_w = in_float64(x, head, targets)
-    assert head.loss(x.detach(), targets).item() == pytest.approx(value, rel=1e-6)
-    head.loss(x, targets).backward()
-    assert least < relative_error(x.grad, grad_x) < most
-    assert least < relative_error(head.weight.grad, grad_w) < most
-
-
-def test_compiled_loss_equals_float64(case):
-    """Compiled code makes two passes over the logits. The backend "eager" executes what
-    torch.compile captured."""
-    x, head, targets = case(32, logit_softcap=30.0)
-    head.steps = tuple(torch.compile(f, backend="eager", dynamic=False) for f in HEAD_STEPS)
-    loss = head.loss(x, targets)
-    loss.backward()
-    value, grad_x, grad_w = in_float64(x, head, targets)
-    assert loss.item() == pytest.approx(value, rel=2e-7)
-    assert relative_error(x.grad, grad_x) < 1e-6
-    assert relative_error(head.weight.grad, grad_w) < 1e-6
-
-
-def test_compiled_mlp_equals_float64():
-    """Compiled, ReLU squared keeps its result alone."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (20, 16), (64, 16), (16, 64)
-    inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    grad = torch.randn(20, 16, generator=generator)
-    torch.compile(train_gpt.relu2_mlp.plain, backend="aot_eager")(*inputs).backward(grad)
-    x, w_in, w_out = exact
-    ((x @ w_in.T).clamp(min=0).pow(2) @ w_out.T).backward(grad.double())
-    for found, expected in zip(inputs, exact, strict=True):
-        assert relative_error(found.grad, expected.grad) < 1e-6
-
-
 def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pass(case):
     x, head, targets = case(8)
-    with pytest.raises(RuntimeError, match="scale gradients after"):
+    with pytest.raises(RuntimeError, match="call backward.. on the loss itself"):
         (head.loss(x, targets) / 8).backward()
 
 
@@ -134,9 +94,10 @@ def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence
     model = GPT(hp)
     tokens = torch.randint(0, 640, (385,))
     inputs, targets = tokens[:-1].int(), tokens[1:]
-    model(inputs, targets, 256).backward()  # makes the buffers, once
+    now = Moment(0, hp)
+    model(inputs, targets, now).backward()  # makes the buffers, once
     with NewShapes() as watch:
-        model(inputs, targets, 256).backward()
+        model(inputs, targets, now).backward()
     assert (640, hp.model_dim) not in watch.shapes
     assert (640, hp.num_heads * hp.head_dim) not in watch.shapes  # of value tables
     logits = [shape for shape in watch.shapes if shape[-1:] == (640,)]
@@ -151,24 +112,13 @@ def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(tiny):
     tokens = torch.randint(0, 640, (129,))
     optimizers = Optimizers(model, hp)
     for step in range(3):
-        model(tokens[:-1].int(), tokens[1:], 128).backward()
+        model(tokens[:-1].int(), tokens[1:], Moment(step, hp)).backward()
         with NewShapes() as watch:
-            optimizers.step(moment(step, hp))
-        made = Counter(shape for shape in watch.shapes if shape[:1] >= (640,))
-        moments = {(640, 32): 5 * 2}  # embedding, head, three of values
+            optimizers.step(Moment(step, hp))
+        made = Counter(math.prod(shape) for shape in watch.shapes if math.prod(shape) >= 640 * 32)
+        moments = {640 * 32: 2 * 2, 3 * 640 * 32: 2}  # of embedding and head; of three for values
         assert made == (moments if step == 0 else {}), step
-        assert not gradient_buffer(model.embed.weight).any()
-
-
-def test_lookup_sums_gradients_of_equal_tokens_in_place():
-    table = torch.nn.Embedding(20, 6)
-    tokens = torch.randint(0, 5, (100,), dtype=torch.int32)
-    weights = torch.randn(100, 6)
-    for _ in range(2):
-        (lookup(table, tokens) * weights).sum().backward()
-    exact = torch.nn.Embedding.from_pretrained(table.weight.detach().double(), freeze=False)
-    (2 * (exact(tokens) * weights).sum()).backward()
-    assert relative_error(table.weight.grad, exact.weight.grad) < 1e-6
+        assert not gradient_of(model.embed.weight).any()
 
 
 def test_bfloat16_table_sums_its_gradient_in_float32():
@@ -176,5 +126,5 @@ def test_bfloat16_table_sums_its_gradient_in_float32():
     table = torch.nn.Embedding(4, 8).bfloat16()
     rows = lookup(table, torch.ones(1000, dtype=torch.int32))
     (rows.float() / 1024).sum().backward()
-    assert table.weight.grad32.dtype == torch.float32
-    torch.testing.assert_close(table.weight.grad32[1], torch.full((8,), 1000 / 1024))
+    assert table.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(table.weight.grad[1], torch.full((8,), 1000 / 1024))

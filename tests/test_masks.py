@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import at_window
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
@@ -96,7 +97,7 @@ ENDLESS = 3 * 10**9  # as int32, which positions are, it would be negative
 def test_masks_equal_brute_force(starts, window, rule):
     tokens = tokens_with_documents(starts)
     expected = brute_force(tokens, window, rule)
-    first = first_visible(tokens, window, rule)
+    first = first_visible(tokens, torch.tensor(window), rule)
     dense, mask = dense_mask(first), flex_mask(*block_lists(first))
     assert set(dense.unique().tolist()) <= {0.0, -float("inf")}
     assert torch.equal(dense == 0, expected)
@@ -110,27 +111,26 @@ def test_masks_equal_brute_force(starts, window, rule):
         assert computed.max() <= max(window // BLOCK, 1)
 
 
-def test_the_last_rows_of_a_mask_are_those_of_the_whole_mask():
-    first = first_visible(tokens_with_documents([0, 300]), 200, "tokens")
-    for rows in (1, 5, LENGTH):
-        assert torch.equal(dense_mask(first, rows), dense_mask(first)[-rows:])
-
-
 def check_flex_attention(backend: str, tiny, randomize) -> None:
     """Compare it with SDPA, in a model, and check that a new window does not recompile."""
     hp = replace(tiny, vocab_size=50257, num_layers=2, layers="long+v0,short")
-    model = randomize(GPT(hp).eval())
+    model, flexible = (randomize(GPT(hp).eval()) for _ in range(2))
     generator, length = torch.Generator().manual_seed(1), 1024
     torch._dynamo.reset()  # what other tests have compiled
-    flex = torch.compile(attend, dynamic=False, backend=backend)
+    for block in flexible.blocks:
+        block.attn.attend = torch.compile(attend, dynamic=False, backend=backend)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for starts, window in (((0, 100, 400, 401, 700), 128), ((0,), 640), ((5, 640), 1792)):
             tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
             tokens[list(starts)] = END_OF_TEXT
-            masks = model.masks(tokens, window, block_lists)
-            rotary = model.rotary_of(length, window, torch.device("cpu"))
-            found = model.trunk(*model.embedded(tokens), rotary, masks, attend=flex)
-            torch.testing.assert_close(found, model.hidden(tokens, window), rtol=0, atol=1e-4)
+            now = at_window(window, hp)
+            masks = {}
+            for name, size in (("long", window), ("short", window // 2)):
+                first = first_visible(tokens, torch.tensor(size), hp.window_rule)
+                masks[name] = block_lists(first)
+            rotary = model.rotary(torch.arange(length), now)
+            found = flexible.trunk(*flexible.embedded(tokens), rotary, masks)
+            torch.testing.assert_close(found, model.hidden(tokens, now), rtol=0, atol=1e-4)
 
 
 def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, randomize):
@@ -159,7 +159,7 @@ def test_block_mask_needs_no_square_of_tokens(length, rule, blocks):
     tokens = torch.zeros(length, dtype=torch.int32)
     tokens[::5000] = END_OF_TEXT
     with LargestTensor() as largest:
-        mask = flex_mask(*block_lists(first_visible(tokens, 1792, rule)))
+        mask = flex_mask(*block_lists(first_visible(tokens, torch.tensor(1792), rule)))
     assert largest.elements <= 4 * (length // BLOCK) ** 2
     counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
     assert len(counts) == length // BLOCK and counts.max() == blocks and counts[0] == 1

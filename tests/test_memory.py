@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import at_window
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import flex_attention
@@ -25,11 +26,10 @@ def storage(node: torch.fx.Node) -> torch.fx.Node:
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """Let torch.compile capture graphs as for a GPU, which return zeros. Return two lists that
+def graphs(compile_with, monkeypatch):
+    """Let functions be captured as for a GPU, in graphs that return zeros. Return two lists that
     grow: of each graph made, the gradients that come in; of each one called, the results."""
     made, called = [], []
-    compile_ = torch.compile
 
     def compiler(graph, inputs):
         results = graph.graph.output_node().args[0]
@@ -48,22 +48,19 @@ def graphs(monkeypatch):
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
     )
 
-    def compile_with_it(function, **options):
-        return compile_(function, backend=backend, fullgraph=True, **options)
-
-    monkeypatch.setattr(torch, "compile", compile_with_it)
+    compile_with(backend)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    monkeypatch.setattr(train_gpt, "make_mask", train_gpt.block_lists)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)  # refuses backward
-    torch._dynamo.reset()
     return made, called
 
 
 def on_a_gpu(hp: train_gpt.Hyperparameters) -> train_gpt.GPT:
     """Return the layers of a record, narrower, as they would be compiled on a GPU."""
     narrow = replace(hp, model_dim=128, num_heads=2, head_dim=64, vocab_size=1024)
-    model = train_gpt.GPT(narrow).to_device(torch.device("cpu"), compiled=True)
-    model.embed.bfloat16()
-    model.value_embeds.bfloat16()
-    model.use_flex = True
+    model = train_gpt.GPT(narrow)
+    for table in model.tables():
+        table.bfloat16()
     return model
 
 
@@ -73,18 +70,19 @@ def kept_by(hp, width: int) -> float:
     layers, attending = len(rows), sum(row.window != "none" for row in rows)
     # The normed input; q, k, v; rotated q and k; the mixed v; the result; the stream after it.
     of_attention = 1 + 3 + 2 + 1 + 1 + 1
-    # The normed input; the squares, four times as wide; the layer's output.
-    of_mlp = 1 + 4 + 1
+    # The normed input; what ReLU gives, and its squares, each four times as wide (the Triton twin
+    # keeps the squares alone); the layer's output.
+    of_mlp = 1 + 4 + 4 + 1
     # What attention's softmax and the norms divided by, in float32: of q and k a head each.
     floats = attending * (hp.num_heads + 1 + 2 * hp.num_heads) + layers
     return 2 * width * (attending * of_attention + layers * of_mlp) + 4 * floats
 
 
 def kept(called: list, tokens: int) -> float:
-    """Return the bytes for each token that graphs handed to their backward passes. The first graph
-    makes masks, and has none."""
+    """Return the bytes for each token that graphs handed to their backward passes. The first
+    graphs make masks and rotary angles, and have none."""
     values = []
-    for results in called[1:]:
+    for results in called[2:]:
         values += [n.meta["val"] for n in {storage(n) for n in results} if n.op != "placeholder"]
     return sum(v.nbytes for v in values if tokens in v.shape) / tokens
 
@@ -98,16 +96,17 @@ def layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated: bool) -
     model = on_a_gpu(train_gpt.RECORDS[record])
     made = []
     for window in (128, 256, 640, 512):
-        hidden = model.train().hidden(torch.arange(640, dtype=torch.int32), window)
+        now = at_window(window, model.hp)
+        hidden = model.train().hidden(torch.arange(640, dtype=torch.int32), now)
         if not made and not giving_v:
             assert kept(graphs[1], 640) == pytest.approx(kept_by(model.hp, 128), rel=1e-3)
         hidden.sum().backward()
         if evaluated:
             with torch.no_grad():
-                model.eval().hidden(torch.arange(1024, dtype=torch.int32), window)
+                model.eval().hidden(torch.arange(1024, dtype=torch.int32), now)
         made.append(len(graphs[0]))
-    # Forward, backward, forward without gradients; and masks of each length.
-    assert made == [(2 + evaluated) * kinds + 1 + evaluated] * 4
+    # Forward, backward, forward without gradients; and masks and angles of each length.
+    assert made == [(2 + evaluated) * kinds + 2 * (1 + evaluated)] * 4
     assert [len(tangents) for tangents in graphs[0] if tangents].count(2) == giving_v
 
 

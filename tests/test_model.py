@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from conftest import at_window
 
 import train_gpt
 from train_gpt import GPT, RECORDS, Layer, UserError, layer_table
@@ -31,20 +32,21 @@ def sequence(length: int, end_of_text: int = 511) -> tuple[torch.Tensor, torch.T
 
 
 def compare_with_float64(model, window: int, year: int, **options) -> None:
-    """Compare the loss and all gradients, on three blocks of tokens; only a first layer that mixes
-    its v with itself has a gradient of zero."""
+    """Compare the loss and all gradients, on three blocks of tokens; the first layer of "first"
+    mixes its v with itself, by a share whose gradient is zero."""
     inputs, targets = sequence(3 * 128)
-    loss = model(inputs, targets, window)
+    loss = model(inputs, targets, at_window(window, model.hp))
     loss.backward()
     weights = {k: v.detach().double().requires_grad_() for k, v in model.named_parameters()}
     heads = model.hp.num_heads
     expected = reference.loss(weights, inputs.long(), targets, window, heads, year, **options)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
-    attending = [i for i, row in enumerate(model.layers) if row.window != "none"]
+    giving = [
+        f"blocks.{i}.attn.lambdas" for i, row in enumerate(model.layers) if row.values == "first"
+    ]
     for name, p in model.named_parameters():
-        first = name == f"blocks.{attending[0]}.attn.lambdas"
-        if first and model.layers[attending[0]].values == "first":
+        if name in giving[:1]:
             assert p.grad.abs().max() < 1e-6
             continue
         error = (p.grad - weights[name].grad).norm() / weights[name].grad.norm()
@@ -62,7 +64,7 @@ def test_loss_and_all_gradients_equal_the_float64_reference(
 
 
 def test_any_layer_table_equals_the_float64_reference(randomize, small_vocabulary):
-    """Also one whose first layer that attends gives its values to others, and mixes none itself."""
+    """Also one whose first layer that attends does not give its values to others."""
     layers = "none,long+v3,short,short+vfirst,long+vfirst,none,short+v0,long+v3"
     hp = replace(RECORD, num_layers=8, layers=layers, vocab_size=512)
     rows = [(None, None, None), ("long", 3, None), ("half", None, None), ("half", "first", None)]
@@ -75,7 +77,7 @@ def test_each_record_begins_at_ln_50304(record):
     """The zero head hides all but the padded vocabulary's size."""
     hp = replace(RECORDS[record], model_dim=64, num_heads=2, head_dim=32)
     with torch.no_grad():
-        loss = GPT(hp)(*sequence(128, 50256), 128).item()
+        loss = GPT(hp)(*sequence(128, 50256), train_gpt.Moment(0, hp)).item()
     assert round(loss, 4) == 10.8258 == round(math.log(50304), 4)
 
 
@@ -83,9 +85,10 @@ def test_logits_are_soft_capped_and_give_the_loss(randomize, small_vocabulary):
     """softmax does not see that the model's are larger by the cap."""
     model = randomize(GPT(replace(RECORD, vocab_size=512, logit_softcap=30.0))).eval()
     inputs, targets = sequence(256)
+    now = at_window(256, model.hp)
     with torch.no_grad():
-        logits, loss = model.logits(inputs, 256), model(inputs, targets, 256)
-        raw = model.hidden(inputs, 256).double() @ model.lm_head.weight.double().T
+        logits, loss = model.logits(inputs, now), model(inputs, targets, now)
+        raw = model.hidden(inputs, now).double() @ model.lm_head.weight.double().T
     assert logits.shape == (256, 512) and logits.dtype == torch.float32
     expected = reference.soft_capped(raw, 30.0)
     torch.testing.assert_close(logits.double() - 30, expected, rtol=0, atol=1e-5)

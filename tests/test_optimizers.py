@@ -1,35 +1,34 @@
 """Which parameter learns by what, the update rules against float64, and what ranks share."""
 
-import itertools
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 import train_gpt
 from train_gpt import (
     GPT,
     RECORDS,
-    Bucket,
+    Group,
+    Moment,
     Optimizers,
-    gradient_buffer,
-    members,
-    moment,
+    Rows,
+    adam,
+    gradient_of,
     muon,
-    parameter_table,
-    subtract_,
+    parameter_groups,
     zeropower_via_newtonschulz5,
 )
 
-MOMENTS = [  # a ramp of momentum, then a fall of the learning rate
-    replace(moment(step, RECORDS["demo"]), lr=lr, momentum=momentum)
-    for step, (lr, momentum) in enumerate([(1.0, 0.85), (1.0, 0.9), (0.6, 0.95), (0.2, 0.95)])
-]
+MOMENTS = [Moment(step, RECORDS["demo"]) for step in range(4)]
+RATES = [(1.0, 0.85), (1.0, 0.9), (0.6, 0.95), (0.2, 0.95)]
+for now, (lr, momentum) in zip(MOMENTS, RATES, strict=True):
+    now.lr, now.momentum = lr, momentum  # a ramp of momentum, then a fall of the learning rate
 
 # -----------------------------------------------------------------------------
 # Muon against a singular value decomposition in float64
@@ -67,7 +66,7 @@ def test_zero_gradient_gives_a_zero_update():
 
 
 # -----------------------------------------------------------------------------
-# The table of parameters, and a step of all of them
+# The groups of parameters, and a step of all of them
 
 
 def expected_group(name: str, p: torch.Tensor) -> str:
@@ -81,31 +80,55 @@ def expected_group(name: str, p: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_each_parameter_of_each_record_is_in_the_one_row_that_is_expected(record):
+def test_each_parameter_of_each_record_is_in_the_one_group_that_is_expected(record):
     with torch.device("meta"):
         model = GPT(RECORDS[record])
-    named = list(model.named_parameters())
-    expected = {name: expected_group(name, p) for name, p in named}
-    groups = members(model, parameter_table(model.hp))
-    found = [(name, group) for group, params in groups.items() for name in params]
-    assert len(found) == len(expected) and dict(found) == expected
-    buckets = Optimizers(model.to_empty(device="meta"), model.hp).order
-    assert Counter(p for bucket in buckets for p in bucket.params) == Counter(model.parameters())
+    optimizers = Optimizers(model, model.hp)
+    found = Counter()
+    for group, rows in optimizers.groups:
+        assert group.rule is (muon if group.name == "muon" else adam)
+        found.update((p, group.name) for p in rows.params)
+    named = model.named_parameters()
+    assert found == Counter((p, expected_group(name, p)) for name, p in named)
 
 
-def test_a_parameter_that_not_exactly_one_row_can_take_is_named(tiny, monkeypatch):
-    unknown, vector = GPT(tiny), GPT(tiny)
-    unknown.gate = torch.nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match="gate.weight matches no row of parameter_table"):
-        Optimizers(unknown, tiny)
-    vector.blocks[0].gain = torch.nn.RMSNorm(32)
-    with pytest.raises(ValueError, match=r"blocks.0.gain.weight matches muon .* shape \(32,\)"):
-        Optimizers(vector, tiny)
-    table = parameter_table(tiny)
-    twice = replace(table[0], name="gates", patterns=("blocks.?.attn.qkv_w",))
-    monkeypatch.setattr(Optimizers, "table", lambda self, hp, compile_: (*table, twice))
-    with pytest.raises(ValueError, match="blocks.0.attn.qkv_w matches muon and gates"):
-        Optimizers(GPT(tiny), tiny)
+def test_a_parameter_that_is_not_in_exactly_one_group_is_named(tiny, monkeypatch):
+    model = GPT(tiny)
+    model.gate = torch.nn.Linear(4, 4, bias=False)
+    with pytest.raises(ValueError, match="gate.weight is in 0 of the parameter_groups"):
+        Optimizers(model, tiny)
+
+    def groups_of(model, hp):
+        gates = Group("gates", [model.gate.weight, model.embed.weight], adam, 0.1, 1)
+        return [*parameter_groups(model, hp), gates]
+
+    monkeypatch.setattr(Optimizers, "groups_of", staticmethod(groups_of))
+    with pytest.raises(ValueError, match="embed.weight is in 2 of the parameter_groups"):
+        Optimizers(model, tiny)
+
+
+def test_parameters_and_their_sums_begin_at_multiples_of_16_bytes(tiny):
+    """Of any shape: compiled code assumes what the first layer of a kind had."""
+    layers = "long+v0,long+vfirst,none,long+vfirst"
+    hp = replace(tiny, layers=layers, model_dim=48, head_dim=12, num_heads=1, batch_seqs=2)
+    model = GPT(replace(hp, vocab_size=509))
+    model.embed.bfloat16()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizers = Optimizers(model, hp, rank=1, world_size=3)
+    for name, p in model.named_parameters():
+        assert p.data_ptr() % 16 == 0 and torch.equal(p, before[name]), name
+    sums = [view for _, rows in optimizers.groups for view in rows.sum_views]
+    assert all(s.data_ptr() % 16 == 0 and s.dtype == torch.float32 for s in sums)
+    assert len(sums) == len(before)
+
+
+def test_a_rebound_parameter_is_refused(tiny):
+    """It would no longer learn."""
+    model = GPT(tiny)
+    optimizers = Optimizers(model, tiny)
+    model.embed.weight.data = model.embed.weight.data.clone()
+    with pytest.raises(RuntimeError, match=".data was rebound, in group embed"):
+        optimizers.step(MOMENTS[0])
 
 
 def made_up_gradients(model, step: int) -> dict[str, torch.Tensor]:
@@ -125,7 +148,7 @@ def test_steps_equal_a_float64_loop_over_single_parameters(damped, tiny, randomi
     second = {n: torch.zeros_like(w) for n, w in weights.items()}
     for t, now in enumerate(MOMENTS, 1):
         for name, grad in made_up_gradients(model, t).items():
-            gradient_buffer(model.get_parameter(name)).copy_(grad)
+            gradient_of(model.get_parameter(name)).copy_(grad)
             g, w = grad.double() / 2, weights[name]
             group = expected_group(name, w)
             if group == "muon":
@@ -139,8 +162,9 @@ def test_steps_equal_a_float64_loop_over_single_parameters(damped, tiny, randomi
             second[name] = 0.95 * second[name] + 0.05 * g * g
             mean, square = first[name] / (1 - 0.8**t), second[name] / (1 - 0.95**t)
             w -= rates[group] * now.lr * mean / (square.sqrt() + 1e-3)
+        optimizers.collect()
         optimizers.step(now)
-        assert not any(gradient_buffer(p).any() for p in model.parameters())
+        assert not any(gradient_of(p).any() for p in model.parameters())
     for name, p in model.named_parameters():
         tolerance = 2e-4 if expected_group(name, p) == "muon" else 1e-5
         torch.testing.assert_close(p.detach().double(), weights[name], rtol=0, atol=tolerance)
@@ -199,30 +223,29 @@ def on_ranks(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-muon_rule = partial(muon, hp=RECORDS["demo"])
-
-
-def by_rows(buckets, lr, now):
+def by_rows(rows, lr, now, hp):
     """A rule that keeps what is not shaped like its matrices: a number a row, and a count."""
-    updates = []
-    for bucket in buckets:
-        rows = bucket.state.setdefault("rows", torch.zeros_like(bucket.grads[..., :1]))
-        count = bucket.state.setdefault("count", torch.zeros(()))
-        rows += bucket.grads.square().mean(-1, keepdim=True)
-        count += 1
-        updates.append(bucket.grads / (rows + count).sqrt())
-    return updates, partial(torch._foreach_add_, alpha=-lr)
+    if not rows.state:
+        rows.state["rows"] = torch.zeros_like(rows.grad[..., :1])
+        rows.state["count"] = torch.zeros(len(rows.grad))
+    rows.state["rows"] += rows.grad.square().mean(-1, keepdim=True)
+    rows.state["count"] += 1
+    rows.own.sub_(rows.grad / (rows.state["rows"] + now.step + 1).sqrt(), alpha=lr)
 
 
-@pytest.mark.parametrize(
-    ("rule", "before", "after"), [(muon_rule, 2, 1), (muon_rule, 5, 3), (by_rows, 1, 2)]
-)
-def test_a_run_goes_on_with_any_number_of_ranks(rule, before, after, on_ranks, tiny, monkeypatch):
-    """Two steps, saved, and two more, against four of one rank. Five ranks have less than one
-    matrix each of the four of the MLPs' shapes."""
+@pytest.mark.parametrize("rule", [muon, by_rows])
+@pytest.mark.parametrize("counts", [(1, 3, 8, 1), (2, 2, 5, 1)])
+def test_a_run_goes_on_with_any_number_of_ranks(rule, counts, on_ranks, tiny, monkeypatch):
+    """A step on each of these numbers of ranks, with all saved between them, against four steps of
+    one rank. Five ranks have less than one matrix each of the four of the MLPs' shapes; eight ranks
+    have one micro-batch each."""
     hp = replace(tiny, grad_clip=1e9)  # every step has norms
-    table = [replace(g, rule=rule) if g.name == "muon" else g for g in parameter_table(tiny)]
-    monkeypatch.setattr(Optimizers, "table", lambda self, hp, compile_: tuple(table))
+
+    def groups_of(model, hp):
+        groups = parameter_groups(model, hp)
+        return [replace(g, rule=rule) if g.name == "muon" else g for g in groups]
+
+    monkeypatch.setattr(Optimizers, "groups_of", staticmethod(groups_of))
 
     def stepped(ranks, moments, weights, state):
         def work(rank):
@@ -233,53 +256,29 @@ def test_a_run_goes_on_with_any_number_of_ranks(rule, before, after, on_ranks, t
             for now in moments:
                 for name, grad in made_up_gradients(model, now.step).items():
                     part = 2 * (rank + 1) / (ranks * (ranks + 1))  # all parts make one
-                    gradient_buffer(model.get_parameter(name)).copy_(part * grad)
-                norms = optimizers.step(now)[0]
-            return model.state_dict(), optimizers.state_dict(), norms
+                    gradient_of(model.get_parameter(name)).copy_(part * grad)
+                optimizers.begin_last_backward(now)
+                optimizers.collect()
+                (norm,) = optimizers.step(now)
+            return model.state_dict(), optimizers.state_dict(), norm
 
         found = on_ranks(ranks, work)
         weights, state, _ = found[0]
         for equal, *_ in found:
             assert all(torch.equal(equal[name], weights[name]) for name in weights)
-        return weights, state, torch.stack([norms for *_, norms in found]).norm(dim=0)
+        return weights, state, torch.stack([norm for *_, norm in found]).norm()
 
     initial = GPT(tiny).state_dict()
-    expected, state, norms = stepped(1, MOMENTS, initial, {})
-    *halfway, _ = stepped(before, MOMENTS[:2], initial, {})
-    found, again, norms_again = stepped(after, MOMENTS[2:], *halfway)
-    torch.testing.assert_close(norms_again, norms)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
-        for key, value in state[name].items():
-            torch.testing.assert_close(again[name][key], value, rtol=1e-5, atol=1e-6)
+    expected, state, norm = stepped(1, MOMENTS, initial, {})
+    found, again = initial, {}
+    for count, now in zip(counts, MOMENTS, strict=True):
+        found, again, norm_again = stepped(count, [now], found, again)
+    torch.testing.assert_close(norm_again, norm)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again, state, rtol=1e-5, atol=1e-6)
     if rule is by_rows:
-        kept = again["blocks.0.attn.qkv_w"]
-        assert kept["rows"].shape == (3, 32, 1) and kept["count"] == len(MOMENTS)
-
-
-@pytest.mark.parametrize("rows", [300, 301])
-def test_shares_of_a_table_arrive_in_the_table_if_they_are_equal(rows, on_ranks):
-    table = torch.rand(rows, 4)
-
-    def work(rank):
-        bucket = Bucket([table.clone()], 1, rank, 2)
-        (arrived,) = bucket.gather(bucket.weights())()
-        assert torch.equal(arrived, table)
-        return arrived.data_ptr() == bucket.params[0].data_ptr()
-
-    assert on_ranks(2, work) == [rows == 300] * 2
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_updates_of_another_dtype_are_subtracted_as_in_float64(compiled):
-    """Of two shapes; compiled code has another formula."""
-    weights, updates = ([torch.randn(3, 5), torch.randn(2, 4, 4)] for _ in range(2))
-    updates = [update.bfloat16() for update in updates]
-    expected = [w.double() - 0.3 * u.double() for w, u in zip(weights, updates, strict=True)]
-    step_ = torch.compile(subtract_, backend="aot_eager") if compiled else subtract_
-    step_(weights, updates, torch.tensor(0.3, dtype=torch.float64))
-    for weight, value in zip(weights, expected, strict=True):
-        torch.testing.assert_close(weight.double(), value, rtol=1e-6, atol=1e-6)
+        kept = again["muon 32x32"]
+        assert kept["rows"].shape == (16, 32, 1) and kept["count"] == len(MOMENTS)
 
 
 # -----------------------------------------------------------------------------
@@ -301,22 +300,22 @@ def model(tiny, randomize):
     return randomize(GPT(hp))
 
 
-def leaving(model, batch, monkeypatch, optimizers_class=Optimizers, now=None) -> list[str]:
-    """Return the names of parameters as their gradients leave, in a step of the first of two ranks,
-    and "begins" and "ended", of the last backward pass."""
+def leaving(model, batch, monkeypatch, optimizers_class=Optimizers, now=None, events=None) -> list:
+    """Return the names of groups and messages as gradients leave, in a step of the first of two
+    ranks, and "begins" and "ended", of the last backward pass. They are appended to events."""
     optimizers = optimizers_class(model, model.hp, 0, 2)
-    begin, step, launch = optimizers.begin_last_backward, optimizers.step, Bucket.launch
-    events = []
+    begin, step, send = optimizers.begin_last_backward, optimizers.step, Rows.send
+    events = [] if events is None else events
 
     def alone(output, tensor, async_op):
         """A collective in which the other rank has zeros."""
         common = min(len(output), len(tensor))
-        output.zero_()[:common] = tensor[:common]
+        output.zero_()[:common] = tensor[:common].clone()
         return SimpleNamespace(wait=lambda: None)
 
-    def noted(bucket):
-        events.extend(optimizers.names[p] for p in bucket.params)
-        launch(bucket)
+    def noted(rows, message):
+        events.append((rows.name, message))
+        send(rows, message)
 
     def noted_begin(now):
         begin(now)
@@ -328,54 +327,29 @@ def leaving(model, batch, monkeypatch, optimizers_class=Optimizers, now=None) ->
 
     for name in ("reduce_scatter", "all_gather"):
         monkeypatch.setattr(train_gpt, name, alone)
-    monkeypatch.setattr(train_gpt.dist, "all_reduce", partial(alone, torch.empty(0)))
-    monkeypatch.setattr(Bucket, "launch", noted)
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(train_gpt.dist, "all_reduce", lambda tensor, async_op: done)
+    monkeypatch.setattr(Rows, "send", noted)
     optimizers.begin_last_backward, optimizers.step = noted_begin, noted_step
-    train_gpt.train_step(model, optimizers, *batch, now or moment(0, model.hp))
+    train_gpt.train_step(model, optimizers, *batch, now or Moment(0, model.hp))
     return events
 
 
-def test_gradients_leave_in_the_order_of_the_table_and_matrices_during_the_last_backward_pass(
-    model, batch, monkeypatch
+def test_gradients_leave_in_the_order_of_the_groups_and_matrices_during_the_last_backward_pass(
+    model, batch, compile_with, monkeypatch
 ):
-    """A bucket has eight matrices at least: two layers' of attention, then those of the two
-    below."""
-    events = leaving(model, batch, monkeypatch)
-    every_name = [name for name, _ in model.named_parameters()]
-    assert Counter(events) == Counter(["begins", "ended", *every_name])
+    """A message has eight matrices at least: two layers' of attention, then those of the two
+    below. Layers are compiled one at a time, by a backend that needs no C++ compiler."""
+    compile_with(aot_eager)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    events, layer = [], ("layer", 0)
+    model.blocks[0].lambdas.register_post_accumulate_grad_hook(lambda p: events.append(layer))
+    leaving(model, batch, monkeypatch, events=events)
     begins, ended = events.index("begins"), events.index("ended")
-
-    def groups(names):
-        found = [expected_group(name, model.get_parameter(name)) for name in names]
-        return [group for group, _ in itertools.groupby(found)]
-
-    assert events[:begins] == ["lm_head.weight"]
-    assert groups(events[begins + 1 : ended]) == ["muon"]
-    assert groups(events[ended + 1 :]) == ["embed", "values", "scalar"]
-    layers = [int(name.split(".")[1]) for name in events if "qkv_w" in name or "attn.c_" in name]
-    assert [set(layers[:4]), set(layers[4:])] == [{3, 4}, {0, 1}]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_gradients_of_matrices_are_dropped_after_a_step_of_one_micro_batch(count, tiny, batch):
-    """Those of two micro-batches are summed in one place, as those of tables always are."""
-    hp = replace(tiny, batch_seqs=count)
-    model = GPT(hp)
-    optimizers = Optimizers(model, hp)
-    matrix, table = model.blocks[0].mlp.c_fc.weight, model.embed.weight
-    place = gradient_buffer(table).data_ptr()
-    for step in range(2):
-        train_gpt.train_step(model, optimizers, *(t[:count] for t in batch), moment(step, hp))
-        assert (matrix.grad is None) == (count == 1)
-        assert gradient_buffer(table).data_ptr() == place and not gradient_buffer(table).any()
-
-
-def test_two_parameters_with_one_gradient_tensor_are_refused(tiny):
-    """In place, what is added to one would be added to the other."""
-    model = GPT(replace(tiny, batch_seqs=1))
-    optimizers = Optimizers(model, model.hp)
-    shared = torch.ones(2)
-    for i in (0, 1):
-        model.blocks[i].lambdas.grad = shared.view(2)
-    with pytest.raises(ValueError, match=r"blocks\.\d\.lambdas and .* have equal gradients"):
-        optimizers.zero_grad(optimizers.groups)
+    assert events[:begins] == [layer, ("head 32", 0)]
+    during = events[begins + 1 : ended]
+    assert during.index(("muon 32x32", 0)) < during.index(layer)
+    names = {"muon 32x32", "muon 32x128", "muon 128x32", "layer"}
+    assert len(during) == 5 and {name for name, _ in during} == names
+    names = [name for name, _ in events[ended + 1 :]]
+    assert [name.split()[0] for name in names] == ["embed", "values", "scalar"]

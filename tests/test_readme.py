@@ -57,7 +57,7 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     assert after["script"] == "my_fork.py"
 
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
-    now = train_gpt.moment(STEPS - 1, hp)
+    now = train_gpt.Moment(STEPS - 1, hp)
     matrices = [n for n in before["model"] if re.fullmatch(r"blocks.*(weight|qkv_w)", n)]
     assert len(matrices) == 4 * hp.num_layers
     for name in matrices:
@@ -69,12 +69,11 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     model.load_state_dict(before["model"])
     for block in model.blocks:
         block.mlp.forward = gelu_mlp(block.mlp)
-    batches = train_gpt.distributed_data_generator(
-        hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1, start_step=STEPS - 1, epochs=0
-    )
-    inputs, targets = next(batches)
+    planned = train_gpt.plan_batches(hp.train_files, hp.seq_len, hp.batch_seqs, STEPS, epochs=0)
+    cpu = torch.device("cpu")
+    inputs, targets = next(train_gpt.distributed_data_generator(planned, 0, 1, cpu, STEPS - 1))
     with torch.no_grad():
-        losses = [model(i, t, now.window).item() for i, t in zip(inputs, targets, strict=True)]
+        losses = [model(i, t, now).item() for i, t in zip(inputs, targets, strict=True)]
     trained = rows(tmp_path / "logs/it.jsonl")[-1]["train_loss"]
     assert abs(sum(losses) / len(losses) - trained) < 1e-5
 
@@ -91,10 +90,12 @@ def with_gain() -> ModuleType:
         source = source.replace(before, after)
     module = ModuleType("train_gpt_with_gain")
     module.__file__ = str(HERE / "train_gpt.py")
-    sys.modules[module.__name__] = module  # dataclasses look for it
-    exec(compile(source, module.__file__, "exec"), vars(module))
-    yield module
-    del sys.modules[module.__name__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)  # dataclasses look for it
+        if gpu_kernels := sys.modules.get("gpu_kernels"):
+            patch.setattr(gpu_kernels, "PLAIN", {})  # it enters its functions there
+        exec(compile(source, module.__file__, "exec"), vars(module))
+        yield module
 
 
 def test_the_gain_of_a_head_scales_its_columns_of_the_output_projection(with_gain, tiny, randomize):
@@ -111,7 +112,8 @@ def test_the_gain_of_a_head_scales_its_columns_of_the_output_projection(with_gai
         weights[output] = weights[output] * gain.repeat_interleave(tiny.head_dim)
     plain.load_state_dict(weights)
     tokens = torch.arange(tiny.seq_len) * 7 % tiny.vocab_size
-    torch.testing.assert_close(plain.logits(tokens, 128), model.logits(tokens, 128))
+    now = train_gpt.Moment(0, tiny)
+    torch.testing.assert_close(plain.logits(tokens, now), model.logits(tokens, now))
 
 
 def test_the_gains_learn_as_scalars_do(with_gain, tiny):
@@ -121,8 +123,9 @@ def test_the_gains_learn_as_scalars_do(with_gain, tiny):
     optimizers = with_gain.Optimizers(model, on)
     for name, p in model.named_parameters():
         if name.endswith("gain"):
-            p.grad = torch.full_like(p, 1e-3)
-    optimizers.step(with_gain.moment(0, on))
-    step = on.scalar_lr * with_gain.moment(0, on).lr
+            train_gpt.gradient_of(p).fill_(1e-3)
+    optimizers.collect()
+    now = train_gpt.Moment(0, on)
+    optimizers.step(now)
     for block in model.blocks:
-        torch.testing.assert_close(block.attn.gain, torch.full((2, 1, 1), 1 - step))
+        torch.testing.assert_close(block.attn.gain, torch.full((2,), 1 - on.scalar_lr * now.lr))

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import sample
 import torch
-from conftest import ROOT
+from conftest import ROOT, at_window
+from launch import say_what_next
 from runs import error_of
-from sample import Decoder, choose, gpt2_encoding, parse_with_checkpoint, text_of
+from sample import Decoder, choose, gpt2_encoding, text_of
+from script import parse_with_checkpoint
 
 import train_gpt
 from train_gpt import BLOCK, RECORDS
@@ -29,16 +31,10 @@ def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
     return randomize(train_gpt.GPT(hp)).eval()
 
 
-def with_window(model: train_gpt.GPT, window: int) -> train_gpt.Moment:
-    """Return the moment after training, with a long window of so many tokens."""
-    now = train_gpt.moment(model.hp.num_iterations, model.hp)
-    return replace(now, window=window, short=window // 2)
-
-
 def read_at_once(model: train_gpt.GPT, tokens: list[int], window: int) -> torch.Tensor:
     """Return the logits (T, vocabulary) after each of the tokens, without any memory."""
     blocks = torch.tensor(tokens + [0] * (-len(tokens) % BLOCK))
-    return model.logits(blocks, window)[: len(tokens)]
+    return model.logits(blocks, at_window(window, model.hp))[: len(tokens)]
 
 
 def close(a: torch.Tensor, b: torch.Tensor, atol: float) -> bool:
@@ -51,7 +47,7 @@ def test_cached_tokens_are_the_uncached_ones(model, window):
     """300 of them, across ends of windows and of documents. Each is the likeliest one, but none of
     the last 44: a random model would soon repeat."""
     tokens = [END, *range(4, 40), END, *range(20, 30)]
-    decoder = Decoder(model, with_window(model, window))
+    decoder = Decoder(model, at_window(window, model.hp))
     rows = [decoder(tokens)]
     for _ in range(300):
         logits = rows[-1][:48].clone()
@@ -66,7 +62,7 @@ def test_cached_tokens_are_the_uncached_ones(model, window):
 @torch.inference_mode()
 def test_a_long_prompt_is_read_in_blocks(model):
     """Its last document is longer than the window; a change far back in the window is seen."""
-    decoder = Decoder(model, with_window(model, 256))
+    decoder = Decoder(model, at_window(256, model.hp))
     prompt = torch.randint(4, 48, (900,), generator=torch.Generator().manual_seed(0)).tolist()
     prompt[100] = END
     expected = read_at_once(model, prompt, 256)[-1]
@@ -74,7 +70,7 @@ def test_a_long_prompt_is_read_in_blocks(model):
     more = prompt[:200]
     assert close(decoder(more), read_at_once(model, prompt + more, 256)[-1], atol=1e-4)
     prompt[-190] = 47 - prompt[-190]
-    changed = Decoder(model, with_window(model, 256))(prompt)
+    changed = Decoder(model, at_window(256, model.hp))(prompt)
     assert not close(changed, expected, atol=5e-4)
 
 
@@ -98,10 +94,11 @@ def test_pieces_of_text_are_whole_characters():
     assert "".join(pieces) == text and len(tokens) > 12 and "🙂" in "".join(pieces[:6])
 
 
-def test_the_command_that_a_run_prints_last_gives_text(trained, capsys, monkeypatch):
+def test_the_command_that_the_launcher_prints_gives_text(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained.folder)
-    command = trained.console.splitlines()[-1]
-    words = re.fullmatch(r"read what it writes: (.*/run\.sh) tools/sample\.py (\S+)", command)
+    say_what_next(RECORDS["demo"], [trained.path.relative_to(trained.folder)])
+    command = capsys.readouterr().out
+    words = re.fullmatch(r"read what it writes: (.*/run\.sh) tools/sample\.py (\S+)\n", command)
     assert words[1] == str(ROOT / "run.sh") and trained.folder / words[2] == trained.path
 
     def written(*flags: str, name=(words[2],)) -> str:
@@ -144,5 +141,5 @@ def test_a_checkpoint_is_read_by_the_script_whose_file_name_it_has(trained, tmp_
 def test_without_a_checkpoint_it_ends_with_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     status, err = error_of([], capsys, sample.main)
-    assert status == 2
+    assert status == 1
     assert err.startswith("sample.py: error: no checkpoint under logs/: train a model first")

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from train_gpt import RECORDS, get_lr, get_window_size, moment
+from train_gpt import RECORDS, Moment, get_lr, get_window_size
 
 HP = RECORDS["2025-01-26_BatchSize"]
 
@@ -58,7 +58,7 @@ def test_moments_of_each_record_equal_numbers_computed_by_hand(name):
     last = hp.num_iterations
     steps = 0, 1, 300, 500, last - 1, last, last + 9
     for step, window, lr, momentum in zip(steps, *BY_HAND[name], strict=True):
-        now = moment(step, hp)
+        now = Moment(step, hp)
         assert (now.step, now.window, now.short) == (min(step, last), window, window // 2)
         assert (now.lr, now.momentum) == pytest.approx((lr, momentum), abs=1e-7)
 

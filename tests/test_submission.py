@@ -204,11 +204,8 @@ def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
 
 def test_a_submission_to_the_optimizer_benchmark_has_its_statistic_and_no_baseline(submit):
     losses = [3.2771, 3.2789, 3.2782, 3.2770]
-    logs = {
-        f"logs/a{i}.txt": re.sub(r"(val_loss:\d+\.\d{4})", r"\g<1>0", text)
-        for i, text in enumerate(group("a", losses=losses).values())
-    }
-    status, text, _ = submit(logs)
+    of_benchmark = " --context_len 1024"  # a setting that no other script has
+    status, text, _ = submit(group("a", of_benchmark, losses))
     found = (3.28 - sum(losses) / 4) * 2
     verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.5f}, 0.004 is needed."
     assert status == 0 and verdict in text and found > 0.004

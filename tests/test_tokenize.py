@@ -230,7 +230,7 @@ def test_a_worker_that_is_killed_ends_the_run(tmp_path, monkeypatch):
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("val_count", [1025, 70000])
+@pytest.mark.parametrize("val_count", [1026, 3073, 70000])
 def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys):
     (tmp_path / "val.txt").write_text(" a" * (val_count - 1))
     (tmp_path / "train.txt").write_text(" b" * 5000)
@@ -239,12 +239,11 @@ def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys)
     assert counts == "documents: 1 for training, 1 for validation"
     program, *flags = shlex.split(command)
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
-    assert program == "./run.sh" and hp.val_tokens == min((val_count - 1) // 1024 * 1024, 65536)
-    stream = hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, 0, 1
-    targets = next(train_gpt.distributed_data_generator(*stream))[1]
+    assert program == "./run.sh" and hp.val_tokens == min((val_count - 2) // 1024 * 1024, 65536)
+    targets = train_gpt.validation_batch(hp, 0, 1, "cpu")[1]
     assert targets.numel() == hp.val_tokens and set(targets.flatten().tolist()) == {257}
-    batches = train_gpt.distributed_data_generator(hp.train_files, hp.seq_len, hp.batch_seqs, 0, 1)
-    assert next(batches)[0][0, 0] == 50256
+    [(tokens, sequences)] = train_gpt.plan_batches(hp.train_files, hp.seq_len, hp.batch_seqs, 1)
+    assert tokens[0] == 50256 and sequences[0] == [(0, hp.seq_len + 1)]
 
 
 def test_as_a_program_it_ends_with_one_line(tmp_path):

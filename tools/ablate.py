@@ -109,7 +109,7 @@ class Effects:
         times. The record's run has an error, too: the variance of a difference has a factor 2. The
         error of a loss is at least that of its rounding."""
         worth = worth or math.nan
-        together, rounded = times + losses / worth, compare.ROUNDED / math.sqrt(losses.shape[1])
+        together, rounded = times + losses / worth, compare.rounding() / math.sqrt(losses.shape[1])
         errors = {}
         for name, values, least in (
             ("loss", losses, rounded),
@@ -336,7 +336,7 @@ def parse_args(argv: list[str] | None) -> Callable[[], None]:
 
 def main(argv: list[str] | None = None) -> None:
     """Ablate as the flags say; errors are those of train_gpt.py."""
-    train_gpt.as_program("run.sh", lambda: parse_args(argv), lambda asked: asked())
+    train_gpt.as_program("run.sh", lambda: parse_args(argv)())
 
 
 if __name__ == "__main__":

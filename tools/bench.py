@@ -13,8 +13,8 @@ measurement with one sequence per process.
 
 Keys of --json: machine, script, record, flags, data, batch, compiled, notes (chosen kernels),
 start_s (seconds of the warm-up and, on one GPU, of a cold and a warm start), memory_gb (peaks of
-training and validation), newton_schulz_tflop (per step, not part of tflop_per_s), windows, vs,
-trace (path, table).
+training and validation, on a GPU), newton_schulz_tflop (per step, not part of tflop_per_s),
+windows, vs, trace (path, table).
 
 windows are measured at the first, the middle and the last step: step, window, ms_per_step,
 ms_per_micro_batch, tokens_per_s, matmul_tflop, attention_tflop, tflop_per_s, ceiling (TFLOP/s of a
@@ -27,8 +27,8 @@ become on this machine by_matmuls alone and by_memory alone; expect something in
 """
 
 import argparse
+import inspect
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -55,6 +55,7 @@ from train_gpt import HERE, UserError, clock  # noqa: E402
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BLOCKS = 5  # of timed steps in a measurement; the median is reported
+BATCHES = 32  # different ones; then they come again
 # Counted are profiler events whose names begin so: calls of CUDA's runtime or driver that launch
 # a kernel, and operations of torch.distributed.
 EVENTS = {
@@ -86,11 +87,10 @@ class Configuration:
 def configuration(path: Path, flags: list[str]) -> Configuration:
     """Return the configuration of a new run. UserError for flags that cannot be timed."""
     run_class = script.load(path)
-    hp, args = script.core(run_class).parse_args(flags, run_class)
-    for name in ("eval", "resume"):
-        if name in args:
-            raise UserError(f"--{name} is for {path.name}: bench.py times a new run")
-    return Configuration(path, flags, run_class, hp, args.record)
+    hp, record = script.core(run_class).parse_args(flags, run_class)
+    if hp.resume:
+        raise UserError(f"--resume is for {path.name}: bench.py times a new run")
+    return Configuration(path, flags, run_class, hp, record)
 
 
 class Timed:
@@ -110,13 +110,17 @@ class Timed:
         notes = []
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start = clock(device)
-        self.model = model = core.build(run_class.model_class, hp, device)
+        # What gpu_kernels.py knows by name may be of the other run's script.
+        kernels = core.choose_kernels.__globals__
+        self.in_use, plain = kernels.get("IN_USE", {}), kernels.get("PLAIN", {})
+        plain |= {name: inspect.unwrap(vars(core)[name]) for name in plain if name in vars(core)}
+        self.model = model = core.build(run_class, hp, device)
+        self.compiled = core.compiled.allowed
         self.optimizers = run_class.optimizers_class(model, hp, RANK, RANKS)
-        self.optimizers.norms_every = math.inf  # few steps of a run have norms: time none
         moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
         core.warm_up(model, self.optimizers, moments, device, log=notes.append)
         seconds = clock(device) - start
-        self.kernels = [(kernel, kernel.use) for kernel in model.kernels]
+        self.kernels = dict(self.in_use)
         lengths = sorted({moments[step].seq_len for step in self.steps})
         sizes = " or ".join(str(length) for length in lengths)
         self.report = {
@@ -125,7 +129,7 @@ class Timed:
             "flags": shlex.join(chosen.flags),
             "data": self.data,
             "batch": f"{hp.batch_seqs} x {sizes} tokens, {hp.batch_seqs // RANKS} a process",
-            "compiled": model.compiled,
+            "compiled": self.compiled,
             "notes": "\n".join(notes),
             "start_s": {"warm-up": seconds},
             "memory_gb": {name: (peak - before) / 1e9 for name, peak in self.peaks().items()},
@@ -136,12 +140,13 @@ class Timed:
     def step(self, step: int) -> Tensor:
         """Train on the next batch as a run does at this step, and return the inputs (n, T). Where
         Adam steps only every second time, so it does in every second call."""
-        for kernel, use in self.kernels:  # the other run may have chosen other kernels
-            kernel.use = use
+        if self.in_use != self.kernels:  # those of the other run
+            self.in_use.clear()
+            self.in_use.update(self.kernels)
+        self.core.compiled.allowed = self.compiled
         if step not in self.batches:
             self.batches[step] = self.batches_of(self.run_class.moment(step, self.hp))
-        batch = next(self.batches[step])
-        inputs, targets = (tokens.to(self.device, non_blocking=True) for tokens in batch)
+        inputs, targets = next(self.batches[step])
         self.made += 1
         now = self.run_class.moment(step - step % self.every + self.made % self.every, self.hp)
         self.core.train_step(self.model, self.optimizers, inputs, targets, now)
@@ -150,38 +155,31 @@ class Timed:
     def batches_of(self, now: train_gpt.Moment):
         """Yield batches without end, all as long as at this moment."""
         hp = self.hp
-
-        def cut(shard: train_gpt.Shard, position: int, step: int):
-            return self.run_class.cut(shard, position, now, hp)
-
+        planned = self.core.plan_batches(
+            self.data,
+            now.seq_len,
+            hp.batch_seqs,
+            BATCHES,
+            epochs=0,
+            vocab_size=hp.vocab_size,
+            plan=self.run_class.planner([now] * (BATCHES + 1), hp),
+        )
         while True:
-            yield from self.core.distributed_data_generator(
-                self.data,
-                now.seq_len,
-                hp.batch_seqs,
-                RANK,
-                RANKS,
-                num_batches=hp.num_iterations,
-                epochs=0,
-                vocab_size=hp.vocab_size,
-                device=self.device,
-                cut=cut,
-            )
+            yield from self.core.distributed_data_generator(planned, RANK, RANKS, self.device)
 
     def peaks(self) -> dict[str, int]:
-        """Return the peaks of allocated bytes at the last window; on a CPU, of the process."""
+        """Return the peaks of allocated bytes at the last window; {} on a CPU."""
         hp, device = self.hp, self.device
         found = {}
-        for name in ("training", "validation"):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+        for name in ("training", "validation") if device.type == "cuda" else ():
+            torch.cuda.reset_peak_memory_stats()
             if name == "training":
                 self.step(self.steps[-1])
             else:
                 tokens = torch.arange(hp.val_seq_len, device=device)[None] % hp.vocab_size
                 now = self.run_class.moment(hp.num_iterations, hp)
-                self.core.evaluate(self.model, [tokens.int(), tokens], now, device)
-            found[name] = train_gpt.peak_memory(device)[0]
+                self.core.evaluate(self.model, (tokens.int(), tokens), now, device)
+            found[name] = torch.cuda.max_memory_allocated()
         return found
 
     def row(self, step: int, blocks: list[float], inputs: list[Tensor], ceiling: float) -> dict:
@@ -190,7 +188,7 @@ class Timed:
         now = self.run_class.moment(step, hp)
         flops = model_flops(self.run_class, self.model, torch.cat(inputs), now)
         total = torch.tensor(flops, dtype=torch.float64, device=self.device)
-        train_gpt.all_reduce_([total])
+        train_gpt.all_reduce_(total)
         matmul, attention = (1e-12 * total / len(inputs)).tolist()
         rate = 1e3 * (matmul + attention) / ms
         return {
@@ -286,9 +284,16 @@ def trace_steps(run: Timed, count: int) -> dict:
 
 def parameters_of(run_class: type[train_gpt.Run], model: train_gpt.GPT, *groups: str) -> list:
     """Return the parameters of some groups of a model."""
-    table = run_class.optimizers_class.table(model.hp)
-    members = script.core(run_class).members(model, table)
-    return [p for group in groups for p in members[group].values()]
+    found = run_class.optimizers_class.groups_of(model, model.hp)
+    return [p for group in found if group.name in groups for p in group.params]
+
+
+def visible_pairs(mask: tuple | Tensor) -> int:
+    """Return the pairs of a token and a key that a mask of make_mask leaves visible."""
+    if isinstance(mask, Tensor):
+        return (mask == 0).sum().item()
+    first = mask[0]  # of block_lists: the first key that each token sees
+    return (torch.arange(1, len(first) + 1, device=first.device) - first).sum().item()
 
 
 def model_flops(
@@ -304,9 +309,8 @@ def model_flops(
     """
     pairs = Counter()
     for row in inputs:
-        for name, first in model.masks(row, now, lambda first: first).items():
-            own = torch.arange(1, len(first) + 1, device=first.device)
-            pairs[name] += (own - first).sum().item()
+        for name, mask in model.masks(row, now).items():
+            pairs[name] += visible_pairs(mask)
     seen = 0
     for layer in model.layers:
         # Only layers of forks have a mask of their own and paired heads.
@@ -375,7 +379,7 @@ def calibrate(device: torch.device, seconds: float) -> dict:
     found["memory GB/s"] = 2e-9 * source.nbytes * copies  # read and written
     if RANKS > 1:  # bus bandwidth: what each rank sends and receives in a ring
         buffer = torch.zeros(2**28 if on_gpu else 2**22, device=device)
-        reduces = median_rate(lambda: train_gpt.all_reduce_([buffer]), device, 0)  # 3 on each rank
+        reduces = median_rate(lambda: train_gpt.all_reduce_(buffer), device, 0)  # 3 on each rank
         found["all-reduce GB/s"] = 2e-9 * (RANKS - 1) / RANKS * buffer.nbytes * reduces
     rates = {k: {"here": v, "H100": H100[k], "share": v / H100[k]} for k, v in found.items()}
     shares = [rates[name]["share"] for name in ("matmul TFLOP/s", "memory GB/s")]
@@ -440,7 +444,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Return bench.py's own flags, and the configurations to time; UserError for a bad value."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.error = train_gpt.fail
+    parser.error = script.fail
     add_count = partial(parser.add_argument, type=int, metavar="N")
     add_count("--steps", default=20, help="timed steps per window, at least 5 [20]")
     add_count("--micro_batches", help="sequences per process [the record's]")
@@ -471,7 +475,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def work(args: argparse.Namespace) -> None:
     """Measure what the flags ask for, and print it."""
-    device = train_gpt.start_device(args.hp.device, args.hp.comm_timeout)
+    device, _, _ = train_gpt.start_device(args.hp.device, args.hp.comm_timeout)
     if args.only_start:
         Timed(args.configurations[0], device)
         return
@@ -487,7 +491,7 @@ def work(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Errors are one line, as in train_gpt.py."""
-    train_gpt.as_program("bench.py", parse=lambda: parse_args(argv), work=work)
+    train_gpt.as_program("bench.py", lambda: work(parse_args(argv)))
 
 
 if __name__ == "__main__":

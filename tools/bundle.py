@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import script  # noqa: E402
 
-from train_gpt import UserError, as_program, project_files  # noqa: E402
+from train_gpt import UserError, as_program  # noqa: E402
 
 BEGINNING = '''"""{name} in one file. {about}
 
@@ -48,9 +48,7 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def bundle(path: Path) -> str:
     """Return the source of a script and all that it imports of the project; UserError."""
-    _, *others = project_files(path)
-    # Modules come before the files that import them, whose lists of imports are longer.
-    others.sort(key=lambda other: len(project_files(other)))
+    _, *others = script.sources(path)
     source = path.read_text("utf-8")
     if "\nfrom __future__" in source:
         raise UserError(f"{path} imports from __future__, which must begin a file")
@@ -70,11 +68,11 @@ def write(words: list[str]) -> None:
     if len(words) != 2:
         raise UserError("expected two words, SCRIPT.py and OUT.py")
     path, out = script.find(words[0]), Path(words[1]).resolve()
-    if out in project_files(path):
+    if out in script.sources(path):
         raise UserError(f"{out} is one of the sources: choose another name")
     out.write_text(bundle(path), "utf-8")
     print(f"wrote {out}, which needs no other file of the project")
 
 
 if __name__ == "__main__":
-    as_program("bundle.py", lambda: sys.argv[1:], write)
+    as_program("bundle.py", lambda: write(sys.argv[1:]))

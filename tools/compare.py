@@ -34,6 +34,7 @@ others.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import shlex
@@ -42,7 +43,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -55,14 +55,13 @@ import leaderboard  # noqa: E402
 import script  # noqa: E402
 from leaderboard import FEWEST, Run, show_p  # noqa: E402
 
-from train_gpt import HERE, Hyperparameters, UserError, as_program, fail  # noqa: E402
+from train_gpt import HERE, Hyperparameters, UserError, as_program  # noqa: E402
 
 LAUNCH = HERE / "tools" / "launch.py"
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
-ROUNDED = 1e-4 / 6**0.5  # deviation of the rounding in a difference of two losses of logs
 # Runs neither save nor validate before the end, unless flags say so. A script of another project
-# may be older than --save_last.
-WITHOUT = ("--save_last", "off", "--val_loss_every", "0")
+# may not know --keep 0.
+WITHOUT = ("--keep", "0", "--val_loss_every", "0")
 OTHERS_WITHOUT = ("--save_every", "0", "--val_loss_every", "0")
 
 
@@ -110,6 +109,11 @@ def thresholds(
     p = p_values(numbers, known=known)[:, before:]
     c = np.quantile((p / growth).min(axis=1), alpha)
     return np.concatenate([np.zeros(before), c * growth])
+
+
+def rounding(digits: int = 5) -> float:
+    """Return the deviation of the rounding in a difference of two losses of so many digits."""
+    return 10.0**-digits / 6**0.5
 
 
 def half_width(numbers: list[float], known: float | None = None) -> float:
@@ -171,9 +175,7 @@ class Side:
         log = self.log(name, seed)
         run_id = log.stem
         if not is_finished(log):
-            for path in (log, log.with_suffix(".jsonl")):  # left by an interrupted run
-                path.unlink(missing_ok=True)
-            shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
+            delete_run(log)
             without = WITHOUT if self.launcher == LAUNCH else OTHERS_WITHOUT
             flags = [*without, *self.flags, "--seed", str(seed), "--run_id", run_id]
             command = [sys.executable, str(self.launcher), str(self.path), *flags]
@@ -186,9 +188,27 @@ class Side:
             found = leaderboard.read_log(log)
         except ValueError as error:  # although the run ended with status 0
             raise UserError(f"{log} {error}") from error
-        print(f"{self.name} seed {seed}: loss {found.loss:.4f} in {found.seconds:.1f} s")
+        loss = f"{found.loss:.{found.digits}f}"
+        print(f"{self.name} seed {seed}: loss {loss} in {found.seconds:.1f} s")
         sys.stdout.flush()
         return found
+
+
+def delete_run(log: Path) -> None:
+    """Delete what an interrupted run has left. UserError if the run still lives: it holds a lock on
+    its log."""
+    if log.exists():
+        with log.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                remedy = "wait for its end, or choose another --run_id"
+                raise UserError(f"another process is writing {log}: {remedy}") from error
+            except OSError:  # a disk without locks
+                pass
+            log.unlink()
+    log.with_suffix(".jsonl").unlink(missing_ok=True)
+    shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
 
 
 def begin(name: str, sides: list[Side], **plan) -> None:
@@ -338,10 +358,10 @@ class Comparison:
         if len(self.pairs) < FEWEST:
             return math.nan
         least = 0.0  # times are hardly rounded
-        if self.judge == "loss":
-            least = ROUNDED
-        elif self.judge == "together":
-            least = ROUNDED / self.worth
+        if self.judge != "time":
+            least = rounding(min(run.digits for pair in self.pairs for run in pair))
+        if self.judge == "together":
+            least /= self.worth
         return float(p_values(self.numbers(self.judge), least, self.known)[-1])
 
     @property
@@ -429,8 +449,8 @@ def parser_of(about: str) -> argparse.ArgumentParser:
     """Return the parser that --compare and --ablate share; other flags are for the runs."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=form, allow_abbrev=False)
-    parser.error = fail
-    name = time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]
+    parser.error = script.fail
+    name = script.new_name()
     parser.add_argument("--run_id", default=name, help="how names of logs begin [the time]")
     text = "what is tested: the loss, the time, or both, which is the time to equal loss [together]"
     parser.add_argument(
@@ -443,11 +463,10 @@ def new_run(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
     """Return the settings of a script with these flags, and the record's name. UserError for bad
     flags, and for those of old runs."""
     run_class = script.load(path)
-    hp, given = script.core(run_class).parse_args(flags, run_class)
-    for name in ("eval", "resume"):
-        if name in given:
-            raise UserError(f"--{name} is for {path.name}: here runs are new")
-    return hp, given.record
+    hp, record = script.core(run_class).parse_args(flags, run_class)
+    if hp.resume:
+        raise UserError(f"--resume is for {path.name}: here runs are new")
+    return hp, record
 
 
 def parse_args(argv: list[str] | None) -> tuple:
@@ -483,7 +502,7 @@ def parse_args(argv: list[str] | None) -> tuple:
 
 def main(argv: list[str] | None = None) -> None:
     """Compare as the flags say; errors are those of train_gpt.py."""
-    as_program("run.sh", lambda: parse_args(argv), lambda arguments: compare(*arguments))
+    as_program("run.sh", lambda: compare(*parse_args(argv)))
 
 
 if __name__ == "__main__":

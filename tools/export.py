@@ -20,18 +20,21 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from sample import Checkpoint, parse_with_checkpoint
-from script import OWN
 
-import train_gpt  # sample.py has put it and gpt2.py on the path
-from gpt2 import MERGES, gpt2_tokens
-from train_gpt import END_OF_TEXT, Hyperparameters, UserError
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
+from script import OWN, Checkpoint, parse_with_checkpoint  # noqa: E402
+
+import train_gpt  # noqa: E402
+from gpt2 import MERGES, gpt2_tokens  # noqa: E402
+from train_gpt import END_OF_TEXT, Hyperparameters, UserError  # noqa: E402
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 # Settings that have the same names in the modelling file.
@@ -52,23 +55,21 @@ WEIGHTS = re.compile(
     r"(value_embeds\.embed\.\d|embed|lm_head)\.weight|skip_weights"
     r"|blocks\.\d+\.((attn\.)?lambdas|attn\.qkv_w|attn\.c_proj\.weight|mlp\.c_(fc|proj)\.weight)"
 )
-# A fork's own settings in such groups of --help do not change the model.
-OF_TRAINING = re.compile("schedule|stages|batch|optimizers|FP8|run")
+# A fork's own settings with such names do not change the model.
+OF_TRAINING = re.compile(r"(adam|muon|momentum|batch|val|save)_\w+|\w*(_lr|_decay|_steps|stages)")
 
 
 def unknown_settings(hp: Hyperparameters) -> set[str]:
     """Return the names of settings that may change the model and that train_gpt.py does not have,
     or not with this value."""
-    known = {f.name: f.metadata["choices"] for f in fields(Hyperparameters)}
-    unknown, group = set(), ""
+    choices = {f.name: get_args(f.type) for f in fields(Hyperparameters)}
+    unknown = set()
     for f in fields(hp):
         value = getattr(hp, f.name)
-        if f.name in known:
-            if isinstance(value, str) and known[f.name] and value not in known[f.name]:
+        if f.name not in choices:
+            if value != f.default and not OF_TRAINING.fullmatch(f.name):
                 unknown.add(f.name)
-            continue
-        group = f.metadata["group"] or group
-        if value != f.default and not OF_TRAINING.search(group):
+        elif isinstance(value, str) and choices[f.name] and value not in choices[f.name]:
             unknown.add(f.name)
     return unknown
 
@@ -147,8 +148,8 @@ def export_hf(checkpoint: Checkpoint, folder: Path, same_model: bool = False) ->
         raise
 
 
-def parse(argv: list[str] | None) -> tuple[Path, Checkpoint, bool]:
-    """Return the folder, the checkpoint, and --same_model; UserError if they are invalid."""
+def export(argv: list[str] | None) -> None:
+    """Write the folder that the flags name; UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
     help_ = "write a Hugging Face model into the new folder DIR"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
@@ -157,22 +158,18 @@ def parse(argv: list[str] | None) -> tuple[Path, Checkpoint, bool]:
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.export[0] != "hf":
         raise UserError(f"--export {args.export[0]}: the only format is hf")
-    return Path(args.export[1]), checkpoint, args.same_model
-
-
-def export(parsed: tuple[Path, Checkpoint, bool]) -> None:
-    """Write the folder."""
-    folder, checkpoint, same_model = parsed
-    export_hf(checkpoint, folder, same_model)
+    folder = Path(args.export[1])
+    export_hf(checkpoint, folder, args.same_model)
     print(f"{checkpoint.path}: exported to {folder}")
     name, auto = repr(str(folder)), "transformers.Auto"
+    print("import transformers")
     print(f"model = {auto}ModelForCausalLM.from_pretrained({name}, trust_remote_code=True)")
     print(f'tokenizer = {auto}Tokenizer.from_pretrained({name}, tokenizer_type="gpt2")')
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export a checkpoint. An error is one line and status 1 or 2."""
-    train_gpt.as_program("export.py", lambda: parse(argv), export)
+    """Export a checkpoint. An error is one line and status 1."""
+    train_gpt.as_program("export.py", lambda: export(argv))
 
 
 if __name__ == "__main__":

@@ -17,19 +17,20 @@ that saved the checkpoint.
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import os
 import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sample import Checkpoint, gpt2_encoding, parse_with_checkpoint
+from sample import gpt2_encoding
+from script import Checkpoint, parse_with_checkpoint
 from torch import Tensor
 from tqdm import tqdm
 
@@ -116,7 +117,8 @@ def log_likelihoods(
     longest = -(-max(lengths) // BLOCK) * BLOCK
     size = max(SEQUENCE[device.type], longest)
     wide = 2 * (longest + BLOCK)  # twice: paired heads have two positions per token
-    now = replace(now, window=max(now.window, wide), short=max(now.short, wide))
+    now = copy.copy(now)
+    now.window, now.short = max(now.window, wide), max(now.short, wide)
     scores = torch.zeros(len(documents), dtype=torch.float64)
     sequences = list(pack(lengths, size))[rank::world_size]
     for sequence in tqdm(sequences, disable=None if rank == 0 else True, leave=False):
@@ -137,8 +139,7 @@ def log_likelihoods(
             losses = F.cross_entropy(model.lm_head.logits(rows), right, reduction="none")
             scores.index_add_(0, of, -losses.double().cpu())
     scores = scores.to(device)
-    train_gpt.all_reduce_([scores])
-    return scores.cpu()
+    return train_gpt.all_reduce_(scores).cpu()
 
 
 def accuracies(questions: list[Question], scores: Tensor) -> tuple[float, float]:
@@ -168,19 +169,18 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
     return args, checkpoint
 
 
-def evaluate(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
+def evaluate(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Print the accuracies."""
-    args, checkpoint = parsed
     path = args.data or HERE / "data" / "hellaswag" / "hellaswag_val.jsonl"
-    device = train_gpt.start_device(checkpoint.hp.device, checkpoint.hp.comm_timeout)
+    hp = checkpoint.hp
+    device, rank, world_size = train_gpt.start_device(hp.device, hp.comm_timeout)
     if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         fetch(path)
-    train_gpt.wait_for_all_ranks(device)  # until the questions are there
+    train_gpt.all_reduce_(torch.zeros(1, device=device)).item()  # waits for the questions
     questions = read_questions(path, args.limit)
     model = checkpoint.model(device)
     documents = [document for q in questions for document in q[0]]
     starts = [q[1] for q in questions for _ in q[0]]
-    rank, world_size = train_gpt.ranks()
     start = train_gpt.clock(device)
     scores = log_likelihoods(model, documents, starts, checkpoint.now, rank, world_size)
     acc, acc_norm = accuracies(questions, scores)
@@ -191,8 +191,8 @@ def evaluate(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a model's accuracies. An error is one line and status 1 or 2."""
-    train_gpt.as_program("hellaswag.py", lambda: parse(argv), evaluate)
+    """Print a model's accuracies. An error is one line and status 1."""
+    train_gpt.as_program("hellaswag.py", lambda: evaluate(*parse(argv)))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,19 @@ SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs.
 import argparse
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import script  # noqa: E402
-
-# isort: split
-import torch  # noqa: E402, after train_gpt, which sets how OpenMP's threads wait
 
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError, as_program  # noqa: E402
 
@@ -70,7 +70,7 @@ def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
         read = read * (1.6 if hp.max_document_tokens else 1.03)
     shards, left = 0, 0.0
     for tokens in read:
-        if tokens >= left:
+        if tokens + 1 >= left:
             shards, left = shards + 1, SHARD_TOKENS
         left -= tokens
     return shards
@@ -89,21 +89,40 @@ def fetch_fineweb(shards: int) -> None:
         sys.exit(status)
 
 
-def train(parsed: tuple, flags: list[str], path: Path, run_class: type[Run]) -> None:
+def train(
+    hp: Hyperparameters, record: str, flags: list[str], path: Path, run_class: type[Run]
+) -> None:
     """Train in this process, or replace it by torchrun if several are needed."""
-    hp, args = parsed
     gpus = 0 if hp.device == "cpu" else torch.cuda.device_count()
     count = processes(hp.batch_seqs, gpus)
-    if gpus and "eval" not in args and hp.train_files.startswith(FINEWEB):
+    if gpus and hp.train_files.startswith(FINEWEB):
         fetch_fineweb(shards_needed(hp, run_class))
     if count == 1:
-        script.core(run_class).work(parsed, run_class)
+        core = script.core(run_class)
+        if core.__name__ != "train_gpt":
+            del sys.modules["train_gpt"]  # else the log of a copy would list it as imported
+        if not (hp.run_id or hp.resume):
+            hp = replace(hp, run_id=script.new_name())
+        core.train(run_class, hp, record)
+        say_what_next(hp, core.checkpoints(Path("logs", hp.run_id)))
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # start_device sets the threads itself
+    # On CPUs, processes share the cores; on GPUs, one thread each is enough.
+    threads = 1 if gpus else max(1, os.cpu_count() // count)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # A script in another folder must find the project's modules.
     os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
     os.execv(sys.executable, [sys.executable, *torchrun, str(path), *flags])
+
+
+def say_what_next(hp: Hyperparameters, saved: list[Path]) -> None:
+    """Print commands to try after a run that has saved checkpoints."""
+    run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
+    if saved:
+        print("read what it writes:", shlex.join([run_sh, "tools/sample.py", str(saved[0])]))
+    if saved and hp.train_files.startswith(FINEWEB):
+        log = f"logs/{hp.run_id}.txt"
+        print("compare with published runs:", shlex.join([run_sh, "tools/records.py", log]))
 
 
 def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> None:
@@ -115,39 +134,33 @@ def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> Non
     print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
     for seed in seeds:
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
-        command = [sys.executable, __file__, str(path), "--save_last", "off", *flags, *own]
+        command = [sys.executable, __file__, str(path), "--keep", "0", *flags, *own]
         if status := subprocess.run(command).returncode:
             sys.exit(status)
     logs = [f"logs/{name}_seed{seed}.txt" for seed in seeds]
     sys.exit(subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode)
 
 
-def start(path: Path, run_class: type[Run], words: list[str]) -> None:
-    """Run a script with these words of the command line. Errors name the script."""
-    core = script.core(run_class)
+def start(words: list[str], path: Path, run_class: type[Run]) -> None:
+    """Run a script with these words of the command line."""
+    count, flags = take_runs(words)
+    hp, record = script.core(run_class).parse_args(flags, run_class)
+    if count:
+        repeat(count, hp, flags, path)
+    else:
+        train(hp, record, flags, path, run_class)
 
-    def parse() -> tuple:
-        count, flags = take_runs(words)
-        return core.parse_args(flags, run_class), count, flags
 
-    def work(found: tuple) -> None:
-        parsed, count, flags = found
-        if count:
-            repeat(count, parsed[0], flags, path)
-        else:
-            train(parsed, flags, path, run_class)
-
-    core.as_program(path.name, parse, work)
+def find_and_start() -> None:
+    """Find the script and start it. Its errors name it."""
+    path, words = script.take_script(sys.argv[1:])
+    run_class = script.load(path)
+    script.core(run_class).as_program(path.name, lambda: start(words, path, run_class))
 
 
 def main() -> None:
-    """Find the script and start it."""
-
-    def parse() -> tuple:
-        path, words = script.take_script(sys.argv[1:])
-        return path, script.load(path), words
-
-    as_program("run.sh", parse, lambda found: start(*found))
+    """Run the command line."""
+    as_program("run.sh", find_and_start)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ intervals. Losses are not compared if the numbers of steps differ. The test hold
 runs that were fixed beforehand. Whoever adds runs until p is low will find a difference where there
 is none. ./run.sh --compare may look after every pair.
 
-Logs of the optimizer benchmark, public ones and those of forks/train_gpt_track3.py, have losses of
-five digits. For these logs, the tool also prints the benchmark's own statistic, which takes the
-standard deviation as known. If such a log has several trials, each one is a run. A result may be
-claimed at a step before the last (--at), or for another loss in the log (--field val_ema_loss).
+For logs of the optimizer benchmark, public ones and those of forks/train_gpt_track3.py, the tool
+also prints the benchmark's own statistic, which takes the standard deviation as known. If such a
+log has several trials, each one is a run. A result may be claimed at a step before the last (--at),
+or for another loss in the log (--field val_ema_loss).
 """
 
 import argparse
@@ -25,6 +25,7 @@ import difflib
 import itertools
 import math
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -42,7 +43,7 @@ STEP = re.compile(
     r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms(?: \w+:\S+)*"
 )  # logs of the optimizer benchmark have seconds and other fields
 # Runs of one group may differ in these.
-OF_ONE_RUN = {"seed", "run_id", "val_loss_every", "save_every", "save_last", "device"}
+OF_ONE_RUN = {"seed", "run_id", "resume", "val_loss_every", "save_every", "keep", "device"}
 ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
 
 # The optimizer benchmark takes the standard deviation of a loss as 0.0013. For a result of n runs,
@@ -81,7 +82,7 @@ class Run:
     torch: str | None = None
     gpu: str | None = None
     memory: str | None = None  # MiB allocated/reserved
-    digits: int = 4  # of a loss; 5 in logs of the optimizer benchmark
+    digits: int = 4  # of a loss: 5 in our logs, and in public ones of the optimizer benchmark
 
     @property
     def name(self) -> str:
@@ -106,6 +107,13 @@ class Run:
         """Whether the data is FineWeb. Public logs have no settings: their data is FineWeb."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
         return on_fineweb(*files)
+
+    @property
+    def of_benchmark(self) -> bool:
+        """Whether it is of the optimizer benchmark. Our logs then have a setting that only
+        forks/train_gpt_track3.py has; public logs, which have no settings, five digits of a
+        loss."""
+        return "context_len" in self.settings if self.settings else self.digits == 5
 
 
 def trials_of(results: str) -> list[str]:
@@ -220,9 +228,14 @@ def run_of(path: Path, source: str, parts: list[str], results: str, found: Progr
         if str(found.steps) in published().get(folder, {"losses": {}})["losses"]:
             run.record = folder
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):
-        flags = re.findall(r" --(\w+) ((?:(?! --).)*)", match[2])
-        run.record = match[1]
-        run.flags = "".join(f" --{k} {v}" for k, v in flags if k not in OF_ONE_RUN)
+        run.record, flags = match[1], {}
+        for word in shlex.split(match[2]):
+            if word.startswith("--"):
+                values = flags.setdefault(word[2:], [])
+            else:
+                values.append(word)
+        of_all = {name: values or [""] for name, values in flags.items() if name not in OF_ONE_RUN}
+        run.flags = "".join(f" --{name} {shlex.join(values)}" for name, values in of_all.items())
         run.settings = dict(re.findall(r"^(\w+): (.*)$", settings, re.M))
     # A resumed run names its kernels again; they may have changed.
     run.kernels = "; ".join(dict.fromkeys(re.findall(r"^kernels: ([\w ]+)", results, re.M)))
@@ -395,7 +408,7 @@ def print_leaderboard(groups: list[list[Run]], target: float) -> None:
 
 def of_benchmark(runs: list[Run]) -> bool:
     """Return whether runs are those of the optimizer benchmark."""
-    return all(r.digits == 5 for r in runs)
+    return all(r.of_benchmark for r in runs)
 
 
 def margin(losses: list[float], target: float) -> float:

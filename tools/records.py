@@ -16,6 +16,7 @@ import json
 import re
 import signal
 import sys
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]] 
 import script  # noqa: E402
 
 import train_gpt  # noqa: E402
-from train_gpt import HERE, UserError, fail, names_about, show  # noqa: E402
+from train_gpt import HERE, RunSettings, UserError, show  # noqa: E402
 
 
 @cache
@@ -103,7 +104,7 @@ def print_against_published(log: Path) -> None:
         raise UserError(f"{log}: the run was not on FineWeb, on which losses are published")
     # Times on eight H100s tell nothing about one: these are of a public log of one H100.
     on_one = known.get("one_h100") if (run.gpu or "").startswith("1 x NVIDIA") else None
-    form = f".{run.digits}f"
+    form = f".{5 if run.of_benchmark else 4}f"  # as published
     rows = [["step", "loss", "published", "deviation", "difference"]]
     if on_one:
         rows[0] += ["on one H100", "seconds", "on one H100", "difference"]
@@ -129,20 +130,19 @@ def print_against_published(log: Path) -> None:
         place = "inside" if inside else "outside"
         spread = f"{mean:{form}} +- 2 x {deviation:{form}}"
         print(f"{run.loss:{form}} is {place} the published spread, {spread}")
-    # A fork has no such settings of its own.
-    others = {"seed", *names_about(train_gpt.Hyperparameters, "run", "machine")}
+    others = {"seed", *(f.name for f in fields(RunSettings))}
     changed = sorted(set(re.findall(r" --(\w+) ", run.flags)) - others)
     if changed:
         print(f"other than the record's: {', '.join(changed)}")
 
 
-def parse_args(argv: list[str] | None) -> tuple:
-    """Return the script's path, and the flags."""
+def work(argv: list[str] | None) -> None:
+    """Print what the flags ask for."""
     path, words = script.take_script(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.error = fail
+    parser.error = script.fail
     parser.add_argument("log", nargs="*", type=Path, help="a run's log, logs/RUN.txt")
     parser.add_argument("--all", action="store_true", help="print every setting of every record")
     parser.add_argument(
@@ -151,17 +151,13 @@ def parse_args(argv: list[str] | None) -> tuple:
     args = parser.parse_args(words)
     if len(args.log) > 1:
         raise UserError(f"{len(args.log)} logs: name one; tools/leaderboard.py takes several")
-    return path, args
-
-
-def work(path: Path, args: argparse.Namespace) -> None:
-    """Print what the flags ask for."""
     if args.log:
         print_against_published(args.log[0])
         return
     run_class = script.load(path)
     if args.diff:
-        names = [train_gpt.find_record(name, run_class) for name in args.diff]
+        parse = script.core(run_class).parse_args
+        names = [parse(["--record", name], run_class)[1] for name in args.diff]
         print_records(run_class, names, differing=True)
     elif args.all:
         print_records(run_class, list(run_class.records), differing=False)
@@ -171,7 +167,7 @@ def work(path: Path, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print as the flags say; errors are those of train_gpt.py."""
-    train_gpt.as_program("records.py", lambda: parse_args(argv), lambda found: work(*found))
+    train_gpt.as_program("records.py", lambda: work(argv))
 
 
 if __name__ == "__main__":

@@ -12,101 +12,28 @@ record: add --record NAME.
 
 import argparse
 import codecs
-import itertools
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
-from script import OWN, core, find, load  # noqa: E402
+from script import Checkpoint, parse_with_checkpoint  # noqa: E402
 
 import train_gpt  # noqa: E402
 from gpt2 import gpt2_encoding  # noqa: E402
-from train_gpt import BLOCK, END_OF_TEXT, GPT, Hyperparameters, Moment, UserError  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint, its settings, and the Run of the script that reads it."""
-
-    path: Path
-    saved: dict
-    hp: Hyperparameters
-    run_class: type[train_gpt.Run]
-
-    @property
-    def now(self) -> Moment:
-        """The moment of its step, or of the last step if it names none."""
-        return self.run_class.moment(self.saved.get("step", self.hp.num_iterations), self.hp)
-
-    def model(self, device: torch.device, **changed) -> GPT:
-        """Return its model on a device, for evaluation; `changed` replaces settings."""
-        hp = replace(self.hp, **changed)
-        build = core(self.run_class).build
-        return build(self.run_class.model_class, hp, device, self.saved["model"]).eval()
-
-
-def script_that_saved(paths: list[Path]) -> Path:
-    """Return the script that saved the first readable checkpoint; train_gpt.py if the checkpoint
-    names none. UserError if the script is not found."""
-    for path in paths:
-        try:  # with mmap, weights stay in the file
-            saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            # The name alone counts: a checkpoint from elsewhere must not choose what code runs.
-            name = Path(saved["script"]).name if "script" in saved else None
-        except Exception:  # load_checkpoint will say what is wrong
-            continue
-        try:
-            return OWN if name is None else find(name)
-        except UserError as error:
-            raise UserError(f"{path} was saved by {name}; {error}") from error
-    return OWN
-
-
-def parse_with_checkpoint(
-    parser: argparse.ArgumentParser, argv: list[str] | None
-) -> tuple[argparse.Namespace, Checkpoint]:
-    """Return a tool's own flags, and the checkpoint: the first word, or else the newest file. The
-    script that saved it parses all other flags."""
-    parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-    parser.error = train_gpt.fail
-    parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
-    parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
-    words = list(sys.argv[1:] if argv is None else argv)
-    wanted = words.pop(0) if words and not words[0].startswith("-") else "auto"
-    args, flags = parser.parse_known_args(words)
-    for word in flags:
-        if word.endswith(".pt"):
-            raise UserError(f"{word}: name the checkpoint first, before all flags")
-    if args.script is not None:
-        path = find(args.script)
-    elif wanted == "auto":
-        of_run = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        of_run.add_argument("--run_id", default="*")
-        run_id = of_run.parse_known_args(flags)[0].run_id
-        path = script_that_saved(train_gpt.checkpoints(Path("logs"), f"{run_id}/state_step*.pt"))
-    else:
-        path = script_that_saved([Path(wanted)])
-    run_class = load(path)
-    hp, loaded = core(run_class).parse_args(["--eval", wanted, *flags], run_class)
-    if hp.vocab_size <= END_OF_TEXT:
-        raise UserError(f"{loaded.checkpoint}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
-    return args, Checkpoint(Path(loaded.checkpoint), loaded.saved, hp, run_class)
-
+from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # Decoding: tokens in, logits (V,) of the next token out
 
 
 class Memory:
-    """A layer's cache of keys and values, around the model's own `attend`."""
+    """A layer's cache of keys and values, around the layer's own `attend`."""
 
     def __init__(self, attend: Callable):
         self.attend = attend
@@ -130,34 +57,32 @@ class Decoder:
     def __init__(self, model: GPT, now: Moment):
         self.model, self.now, self.position = model, now, 0
         self.recent = torch.empty(0, dtype=torch.int32, device=model.lm_head.weight.device)
-        # Each pass through the model calls all of them in this order.
-        attending = [layer for layer in model.layers if layer.window != "none"]
-        self.memories = itertools.cycle([Memory(model.attend) for _ in attending])
-
-    def attend(self, *arguments) -> Tensor:
-        """Attend with the cache of the layer that calls."""
-        return next(self.memories)(*arguments)
-
-    def mask(self, first: Tensor, new: int) -> Tensor:
-        """Return the mask's rows of the new tokens. Paired heads have two rows per token."""
-        return train_gpt.dense_mask(first, rows=new * len(first) // len(self.recent))
+        attending = [layer for layer in model.modules() if hasattr(layer, "attend")]
+        self.memories = {layer: Memory(layer.attend) for layer in attending}
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Return the logits (V,) after these tokens, which follow those before."""
         model, device, now = self.model, self.recent.device, self.now
+        for layer, memory in self.memories.items():
+            layer.attend = memory
         for new in torch.tensor(tokens, dtype=torch.int32, device=device).split(BLOCK):
             # Only whole blocks are dropped: the mask's blocks must stay aligned. One token more
             # than the window is kept, because a key may need the token before it.
             unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
             before = self.recent[unseen:]
             self.recent = torch.cat([before, new])
-            masks = model.masks(self.recent, now, partial(self.mask, new=len(new)))
-            rotary = model.rotary_of(len(new), now, device, self.position)
+            masks = model.masks(self.recent, now)
+            for name, mask in masks.items():  # paired heads have two rows per token
+                masks[name] = mask[-(len(new) * len(mask) // len(self.recent)) :]
+            position = torch.arange(self.position, self.position + len(new), device=device)
+            rotary = model.rotary(position, now)
             # A fork's embedding may read one token back, and a sequence's first two bigrams differ.
             x, more = model.embedded(torch.cat([before[-2:], new]))
             more = {name: rows[-len(new) :] for name, rows in more.items()}
-            x = model.trunk(x[-len(new) :], more, rotary, masks, self.attend)
+            x = model.trunk(x[-len(new) :], more, rotary, masks)
             self.position += len(new)
+        for layer, memory in self.memories.items():
+            layer.attend = memory.attend  # the layer's own, without the memory
         return model.lm_head.logits(x[-1:])[0]
 
 
@@ -228,12 +153,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
 
 
 @torch.no_grad()
-def sample(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
+def sample(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Print the samples."""
-    args, checkpoint = parsed
     encoding = gpt2_encoding()
     prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
-    device = train_gpt.start_device(checkpoint.hp.device)
+    device, _, _ = train_gpt.start_device(checkpoint.hp.device)
     model = checkpoint.model(device, compile="off")
     seed = torch.seed() % 2**32 if args.seed is None else args.seed
     generator = torch.Generator().manual_seed(seed)
@@ -257,8 +181,8 @@ def sample(parsed: tuple[argparse.Namespace, Checkpoint]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print samples. An error is one line and status 1 or 2."""
-    train_gpt.as_program("sample.py", lambda: parse(argv), sample)
+    """Print samples. An error is one line and status 1."""
+    train_gpt.as_program("sample.py", lambda: sample(*parse(argv)))
 
 
 if __name__ == "__main__":

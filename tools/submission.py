@@ -11,15 +11,14 @@ is the submission; a single group is a submission without a baseline. DIR gets:
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
 The tool names the public rules by their numbers. Rule 2: the mean loss is at most 3.28 at p < 0.01.
-Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark,
-whose losses have five digits, has its own rules: times do not count, and rule 3 is its statistic.
+Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark has
+its own rules: times do not count, and rule 3 is its statistic.
 """
 
 import argparse
 import ast
 import math
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -232,10 +231,7 @@ def commands(name: str, runs: list[Run]) -> list[str]:
     if not first.settings:  # a public log
         return [f"# {name}: start the source at the head of its logs as its project says"]
     script = f"{name}.py"
-    flags = f"{script} --record {first.record}"
-    for flag, value in re.findall(r" --(\w+) ((?:(?! --).)*)", first.flags):
-        words = value.split() or [""]  # a setting with several numbers is several words
-        flags += f" --{flag} " + " ".join(map(shlex.quote, words))
+    flags = f"{script} --record {first.record}{first.flags}"
     seeds = " ".join(r.settings["seed"] for r in runs)
     command = f"for seed in {seeds}; do ./run.sh {flags} --seed $seed; done"
     return [f"# {name}: {script} is the source at the head of its logs", command]
@@ -277,7 +273,7 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
     rows = [["", "group", "log", "seed", "loss", "time (s)"]]
     for i, (r, name) in enumerate(zip(order, whose, strict=True), 1):
         known = [name, f"{r.path.stem}.txt", r.settings.get("seed", "-")]
-        rows += [[str(i), *known, f"{r.loss:.4f}", f"{r.seconds:.3f}"]]
+        rows += [[str(i), *known, f"{r.loss:.{r.digits}f}", f"{r.seconds:.3f}"]]
     text += ["", "## Runs", "", f"On {'; '.join(machines)}. {turns}", "", *table(rows)]
     repeat = [line for name, runs in parts.items() for line in commands(name, runs)]
     text += ["", "## How to repeat the runs", "", "```bash", *repeat, "```"]
@@ -287,8 +283,8 @@ def readme(folder: Path, parts: dict[str, list[Run]]) -> tuple[str, list[str]]:
 def missing_files(run: Run) -> list[str]:
     """Return the names of the files that the source at the head of a log cannot run without.
 
-    These are the files that the source imports and that have a part in the log. kernels.py counts
-    only if the run used kernels.
+    These are the files that the source imports and that have a part in the log. gpu_kernels.py
+    counts only if the run used kernels.
     """
     if not run.files:
         return []
@@ -300,7 +296,7 @@ def missing_files(run: Run) -> list[str]:
             imported.add(node.module)
     needed = {f"{name}.py" for name in imported}
     if not set(re.findall(r"\w+", run.kernels)) - {"none"}:
-        needed.discard("kernels.py")
+        needed.discard("gpu_kernels.py")
     return sorted(needed & run.files.keys())
 
 

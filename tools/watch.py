@@ -5,11 +5,11 @@
     ./run.sh tools/watch.py logs/RUN.txt --png run.png  plot it into a picture
 
 Reads the log and the .jsonl beside it, which has a row per step. On FineWeb, the record's published
-losses are plotted, too. If the output is not a terminal, the plot is printed once.
+losses are plotted, too. If the output is not a terminal, the plot is printed once. A run
+counts as ended if its log has not been written for ten minutes.
 """
 
 import argparse
-import fcntl
 import json
 import math
 import shutil
@@ -25,20 +25,33 @@ import records
 from leaderboard import Run, read_log
 
 RECENT = 25  # steps whose median is the speed
+QUIET_S = 600  # a live run writes more often, unless it compiles for so long
 
 
 def look(path: Path) -> tuple[Run, list[dict]]:
     """Return the run of a log, and the rows of its .jsonl, if it has one. Steps that a resumed run
     will repeat are left out. ValueError if there is no step yet."""
     run = read_log(path, whole=False)
-    metrics = path.with_suffix(".jsonl")
-    lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be incomplete
+    rows = read_metrics(path.with_suffix(".jsonl"))
     if rows:
         run.curve = {step: at for step, at in run.curve.items() if step <= rows[-1]["step"]}
     elif not run.curve:
         raise ValueError("has no step yet")
     return run, rows
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return a row for each step up to the last one that was written; [] if there is no file. A
+    step may have several objects: later fields count. Blank and torn lines are skipped."""
+    rows, last = {}, 0
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+            last = row["step"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        rows[last] = rows.get(last, {}) | row
+    return [rows[step] for step in sorted(rows) if step <= last]
 
 
 def published(run: Run) -> dict[int, float]:
@@ -101,7 +114,6 @@ def summary(run: Run, rows: list[dict], idle: float) -> list[str]:
         ms = statistics.median(row["ms"] for row in timed[-RECENT:])
         tokens = statistics.median(row["tokens_per_s"] for row in timed[-RECENT:])
         parts += [f"lately {ms:.1f} ms/step", f"{tokens / 1e3:.1f}k tokens/s"]
-        parts.append(f"{timed[-1]['memory_mib']} MiB")
     if run.steps in run.curve:
         parts.append(f"finished, {run.seconds:.1f} s of training")
     else:
@@ -170,18 +182,6 @@ def draw(run: Run, rows: list[dict], path: Path) -> None:
     print(f"wrote {path}")
 
 
-def has_process(path: Path) -> bool:
-    """Return whether a process may still write a log: it has the lock, or there is no lock."""
-    try:
-        with path.with_suffix(".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return not path.with_suffix(".lock").exists()
-    return False
-
-
 def main(argv: list[str] | None = None) -> None:
     """Plot a run: on a terminal, until it ends or Ctrl-C. An error is one line and status 1."""
     form = argparse.RawDescriptionHelpFormatter
@@ -199,12 +199,13 @@ def main(argv: list[str] | None = None) -> None:
     live = sys.stdout.isatty() and not args.png
     goes_on = True
     while goes_on:
-        goes_on = has_process(path)  # asked before reading: the last writes are not missed
         try:
+            idle = time.time() - path.stat().st_mtime
+            goes_on = idle < QUIET_S
             run, rows = look(path)
             if args.png:
                 return draw(run, rows, args.png)
-            text = view(run, rows, time.time() - path.stat().st_mtime, *shutil.get_terminal_size())
+            text = view(run, rows, idle, *shutil.get_terminal_size())
             goes_on = goes_on and run.steps not in run.curve
         except (ValueError, OSError) as error:
             text = f"{path} {error}"

@@ -1,1 +1,1 @@
-"""Tests of forks/train_gpt_2026.py. A package, so that its files may have the textbook's names."""
+"""Tests of forks/train_gpt_2026.py. A package, so that files of tests/ may have the same names."""

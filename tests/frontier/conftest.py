@@ -1,4 +1,4 @@
-"""Shared by the frontier's tests; what they share with the textbook's is in tests/conftest.py."""
+"""Shared by the frontier's tests; what they share with others is in tests/conftest.py."""
 
 import functools
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import reference
 import train_gpt_2026
 from runs import console_of, val_losses
-from test_memory import graphs  # noqa: F401 (a fixture of the textbook's)
+from test_memory import graphs  # noqa: F401 (a fixture of train_gpt.py's)
 from train_gpt_2026 import Hyperparameters, Moment
 
 import train_gpt
@@ -23,7 +23,7 @@ def elsewhere(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture
 def bare(tiny) -> Hyperparameters:
-    """Return the textbook's tiny settings as the frontier's, with every technique off."""
+    """Return train_gpt.py's tiny settings as the fork's, with every technique off."""
     return replace(Hyperparameters(**vars(tiny)), layers=train_gpt_2026.LAYERS_2025_SKIPS)
 
 
@@ -32,8 +32,9 @@ def with_window():
     """Return at(window, hp, **changed): the moment after training with this long window."""
 
     def at(window: int, hp: Hyperparameters, **changed) -> Moment:
-        last = train_gpt_2026.moment(hp.num_iterations, hp)
-        return replace(last, window=window, short=window // 2, **changed)
+        now = Moment(hp.num_iterations, hp)
+        vars(now).update(window=window, short=window // 2, **changed)
+        return now
 
     return at
 

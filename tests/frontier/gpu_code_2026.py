@@ -14,7 +14,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent / "forks")]
 import gpu_code  # noqa: E402
 import train_gpt_2026  # noqa: E402
 from gpu_code import CARD, captured  # noqa: E402
-from train_gpt_2026 import GPT, Block, Run, moment  # noqa: E402
+from train_gpt_2026 import GPT, Block, Moment, Run  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -23,6 +23,7 @@ SMALL = CARD.total_memory < 40e9
 train_gpt_2026.memory_is_small = torch.compiler.assume_constant_result(
     lambda device, tokens=49152: SMALL
 )
+train_gpt.make_mask = train_gpt.block_lists  # as on any GPU
 
 
 def layer_graphs(hp):
@@ -30,7 +31,7 @@ def layer_graphs(hp):
     window; and the same of those whose heads are paired."""
     with torch.device("meta"):
         model = GPT(hp)
-    now = moment(0, hp)
+    now = Moment(0, hp)
 
     def features(layer) -> tuple[int, bool]:
         more = layer.values, layer.skip_from, layer.source
@@ -43,16 +44,15 @@ def layer_graphs(hp):
             torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(6)
         )
         tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
-        mask = model.masks(tokens, now, train_gpt.block_lists)[layer.mask]
+        mask = model.masks(tokens, now)[layer.mask]
         call = captured(
             Block(hp, layer),
             x,
             x0,
             value,
             None if layer.skip_from is None else (torch.ones(()), output),
-            model.rotary_of(hp.seq_len, now, torch.device("cpu"))[paired],
+            model.rotary(torch.arange(hp.seq_len), now)[paired],
             mask,
-            train_gpt_2026.attend,
             bigram=bigram if hp.bigram_rows else None,
             source=None if layer.source is None else source,
         )
@@ -60,11 +60,11 @@ def layer_graphs(hp):
 
 
 def losses(targets, hp):
-    """Return the targets and the options of the loss, in training and in validation."""
-    several, shares, count = targets, None, hp.most_targets
+    """Return the targets, and more for cross_entropy, in training and in validation."""
+    count, training = hp.most_targets, (targets,)
     if count > 1:
-        several, shares = train_gpt_2026.next_targets(targets, count), torch.ones(count)
-    return [(several, (hp.sigmoid_form, shares)), (targets, (hp.sigmoid_form, None))]
+        training = train_gpt_2026.next_targets(targets, count), torch.ones(count)
+    return [training, (targets,)]
 
 
 def loss_graphs(hp):

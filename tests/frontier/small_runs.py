@@ -10,7 +10,7 @@ from train_gpt_2026 import Run
 
 import train_gpt
 
-main = functools.partial(train_gpt.main, run_class=Run)  # of forks/train_gpt_2026.py
+main = functools.partial(train_gpt.main, run=Run)  # of forks/train_gpt_2026.py
 
 A, C = "2025-08-23_SparseAttnGate", "2026-01-19_BigramHashEmbedding"
 C5, D = "2026-01-26-UntieValueEmbeddings", "2026-03-06_SimplifyHC"
@@ -27,9 +27,9 @@ SIZES = (
     "--device cpu --seq_len 128 --val_seq_len 512 --val_tokens 1024 --epochs 0"
 )
 LAYERS = {
-    C: "short+v1+pair,long+v2,short+backout+pair,none+x1",
+    C: "short+v1+pair,long+v2,short+pair+backout,none+x1",
     C5: "short+v0+pair,long+v1,short+v2+backout,long+v3",
-    D: "short+v0+pair,long+v1,short+backout+pair,none+x1,long+v2+in2",
+    D: "short+v0+pair,long+v1,short+pair+backout,none+x1,long+v2+in2",
 }
 ROW = {A: f"--record {A} --num_layers 4"}
 for name, table in LAYERS.items():
@@ -69,11 +69,11 @@ def small_flags(folder: Path) -> dict[str, list[str]]:
 
 
 def outcome(folder: Path, last: int = LAST) -> SimpleNamespace:
-    """Return a run's last weights and optimizer state, and the rows of its .jsonl, but for what
-    differs from run to run."""
+    """Return the weights and the optimizers' state of a checkpoint (after the last step, no state),
+    and the rows of the run's .jsonl, but for what differs from run to run."""
     saved = train_gpt.load_checkpoint(folder / checkpoint(last), Run)
     state = {f"{n} {key}": v for n, of in saved["optimizers"].items() for key, v in of.items()}
     metrics = []
     for row in rows(folder / "logs/it.jsonl"):
-        metrics.append({k: row[k] for k in row.keys() - {"ms", "tokens_per_s", "memory_mib"}})
+        metrics.append({k: row[k] for k in row.keys() - {"ms", "tokens_per_s"}})
     return SimpleNamespace(folder=folder, tensors=saved["model"] | state, rows=metrics)

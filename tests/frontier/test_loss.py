@@ -1,15 +1,21 @@
 """The loss of several targets in a sigmoid's form, against one unchunked float64 expression."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import reference
 import torch
-from test_loss import NewShapes, relative_error  # the textbook's
-from train_gpt_2026 import GPT, Head, Hyperparameters, Optimizers, cautious_adam_, moment
+import train_gpt_2026
+from reference import relative_error
+from test_loss import NewShapes  # of train_gpt.py
+from torch._dynamo.backends.debugging import eager
+from torch._dynamo.utils import counters
+from train_gpt_2026 import GPT, Head, Hyperparameters, Moment, Optimizers
 
-from train_gpt import HEAD_STEPS, gradient_buffer
+import train_gpt
+from train_gpt import gradient_of
 
 WIDTH, VOCAB = 48, 1024
 SHIFTED = (23.0, 5.0, 7.5)  # of records since September 2025: 23 sigmoid((logit + 5) / 7.5)
@@ -38,10 +44,8 @@ def objective(x, weight, targets, cap, shares) -> tuple:
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
     chances = torch.log_softmax(reference.soft_capped(x64 @ w64.T, cap), dim=1)
     total = 0.0
-    for t in range(len(targets)):
-        for k, share in enumerate(shares):
-            if t + k < len(targets):
-                total -= share * chances[t, targets[t + k]]
+    for k, share in enumerate(shares):
+        total -= share * chances[: len(targets) - k].gather(1, targets[k:, None]).sum()
     total.backward()
     mean = -chances[range(len(targets)), targets].mean().item()
     return mean, x64.grad, w64.grad
@@ -56,20 +60,30 @@ for shares in [(1.0,), (1.0, 0.4), (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)]:
 @pytest.mark.parametrize(("shares", "tokens", "form"), CASES)
 def test_loss_and_gradients_equal_float64(shares, tokens, form):
     """The value is the mean loss of the next token alone; gradients are those of a weighted sum, or
-    of its mean over tokens. A chunk has 256 tokens. Compiled code has another form of the loss; it
-    is captured here, of 32 tokens, and PyTorch executes that."""
+    of its mean over tokens. A chunk has 256 tokens."""
     x, head, targets = case(tokens, **form)
-    compiled = tokens == 32
-    if compiled:
-        steps = (torch.compile(step, backend="eager", dynamic=False) for step in HEAD_STEPS)
-        head.steps = tuple(steps)
     loss = head.loss(x, targets, shares)
     loss.backward()
     value, grad_x, grad_w = objective(x, head.weight, targets, cap_of(form), shares)
     count = 1 if "loss_sum" in form else len(x)
-    assert loss.item() == pytest.approx(value, rel=2e-7 if compiled else 1e-6)
-    assert relative_error(x.grad, grad_x / count) < (1e-6 if compiled else 2e-5)
-    assert relative_error(head.weight.grad, grad_w / count) < (1e-6 if compiled else 2e-5)
+    assert loss.item() == pytest.approx(value, rel=1e-6)
+    assert relative_error(x.grad, grad_x / count) < 2e-5
+    assert relative_error(head.weight.grad, grad_w / count) < 2e-5
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 0.5, 0.25)])
+def test_compiled_loss_equals_float64(shares, compile_with, monkeypatch):
+    """As captured for a compiler, of 32 tokens."""
+    compile_with(eager)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    x, head, targets = case(32, **SUMMED)
+    loss = head.loss(x, targets, shares)
+    loss.backward()
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    value, grad_x, grad_w = objective(x, head.weight, targets, SHIFTED, shares)
+    assert loss.item() == pytest.approx(value, rel=2e-7)
+    assert relative_error(x.grad, grad_x) < 1e-6
+    assert relative_error(head.weight.grad, grad_w) < 1e-6
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["tanh", "sigmoid"])
@@ -108,7 +122,9 @@ def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence
 
 
 @pytest.mark.parametrize("rule", ["torch", "cautious"])
-def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, bare, with_window):
+def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(
+    rule, bare, with_window, monkeypatch
+):
     """On one rank. The cautious rule itself, which makes some until it is compiled, is left out;
     its tables are bfloat16 here, as on a GPU."""
     hp = replace(bare, vocab_size=640, bigram_rows=777, batch_seqs=1, adam_rule=rule)
@@ -116,13 +132,14 @@ def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, bare, wi
     if rule == "cautious":
         for table in model.tables():
             table.bfloat16()
-        model.compile_ = lambda step: (lambda *_: None) if step is cautious_adam_ else step
+        monkeypatch.setattr(train_gpt_2026, "cautious_adam_", lambda *_: None)
     optimizers = Optimizers(model, hp)
     for step in range(3):
         model(tokens[:-1].int(), tokens[1:], with_window(128, hp)).backward()
         with NewShapes() as watch:
-            optimizers.step(moment(step, hp))
-        made = Counter(shape for shape in watch.shapes if shape[:1] >= (640,))
-        moments = {(640, 32): 5 * 2, (777, 32): 2}  # embedding, head, three of values; bigrams
+            optimizers.step(Moment(step, hp))
+        sizes = [math.prod(shape) for shape in watch.shapes]
+        made = Counter(size for size in sizes if size >= 640 * 32)
+        moments = {640 * 32: 2 * 2, (3 * 640 + 777) * 32: 2}  # embedding and head; all values
         assert made == (moments if step == 0 else {}), step
-        assert not gradient_buffer(model.bigram_embed.weight).any()
+        assert not gradient_of(model.bigram_embed.weight).any()

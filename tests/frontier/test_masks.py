@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_masks import read_block_mask, starts, tokens_with_documents  # the textbook's
+from test_masks import read_block_mask, starts, tokens_with_documents  # of train_gpt.py
 from train_gpt_2026 import GPT, first_visible
 
 from train_gpt import BLOCK, END_OF_TEXT, block_lists, dense_mask, flex_mask
@@ -32,7 +32,7 @@ def within_distance(tokens: torch.Tensor, window: int, places: int = 1) -> torch
 def test_a_window_that_is_a_distance_equals_brute_force(starts, window):
     tokens = tokens_with_documents(starts)
     expected = within_distance(tokens, window)
-    first = first_visible(tokens, window, "distance")
+    first = first_visible(tokens, torch.tensor(window), "distance")
     assert torch.equal(dense_mask(first) == 0, expected)
     assert torch.equal(read_block_mask(flex_mask(*block_lists(first))), expected)
 
@@ -45,7 +45,7 @@ def test_layers_have_masks_of_their_windows_and_pairs_of_heads_count_places(
     layers = "long,short+pair,none,long+pair"
     hp = replace(bare, layers=layers, paired_heads=True, window_rule="distance")
     tokens = tokens_with_documents([0, 5, 127, 128, 300, 301])
-    masks = GPT(hp).masks(tokens, with_window(window, hp), dense_mask)
+    masks = GPT(hp).masks(tokens, with_window(window, hp))
     assert set(masks) == {"long", "short+pair", "long+pair"}
     for name, mask in masks.items():
         places = 2 if name.endswith("+pair") else 1

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_gpt_2026
-from test_memory import kept  # the textbook's
-from train_gpt_2026 import GPT, RECORDS, Hyperparameters, layer_table, moment
+from test_memory import kept  # of train_gpt.py
+from train_gpt_2026 import GPT, RECORDS, Hyperparameters, Moment, layer_table
 
 from frontier.small_runs import LAYERS, D
 
@@ -31,10 +31,9 @@ def on_a_gpu(hp: Hyperparameters) -> GPT:
     sizes = {"model_dim": 128, "num_heads": 2, "head_dim": 64, "vocab_size": 1024}
     if hp.bigram_rows:
         sizes["bigram_rows"] = 1024
-    model = GPT(replace(hp, **sizes)).to_device(torch.device("cpu"), compiled=True)
+    model = GPT(replace(hp, **sizes))
     for table in model.tables():
         table.bfloat16()
-    model.use_flex = True
     return model
 
 
@@ -43,8 +42,9 @@ def kept_by(hp, small: bool, width: int) -> float:
     again where memory is small."""
     rows = layer_table(hp)
     layers, attending = len(rows), sum(row.window != "none" for row in rows)
-    # q, k, v; the mixed v; attention's result; the stream after it. The squares; the output.
-    activations = attending * (3 + 1 + 1 + 1) + layers * (4 + 1)
+    # q, k, v; the mixed v; attention's result; the stream after it. What ReLU gives, and its
+    # squares (the Triton twin keeps the squares alone); the output.
+    activations = attending * (3 + 1 + 1 + 1) + layers * (4 + 4 + 1)
     floats = hp.num_heads * attending
     activations += 2  # x0; the last norm's result
     floats += 2  # what the first and the last norm divided by
@@ -63,7 +63,7 @@ def test_layers_keep_less_where_memory_is_small(small, graphs, monkeypatch, with
     model = on_a_gpu(TWO)
     model.hidden(torch.arange(256, dtype=torch.int32), with_window(256, TWO))
     assert kept(graphs[1], 256) == pytest.approx(kept_by(model.hp, small, 128), rel=1e-3)
-    assert kept_by(model.hp, True, 128) < 0.8 * kept_by(model.hp, False, 128)
+    assert kept_by(model.hp, True, 128) < 0.85 * kept_by(model.hp, False, 128)
 
 
 def test_four_layers_are_a_graph_and_new_windows_make_no_other(graphs):
@@ -72,7 +72,8 @@ def test_four_layers_are_a_graph_and_new_windows_make_no_other(graphs):
     last = model.hp.num_iterations
     made = []
     for step in (0, last // 3 + 9, 2 * last // 3 + 9, last - 1):
-        hidden = model.train().hidden(torch.arange(640, dtype=torch.int32), moment(step, model.hp))
+        hidden = model.train().hidden(torch.arange(640, dtype=torch.int32), Moment(step, model.hp))
         hidden.sum().backward()
         made.append(len(graphs[0]))
-    assert made == [7] * 4  # masks; smear with bigrams, and two graphs of layers, each twice
+    # Masks; angles; smear with bigrams, and two graphs of layers, each forward and backward.
+    assert made == [8] * 4

@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 import train_gpt_2026
-from train_gpt_2026 import GPT, RECORDS, Optimizers, moment
+from train_gpt_2026 import GPT, RECORDS, Moment, Optimizers, parameter_groups
 
-import train_gpt
 from frontier import reference_2026 as exact
-from train_gpt import gradient_buffer
+from train_gpt import gradient_of
 
 FULL = {
     "A": RECORDS["2025-08-23_SparseAttnGate"],
@@ -59,8 +58,7 @@ CASES += [("D", 10), ("D", 967), ("D", 1460)]
 def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_of_512):
     """The value is the mean loss of the next token; gradients are those of a sum, from row B on
     with several targets. Scalars' gradients are sums of what nearly cancels."""
-    model, now = randomize(GPT(SMALL[name])), moment(step, SMALL[name])
-    model.tie(now.tied)
+    model, now = randomize(GPT(SMALL[name])), Moment(step, SMALL[name])
     weights, (inputs, targets) = in_float64(model), sequence(500)
     weights["embed.weight"] = weights["lm_head.weight" if now.tied else "embed.weight"]
     loss = model(inputs, targets, now)
@@ -68,7 +66,10 @@ def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_
     trained, mean = reading(name, weights, inputs, targets, step)
     trained.backward()
     assert loss.item() == pytest.approx(mean.item(), abs=2e-6)
+    assert (model.embed.weight.grad is None) == now.tied
     for key, p in model.named_parameters():
+        if p.grad is None:
+            continue  # the head has its gradient
         expected = weights[key].grad
         error, allowed = (p.grad - expected).norm(), 3e-5 * expected.norm() + 1e-5 * (p.ndim < 2)
         assert error < allowed, f"{key}: error {error:.1e} of {expected.norm():.1e}"
@@ -78,7 +79,7 @@ def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_
 def test_validation_has_the_next_token_alone(name, step, randomize, vocabulary_of_512):
     """Whatever targets its step trains. The last window changes no rotary frequency."""
     model, (inputs, targets) = randomize(GPT(SMALL[name])).eval(), sequence(500)
-    weights, loss = in_float64(model), model(inputs, targets, moment(step, SMALL[name]))
+    weights, loss = in_float64(model), model(inputs, targets, Moment(step, SMALL[name]))
     _, mean = reading(name, weights, inputs, targets, step)
     assert loss.item() == pytest.approx(mean.item(), abs=2e-6)
     loss.backward()
@@ -110,35 +111,17 @@ def test_masks_are_those_of_the_published_windows(name, length, step, vocabulary
     places, two for each token."""
     windows = exact.windows_a(step) if name == "A" else exact.windows(ROW[name], step)
     tokens, _ = sequence(length)
-    masks = GPT(SMALL[name]).masks(tokens, moment(step, SMALL[name]), lambda row: row)
+    masks = GPT(SMALL[name]).masks(tokens, Moment(step, SMALL[name]))
     windows = dict(zip(("long", "short"), windows, strict=True))
     if name in ("C", "D"):
         windows["short+pair"] = windows["short"]
     assert set(masks) == set(windows)
-    for key, first in masks.items():
-        assert len(first) == length * (1 + key.endswith("pair"))
-        place = torch.arange(len(first))
-        visible = (place <= place[:, None]) & (place >= first[:, None])
+    for key, mask in masks.items():
         if name == "A":
-            assert torch.equal(visible, exact.visible_blocks(tokens, windows[key]))
+            expected = exact.visible_blocks(tokens, windows[key])
         else:
-            places = len(first) // length
-            assert torch.equal(visible, exact.visible_places(tokens, windows[key], places))
-
-
-@pytest.mark.parametrize(("name", "last"), [("B", 1201), ("D", 967)])
-def test_head_and_embedding_are_one_up_to_the_split(name, last, randomize):
-    """One weight and one gradient; then two weights, equal at first, and two gradients."""
-    model = randomize(GPT(SMALL[name]))
-    embed, head = model.embed.weight, model.lm_head.weight
-    for step in (0, last):
-        model.tie(moment(step, SMALL[name]).tied)
-        assert embed.data_ptr() == head.data_ptr()
-        assert gradient_buffer(embed) is gradient_buffer(head)
-    gradient_buffer(head).fill_(1.0)
-    model.tie(moment(last + 1, SMALL[name]).tied)
-    assert torch.equal(embed, head) and embed.data_ptr() != head.data_ptr()
-    assert gradient_buffer(head).all() and not gradient_buffer(embed).any()
+            expected = exact.visible_places(tokens, windows[key], 1 + key.endswith("pair"))
+        assert torch.equal(mask == 0, expected)
 
 
 def first_numbers(name: str, layer: int) -> dict[str, list[float]]:
@@ -216,15 +199,17 @@ def test_whole_steps_equal_the_float64_reading(name, first, count, randomize):
     updates are so near 0 that rounding gives them another sign."""
     hp = SMALL[name]
     model, gradients = randomize(GPT(hp)), []
+    if Moment(first, hp).tied:
+        model.embed.weight.data.copy_(model.lm_head.weight.data)
     optimizers = Optimizers(model, hp)
-    model.tie(moment(first, hp).tied)
     initial = {key: p.detach().double() for key, p in model.named_parameters()}
     weights = {key: w.clone() for key, w in initial.items()}
     for step in range(first, first + count):
-        now, of_step = moment(step, hp), made_up_gradients(model, step)
-        model.tie(now.tied)
+        now, of_step = Moment(step, hp), made_up_gradients(model, step)
         for key, grad in of_step.items():  # the sum over hp.batch_seqs sequences
-            gradient_buffer(model.get_parameter(key)).add_(hp.batch_seqs * grad)
+            read = "lm_head.weight" if now.tied and key == "embed.weight" else key
+            gradient_of(model.get_parameter(read)).add_(hp.batch_seqs * grad)
+        optimizers.collect()
         optimizers.begin_last_backward(now)
         optimizers.step(now)
         gradients.append({key: grad.double() for key, grad in of_step.items()})
@@ -241,11 +226,10 @@ def test_each_parameter_learns_by_the_published_numbers(name):
     """Also by those that a few steps in float32 hide, as the decay of gates."""
     with torch.device("meta"):
         model = GPT(FULL[name])
-    table = train_gpt_2026.parameter_table(FULL[name])
-    groups = train_gpt.members(model, table)
+    names = {p: exact.without_numbers(key) for key, p in model.named_parameters()}
     learning = set()
-    for group in table:
-        for key in map(exact.without_numbers, groups[group.name]):
+    for group in parameter_groups(model, FULL[name]):
+        for key in {names[p] for p in group.params}:
             learning.add(key)
             if key in exact.NORMUON_B:
                 assert (group.name, group.lr) == ("muon", 0.023)
@@ -262,7 +246,7 @@ def test_each_parameter_learns_by_the_published_numbers(name):
 
 def test_row_a_is_scheduled_as_in_exact_fractions():
     for step in range(1696):
-        now, (long, short) = moment(step, FULL["A"]), exact.windows_a(step)
+        now, (long, short) = Moment(step, FULL["A"]), exact.windows_a(step)
         expected = exact.multiplier_a(step), exact.ramp(step)
         assert (now.lr, now.momentum) == pytest.approx([float(x) for x in expected], abs=1e-12)
         assert (now.window, max(now.short // 128, 1) * 128) == (long, short)
@@ -274,7 +258,7 @@ def test_later_rows_are_scheduled_as_in_exact_fractions(name):
     row, hp = ROW[name], FULL[name]
     assert hp.num_iterations == row.steps + exact.EXTENSION
     for step in range(hp.num_iterations + 1):
-        now, (long, short) = moment(step, hp), exact.windows(row, step)
+        now, (long, short) = Moment(step, hp), exact.windows(row, step)
         expected = exact.multiplier(row, step), exact.momentum_of(row, step)
         expected = [float(x) for x in (*expected, *exact.target_weights(row, step))]
         assert (now.lr, now.momentum, *now.targets) == pytest.approx(expected, abs=1e-12), step
@@ -289,10 +273,10 @@ TARGETS_C = {0: (1, 0.5, 0.25), 520: (1, 0.5), 521: (1, 0.499), 1039: (1, 0.0009
 
 def test_schedules_have_the_published_numbers():
     for step, targets in TARGETS_C.items():
-        assert moment(step, FULL["C"]).targets == pytest.approx(targets, abs=5e-5)
+        assert Moment(step, FULL["C"]).targets == pytest.approx(targets, abs=5e-5)
     for name, published in (("A", 666.5e6), ("B", 487.6e6), ("C", 424.7e6), ("D", 395.8e6)):
         hp = FULL[name]
-        tokens = sum(hp.batch_seqs * moment(i, hp).seq_len for i in range(hp.num_iterations))
+        tokens = sum(hp.batch_seqs * Moment(i, hp).seq_len for i in range(hp.num_iterations))
         assert tokens == pytest.approx(published, abs=5e4)
 
 
@@ -314,7 +298,7 @@ def test_rotary_tables_have_the_published_frequencies_and_scales(name, step):
     assert [*found.tolist(), 0.1 * factor] == pytest.approx([*frequencies, scale], rel=1e-12)
     with torch.device("meta"):
         model = GPT(hp)
-    _, sin, factor = model.rotary_of(2, moment(step, hp), torch.device("cpu"))[False]
+    _, sin, factor = model.rotary(torch.arange(2), Moment(step, hp))[False]
     found = [*sin[1, 0, :64].double().asin().tolist(), hp.attn_scale * factor.item()]  # position 1
     assert found == pytest.approx([*frequencies, *[0.0] * 32, scale], rel=2e-6)
     if (stage := exact.stage(ROW[name], step)) in YARN:
@@ -326,7 +310,7 @@ def test_rotary_tables_have_the_published_frequencies_and_scales(name, step):
 def test_a_run_of_another_length_has_shares_of_it(name, steps):
     hp = replace(FULL[name], num_iterations=steps)
     rest = steps - round(steps * 40 / FULL[name].num_iterations)
-    *moments, last = [moment(step, hp) for step in range(steps + 1)]
+    *moments, last = [Moment(step, hp) for step in range(steps + 1)]
     counts = [sum(now.window == window for now in moments) for window in (384, 896, 1408, 1664)]
     assert sum(counts) == steps and counts[3] == steps - rest
     assert all(abs(count - rest / 3) < 1 for count in counts[:3])

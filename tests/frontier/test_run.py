@@ -5,24 +5,25 @@ from functools import partial
 
 import torch
 from runs import val_losses
-from test_compile import graphs_of  # the textbook's
+from test_compile import graphs_of
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
-from train_gpt_2026 import GPT, moment
+from train_gpt_2026 import GPT, Moment
 
 import train_gpt
 from frontier.small_runs import TECHNIQUES, A, D, main
-from train_gpt import HERE, gradient_buffer
+from train_gpt import HERE, gradient_of
 
 SMALL = (
     "--model_dim 64 --num_heads 2 --head_dim 32 --batch_seqs 3 --device cpu --seq_len 128 "
-    "--val_seq_len 256 --val_tokens 256 --num_iterations 8 --save_every 0 --num_layers 4 "
+    "--val_seq_len 256 --val_tokens 256 --num_iterations 8 --keep 0 --num_layers 4 "
     f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin --epochs 0"
 )
 
 
 def test_without_flags_the_demo_trains_on_the_sample(capsys):
     """All is its own but the width and the number of steps."""
-    narrow = "--device cpu --model_dim 32 --head_dim 16 --num_iterations 8 --save_every 0"
+    narrow = "--device cpu --model_dim 32 --head_dim 16 --num_iterations 8 --keep 0"
     main(f"{narrow} --val_tokens 1024 --val_loss_every 4".split())
     console = capsys.readouterr().out
     losses = val_losses(console)
@@ -46,7 +47,7 @@ def test_aligned_the_sample_trains(capsys, monkeypatch):
     assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 8
 
 
-def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
+def test_graphs_of_four_layers_equal_the_layers(bare, randomize, compile_with, monkeypatch):
     """Loss and all gradients of two graphs: the later one reads what the first has left. The second
     of two micro-batches is added to each gradient; two that were one tensor would get it twice."""
     hp = replace(
@@ -55,30 +56,29 @@ def test_graphs_of_four_layers_equal_the_layers(bare, randomize, monkeypatch):
         layers="short+v0+pair,long+v1,short+backout,short+x0,none+x1,long+v0+in3",
         **TECHNIQUES,
     )
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(train_gpt, "LOSS_ROWS", 256)
+    compile_with(aot_eager)
     tokens = torch.randint(0, 511, (257,), generator=torch.Generator().manual_seed(0))
     tokens[[0, 90, 200]] = 511
     found = []
     for compiled in (False, True):
-        model = randomize(GPT(hp)).to_device(torch.device("cpu"), compiled)
-        before = counters["stats"]["unique_graphs"]
+        monkeypatch.setattr(train_gpt.compiled, "allowed", compiled)
+        model = randomize(GPT(hp))
         for _ in range(2):
-            loss = model(tokens[:-1].int(), tokens[1:], moment(0, hp))
+            loss = model(tokens[:-1].int(), tokens[1:], Moment(0, hp))
             loss.backward()
-        made = counters["stats"]["unique_graphs"] - before
-        assert made == (6 if compiled else 0)  # tokens, masks, layers twice, loss, its backward
-        found.append({name: gradient_buffer(p) for name, p in model.named_parameters()})
+        # Masks, rotary tables, tokens, layers twice, the loss, its backward pass.
+        assert counters["stats"]["unique_graphs"] == (7 if compiled else 0)
+        found.append({name: gradient_of(p) for name, p in model.named_parameters()})
         found[-1]["loss"] = loss.detach()
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_compiles_nothing_after_warm_up(monkeypatch, flags):
+def test_a_run_compiles_nothing_after_warm_up(compile_with, monkeypatch, flags):
     """Stages have lengths, windows, targets, a tied head, and Adam learns at each second step."""
     stages = "length=1+window=128+targets=1/.5,length=1+window=128,length=2+window=256"
-    more = f"--compile on --batch_seqs 2 --save_every 0 --stages {stages} --extension_frac 0"
+    more = f"--compile on --batch_seqs 2 --keep 0 --stages {stages} --extension_frac 0"
     words = [*flags[D], *more.split(), *["--layers", "short+v0+pair,long+v1+x0+in0"]]
     run = partial(main, [*words, "--num_layers", "2"])
-    after_warm_up, at_end = graphs_of(run, monkeypatch, loss_rows=512)
+    after_warm_up, at_end = graphs_of(run, compile_with, monkeypatch)
     assert after_warm_up == at_end > 10

@@ -4,6 +4,7 @@ is row B, too, which is C without two switches."""
 
 import functools
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,16 +14,17 @@ import pytest
 import spy
 import torch
 from runs import Program, before_step, console_of
-from train_gpt_2026 import Run, moment
+from train_gpt_2026 import Moment, Run
 
 import train_gpt
 from frontier.small_runs import C5, LAST, A, C, D, checkpoint, main, outcome
 
+RESUME = ["--resume", "on"]
 LENGTHS = {C: [128] * 3 + [256] * 2 + [384] * 3, D: [128] * 2 + [256] * 3 + [384] * 3}
 
 
 def assert_same(found: SimpleNamespace, expected: SimpleNamespace, since: int = -1) -> None:
-    """Bit for bit: weights, the optimizers' state, and metrics after a step."""
+    """Bit for bit: last weights, and metrics after a step."""
     for name, tensor in expected.tensors.items():
         assert torch.equal(found.tensors[name], tensor), name
     assert found.rows == [row for row in expected.rows if row["step"] > since]
@@ -47,7 +49,7 @@ def assert_close(found: SimpleNamespace, expected: SimpleNamespace, since: int =
 
 @pytest.mark.parametrize(("record", "ranks"), [(C, 2), (D, 8)])
 def test_ranks_agree_across_stages_and_the_split_of_the_head(record, ranks, flags, whole, tmp_path):
-    run = Program(flags[record], ranks, functools.partial(spy.main, run_class=Run))
+    run = Program(flags[record], ranks, functools.partial(spy.main, run=Run))
     assert run.end() == [0] * ranks, run.text("err")
     assert_close(outcome(tmp_path), whole(record))
     seen = [json.loads(Path(f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -60,16 +62,21 @@ def test_ranks_agree_across_stages_and_the_split_of_the_head(record, ranks, flag
 # Stops
 
 
+def copied(whole: SimpleNamespace, step: int, folder: Path) -> None:
+    """Let the run of a folder go on from a checkpoint of another folder's run."""
+    (folder / "logs/it").mkdir(parents=True)
+    shutil.copy(whole.folder / checkpoint(step), folder / "logs/it")
+
+
 @pytest.mark.parametrize(("record", "step"), [(A, 4), (D, 0), (D, 2), (D, 6)])
 def test_resumed_anywhere_it_ends_as_ever(record, step, flags, whole, tmp_path, monkeypatch):
     """Within a stage, at its end, and where the head has left the embedding. And so it does from
     the start, without a warm-up."""
-    more = []
     if step:
-        more = ["--resume", whole(record).folder / checkpoint(step)]
+        copied(whole(record), step, tmp_path)
     else:
         monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
-    out = console_of([*flags[record], *more], tmp_path, main)
+    out = console_of([*flags[record], *RESUME], tmp_path, main)
     assert (f"\nresumed at step {step}\n" in out) == (step > 0)
     assert_same(outcome(tmp_path), whole(record), since=step or -1)
 
@@ -94,8 +101,8 @@ def test_a_stopped_run_ends_bit_identical(name, step, saved, flags, whole, tmp_p
     run = Program([*flags[D], "--save_every", every], work=work)
     assert run.end() == [-number if name == "KILL" else 128 + number], run.text("err")
     assert max(tmp_path.glob("logs/it/*.pt")) == tmp_path / checkpoint(saved)
-    assert name == "KILL" or f"--resume auto continues after step {saved}\n" in run.text("out")
-    console_of([*flags[D], "--resume", "auto"], tmp_path, main)
+    assert name == "KILL" or f"stopped by SIGTERM after step {saved}: saved" in run.text("out")
+    console_of([*flags[D], *RESUME], tmp_path, main)
     assert_same(outcome(tmp_path), whole(D))
 
 
@@ -106,25 +113,26 @@ def test_one_rank_goes_on_where_two_were_stopped(flags, whole, tmp_path):
     assert run.end() == [143, 143], run.text("err")
     (path,) = tmp_path.glob("logs/it/*.pt")
     assert path == tmp_path / checkpoint(4)
-    out = console_of([*flags[D], "--resume", "auto"], tmp_path, main)
+    out = console_of([*flags[D], *RESUME], tmp_path, main)
     assert "\nresumed at step 4\n" in out
     assert_close(outcome(tmp_path), whole(D))
 
 
 def test_two_ranks_go_on_where_one_was_stopped(flags, whole, tmp_path):
     """After the head has left the embedding: each takes its shares of their moments."""
-    run = Program([*flags[D], "--resume", whole(D).folder / checkpoint(6)], 2, main)
+    copied(whole(D), 6, tmp_path)
+    run = Program([*flags[D], *RESUME], 2, main)
     assert run.end() == [0, 0], run.text("err")
     assert_close(outcome(tmp_path), whole(D), since=6)
 
 
 def whole_and_resumed(words: list, folder: Path, last: int) -> SimpleNamespace:
     """Compare a run with one that is resumed after step 6; return the outcome."""
-    for name in ("whole", "resumed"):
-        (folder / name).mkdir()
-        console_of(words, folder / name, main)
-        words = [*words, "--resume", folder / "whole" / checkpoint(6)]
+    (folder / "whole").mkdir()
+    console_of(words, folder / "whole", main)
     found = outcome(folder / "whole", last)
+    copied(found, 6, folder / "resumed")
+    console_of([*words, *RESUME], folder / "resumed", main)
     assert_same(outcome(folder / "resumed", last), found, since=6)
     return found
 
@@ -135,8 +143,8 @@ def test_in_the_last_of_an_odd_number_of_steps_only_matrices_learn(flags, tmp_pa
     whole = whole_and_resumed([*flags[C5], "--num_iterations", 7], tmp_path, last=7)
     assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
     before = outcome(tmp_path / "whole", last=6).tensors
-    tensors = whole.tensors.items()
-    changed = {name.split()[0] for name, x in tensors if not torch.equal(x, before[name])}
+    weights = whole.tensors.items()
+    changed = {name for name, x in weights if not torch.equal(x, before[name])}
     ends = "qkv_w", "c_proj.weight", "c_fc.weight"
     assert changed == {name for name in before if name.endswith(ends)}
 
@@ -156,16 +164,19 @@ def test_a_run_whose_longest_sequences_are_tied_goes_on_with_two_tables(flags, t
 
 
 @pytest.mark.parametrize("record", [A, D])
-def test_a_finished_run_is_evaluated_at_the_moment_of_its_step(record, whole, capsys):
-    losses, folder = whole(record).losses, whole(record).folder
+def test_a_checkpoint_has_the_loss_of_the_moment_of_its_step(record, whole):
+    """In a model that has never been trained. D's last validation has another window."""
+    cpu = torch.device("cpu")
+
+    def loss_of(step: int, at: int) -> float:
+        saved = train_gpt.load_checkpoint(whole(record).folder / checkpoint(step), Run)
+        hp = saved["hyperparameters"]
+        model = train_gpt.build(Run, hp, cpu)
+        model.load_state_dict(saved["model"])
+        batch = train_gpt.validation_batch(hp, 0, 1, cpu)
+        return train_gpt.evaluate(model, batch, Moment(at, hp), cpu)
+
     for step in (2, 6, LAST):
-        words = ["--eval", str(folder / checkpoint(step)), "--device", "cpu"]
-        main(words)
-        assert f"val_loss:{losses[step]:.4f} over 1024 tokens" in capsys.readouterr().out
-    run = Run(*train_gpt.parse_args(words, Run))
-    moments = [moment(step, run.hp) for step in (LAST, LAST - 1)]
-    last, before = (
-        train_gpt.evaluate(run.model, run.val_batch, now, torch.device("cpu")) for now in moments
-    )
-    assert last == whole(record).rows[-1]["val_loss"]
-    assert (last == before) == (record == A)  # D's last validation has another window
+        assert loss_of(step, step) == whole(record).rows[step]["val_loss"]
+    same = loss_of(LAST, LAST) == loss_of(LAST, LAST - 1)
+    assert same == (record == A)

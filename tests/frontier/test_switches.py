@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import train_gpt_2026
-from train_gpt_2026 import GPT, Hyperparameters, Optimizers, Run, moment
+from train_gpt_2026 import Hyperparameters, Moment, Optimizers, Run
 
 import train_gpt
 from frontier.small_runs import A
@@ -38,7 +38,8 @@ def small(bare) -> Hyperparameters:
 def with_flags(hp: Hyperparameters, text: str) -> Hyperparameters:
     """Return the settings with those of a text: "name value, name value"."""
     flags = [f"--{pair.strip()}".split() for pair in text.split(", ") if pair.strip()]
-    words = ["--record", A, "--vocab_size", "512", *sum(flags, [])]
+    words = f"--record {A} --vocab_size 512 --layers {LAYERS} --num_layers 4".split()
+    words += sum(flags, [])
     settings, _ = train_gpt.parse_args(words, Run)
     return replace(hp, **{name[2:]: getattr(settings, name[2:]) for name, *_ in flags})
 
@@ -47,14 +48,14 @@ def with_flags(hp: Hyperparameters, text: str) -> Hyperparameters:
 def four_steps(hp: Hyperparameters) -> tuple[list[float], dict]:
     """Return the losses of four steps and of a validation after them, and the last weights."""
     words = torch.randint(1, 24, (769,), generator=torch.Generator().manual_seed(0)).cumsum(0) % 512
-    model, val = train_gpt.build(GPT, hp, CPU), (words[None, :-1].int(), words[None, 1:])
+    model, val = train_gpt.build(Run, hp, CPU), (words[None, :-1].int(), words[None, 1:])
     optimizers, losses = Optimizers(model, hp), []
     for step in range(4):
-        now = moment(step, hp)
+        now = Moment(step, hp)
         size = 2 * now.seq_len
         batch = words[:size].int().view(2, -1), words[1 : size + 1].view(2, -1)
         losses.append(train_gpt.train_step(model, optimizers, *batch, now)[0].item())
-    return [*losses, train_gpt.evaluate(model, val, moment(4, hp), CPU)], model.state_dict()
+    return [*losses, train_gpt.evaluate(model, val, Moment(4, hp), CPU)], model.state_dict()
 
 
 @pytest.mark.parametrize("text", re.split("[;\n] *", SWITCHES), ids=lambda text: text.split()[0])
@@ -69,8 +70,7 @@ def test_each_switch_trains_and_matters(text, small):
 
 def test_every_new_setting_has_a_switch_here():
     """But for what is of whole documents, which test_data.py has."""
-    of_textbook = vars(train_gpt.Hyperparameters())
-    new = set(vars(Hyperparameters())) - set(of_textbook)
+    new = set(vars(Hyperparameters())) - set(vars(train_gpt.Hyperparameters()))
     switched = {pair.split()[0] for pair in re.split(r"[;\n,|] *", SWITCHES) if pair.strip()}
     assert new - switched == {"align_to_documents", "max_document_tokens"}
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import bench
@@ -12,7 +11,7 @@ import sample
 import torch
 import watch
 from runs import error_of
-from train_gpt_2026 import GPT, Run, moment
+from train_gpt_2026 import GPT, Moment, Run
 
 import train_gpt
 from frontier.small_runs import LAST, ROW, SIZES, C, D
@@ -23,16 +22,14 @@ END = 63  # begins a document, where tokens are 64
 def random_checkpoint(record: str, randomize) -> None:
     """Make it.pt: random weights, with GPT-2's vocabulary."""
     hp, _ = train_gpt.parse_args(f"{ROW[record]} {SIZES}".split(), Run)
-    names = train_gpt.names_about(hp, "learning", "run")
     state = {
         "script": "train_gpt_2026.py",
         "record": record,
-        "hyperparameters": {name: getattr(hp, name) for name in names},
+        "hyperparameters": dict(vars(hp)),
         "step": LAST,
-        "run_id": "",
         "model": randomize(GPT(hp)).state_dict(),
     }
-    train_gpt.save_atomically(Path("it.pt"), state)
+    torch.save(state, "it.pt")
 
 
 @pytest.fixture(params=[C, D])
@@ -45,6 +42,13 @@ def model(request, flags, randomize, monkeypatch) -> GPT:
     return randomize(GPT(hp)).eval()
 
 
+def at_windows(model: GPT, window: int, short: int) -> Moment:
+    """Return the moment after training with these windows."""
+    now = Moment(LAST, model.hp)
+    now.window, now.short = window, short
+    return now
+
+
 # -----------------------------------------------------------------------------
 # Sampling
 
@@ -53,15 +57,15 @@ def model(request, flags, randomize, monkeypatch) -> GPT:
 def test_sampling_with_a_cache_gives_the_logits_without_it(model):
     """In chunks and one by one, until blocks have left the memory. A bigram has another row at the
     second place than further on."""
-    when = moment(LAST, replace(model.hp, last_window=256))
+    now = at_windows(model, 256, 128)
     tokens = torch.randint(END, (640,), generator=torch.Generator().manual_seed(0)).tolist()
     tokens[40] = tokens[41] = tokens[130] = END
-    decoder, place = sample.Decoder(model, when), 0
+    decoder, place = sample.Decoder(model, now), 0
     for size in [1, 1, 1, 47, 1, 99, *[1] * 300, 120, *[1] * 70]:
         place += size
         found = decoder(tokens[place - size : place])
         if size > 1 or place < 4 or place % 15 == 0:
-            expected = sample.Rereader(model, when)(tokens[:place])
+            expected = sample.Rereader(model, now)(tokens[:place])
             assert torch.allclose(found, expected, rtol=0, atol=2e-4), place
     assert len(decoder.recent) < place == 640
 
@@ -86,7 +90,7 @@ def behind(model, before: list[int], document: list[int]) -> torch.Tensor:
     tokens = [*before, *document]
     blocks = torch.tensor(tokens + [0] * (-len(tokens) % 128))
     # Paired heads have two positions a token.
-    now = replace(moment(LAST, model.hp), window=1024, short=1024)
+    now = at_windows(model, 1024, 1024)
     return model.logits(blocks, now).log_softmax(1)[len(before) : len(tokens), :64]
 
 
@@ -100,7 +104,7 @@ def test_packed_documents_have_the_scores_that_they_have_alone(model):
         pairs.append((tokens, start))
         chances = behind(model, [END] * 3, tokens[:-1])[start - 1 :]
         expected.append(chances[range(len(chances)), tokens[start:]].double().sum().item())
-    now = moment(LAST, model.hp)
+    now = Moment(LAST, model.hp)
     for parts in ([[pair] for pair in pairs], [pairs]):  # alone, and packed
         packed = [zip(*part, strict=True) for part in parts]
         found = torch.cat([hellaswag.log_likelihoods(model, *p, now) for p in packed])
@@ -158,7 +162,7 @@ def test_bench_counts_pairs_of_a_query_and_a_key_under_each_layers_window(model)
             if i % places == 0 and row[i // places] == END:
                 start = i
             expected += (i - max(start, i - window) + 1) * 4 // places * 12 * 8
-    now = replace(moment(LAST, model.hp), window=256, short=128)
+    now = at_windows(model, 256, 128)
     assert bench.model_flops(Run, model, tokens, now)[1] == expected
 
 

@@ -10,24 +10,17 @@ import numpy as np
 import pytest
 import reference
 import torch
+from conftest import at_window
 from hellaswag import log_likelihoods
 from runs import val_losses
 from sample import Decoder, Rereader
 from torch._dynamo.utils import counters
 
 import train_gpt
-from train_gpt import GPT, HERE, RECORDS, CastedLinear, Head, Run
+from train_gpt import GPT, HERE, RECORDS, CastedLinear, Head, Moment, Run, gradient_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_WindowWarmup"]
-PLAIN = train_gpt.softcapped_cross_entropy, train_gpt.relu2_mlp, train_gpt.symmetric_matmul
-
-
-@pytest.fixture(autouse=True)
-def plain_functions_again():
-    yield
-    for kernel in PLAIN:
-        kernel.use = False
 
 
 def needs_fp8():
@@ -69,7 +62,7 @@ def check_attention(attend, first: torch.Tensor, *more) -> None:
 @pytest.mark.parametrize("rule", ["blocks", "tokens"])
 @pytest.mark.parametrize("window", [128, 896, 1792])
 def test_flex_attention_equals_sdpa_with_gradients(window, rule):
-    first = train_gpt.first_visible(documents(4096), window, rule)
+    first = train_gpt.first_visible(documents(4096), torch.tensor(window), rule)
     check_attention(train_gpt.attend, first.cuda(), 0.12)
 
 
@@ -97,7 +90,7 @@ def test_compiled_head_and_loss_equal_float64(fp8, monkeypatch):
     head.weight.data.normal_(0, 0.05)
     x = torch.randn(2048, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 50257, (2048,), device="cuda")
-    head.steps = tuple(torch.compile(step, dynamic=False) for step in train_gpt.HEAD_STEPS)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
     loss = head.loss(x, targets)
     loss.backward()
     x64 = x.detach().double().requires_grad_()
@@ -110,18 +103,26 @@ def test_compiled_head_and_loss_equal_float64(fp8, monkeypatch):
     assert relative_error(head.weight.grad, w64.grad) < tolerance
 
 
-def check_model(make_model, length: int, when) -> None:
+def placed(model: GPT, device: torch.device) -> GPT:
+    """Move a model to a device, with the dtypes that it has there, and return it."""
+    model.to(device)
+    for table in model.tables():
+        table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model
+
+
+def check_model(make_model, length: int, now: Moment) -> None:
     """Compare the loss and the gradients of all layers on CUDA, in bfloat16, compiled and with
     FlexAttention, with those in float32 on a CPU."""
     tokens = documents(length + 1)
     results = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        model = make_model().to_device(device, compiled=device.type == "cuda")
-        inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
-        loss = model(inputs, targets, when)
+        model = placed(make_model(), device)
+        train_gpt.compiled.allowed = device.type == "cuda"
+        loss = model(tokens[:-1].to(device), tokens[1:].long().to(device), now)
         loss.backward()
-        named = model.named_parameters()
-        grads = {n: train_gpt.gradient_buffer(p) for n, p in named if p.ndim >= 2}
+        learned = {n: p for n, p in model.named_parameters() if p.grad is not None}
+        grads = {n: gradient_of(p) for n, p in learned.items() if p.ndim >= 2}
         results.append((loss.item(), grads))
     (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
     assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
@@ -132,42 +133,41 @@ def check_model(make_model, length: int, when) -> None:
 @pytest.mark.parametrize("record", [RECORD, RECORD_2024])
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
     hp = replace(record, model_dim=256, num_heads=2, fp8=False)
-    check_model(lambda: randomize(GPT(hp)), 1024, 384)
+    check_model(lambda: randomize(GPT(hp)), 1024, at_window(384, hp))
 
 
 @torch.no_grad()
 def check_inference(make_model, now, shift: float) -> None:
-    """Compare four equal models in bfloat16: cached logits with uncached ones, and packed, compiled
-    scores with those of a CPU. Uncached and packed go through FlexAttention. Softmax does not see
+    """Compare equal models in bfloat16: cached logits with uncached ones, and packed, compiled
+    scores with those of a CPU. Only the packed ones go through FlexAttention. Softmax does not see
     `shift`, in which the logits' numbers would drown."""
-    device = torch.device("cuda")
-    a, b, compiled, on_cpu = (make_model().eval() for _ in range(4))
-    feeds = [Decoder(a.to_device(device, False), now), Rereader(b.to_device(device, False), now)]
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    feeds = [feed(placed(make_model().eval(), gpu), now) for feed in (Decoder, Rereader)]
     tokens = documents(600).tolist()
     for part in (tokens[:590], *([token] for token in tokens[590:])):
         found, expected = (feed(part) - shift for feed in feeds)
         assert relative_error(found, expected) < 0.03
     texts = [tokens[i : i + 20 + i % 50] for i in range(0, 500, 5)]
-    scores = [
-        log_likelihoods(model, texts, [10] * len(texts), now)
-        for model in (compiled.to_device(device, True), on_cpu)
-    ]
+    scores = []
+    for device in (gpu, cpu):
+        train_gpt.compiled.allowed = device.type == "cuda"
+        model = placed(make_model().eval(), device)
+        scores.append(log_likelihoods(model, texts, [10] * len(texts), now))
     assert relative_error(*scores) < 0.02
 
 
 @pytest.mark.parametrize("record", [RECORD, RECORD_2024])
 def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(record, randomize):
     hp = replace(record, model_dim=256, num_heads=2)
-    now = replace(train_gpt.moment(0, hp), window=384, short=192)
-    check_inference(lambda: randomize(GPT(hp)), now, hp.logit_softcap)
+    check_inference(lambda: randomize(GPT(hp)), at_window(384, hp), hp.logit_softcap)
 
 
-def check_steps(hp, run_class) -> None:
+def check_steps(hp, run) -> None:
     """Train all steps and validate after a warm-up: nothing may synchronise or compile."""
     device = torch.device("cuda")
-    model = run_class.model_class(hp).to_device(device, compiled=True)
-    optimizers = run_class.optimizers_class(model, hp)
-    moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
+    model = train_gpt.build(run, hp, device)
+    optimizers = run.optimizers_class(model, hp)
+    moments = [run.moment(step, hp) for step in range(hp.num_iterations + 1)]
     train_gpt.warm_up(model, optimizers, moments, device)
     tokens = documents(8193).to(device)
 
@@ -196,29 +196,29 @@ def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
     check_steps(replace(RECORD, **sizes), Run)
 
 
-def check_twins(kernel, record, compiled: bool) -> None:
-    """Compare a kernel with its plain twin at the record's shapes; run with -s for the times."""
-    kernels, device = pytest.importorskip("kernels"), torch.device("cuda")
-    fp8 = train_gpt.trains_in_fp8(record.fp8, device)
-    arguments = kernels.EXAMPLES[kernel.name](record, device, torch.bfloat16, fp8)
-    twins = kernel.plain, kernel.fused
+def check_twins(name: str, record, compiled: bool) -> None:
+    """Compare a twin with its plain function at the record's shapes; run with -s for the times."""
+    kernels, device = pytest.importorskip("gpu_kernels"), torch.device("cuda")
+    twin, example, _ = kernels.TWINS[name]
+    fp8 = record.fp8 and train_gpt.fp8_supported(device)
+    arguments = example(record, device, torch.bfloat16, fp8)
+    both = kernels.PLAIN[name], twin
     if compiled:
-        twins = [torch.compile(twin, dynamic=False) for twin in twins]
-    plain, fused = (kernels.outcome(twin, arguments) for twin in twins)
+        both = [torch.compile(function, dynamic=False) for function in both]
+    plain, fused = (kernels.outcome(function, arguments) for function in both)
     for a, b in zip(plain, fused, strict=True):
         assert relative_error(b, a) < 0.02
     plain_ms, fused_ms = (
-        kernels.triton.testing.do_bench(partial(kernels.outcome, twin, arguments)) for twin in twins
+        kernels.triton.testing.do_bench(partial(kernels.outcome, function, arguments))
+        for function in both
     )
-    print(
-        f"\n{kernel.name}, compiled {compiled}: Triton {fused_ms:.3f} ms, plain {plain_ms:.3f} ms"
-    )
+    print(f"\n{name}, compiled {compiled}: Triton {fused_ms:.3f} ms, plain {plain_ms:.3f} ms")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kernel", PLAIN, ids=lambda kernel: kernel.name)
-def test_kernels_agree_with_their_plain_twins_at_the_record_s_shapes(kernel, compiled):
-    check_twins(kernel, RECORD, compiled)
+@pytest.mark.parametrize("name", GPT.kernels)
+def test_twins_agree_with_their_plain_functions_at_the_record_s_shapes(name, compiled):
+    check_twins(name, RECORD, compiled)
 
 
 def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies():
@@ -239,11 +239,9 @@ def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies():
 
 def test_all_kernels_are_found_right_for_the_record():
     """A run's own comparison finds that, compiled."""
-    with torch.device("meta"):
-        model = GPT(RECORD)
-    model.compile_ = partial(torch.compile, dynamic=False)
-    lines = []
-    train_gpt.choose_kernels(model, RECORD, torch.device("cuda"), lines.append)
+    kernels, lines = pytest.importorskip("gpu_kernels"), []
+    device = torch.device("cuda")
+    kernels.choose_kernels(GPT, RECORD, device, train_gpt.all_reduce_, lines.append)
     assert lines == ["kernels: softcapped_cross_entropy relu2_mlp symmetric_matmul"]
 
 
@@ -252,12 +250,13 @@ def record(capsys, monkeypatch, tmp_path, write_shard):
     """Return run(flags): it runs a full-size record on the sample, validates on 262144 tokens of
     it, and returns what is printed."""
     tokens = train_gpt.load_data_shard(f"{HERE}/data/kjv_val_000000.bin").numpy()
-    val = write_shard("val_0.bin", np.tile(tokens, 4)[:262145])
+    val = write_shard("val_0.bin", np.tile(tokens, 4)[:262146])
     monkeypatch.chdir(tmp_path)
 
     def run(flags: str) -> str:
         files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {val} --val_tokens 262144"
-        train_gpt.main(f"{files} --epochs 0 {flags}".split(), Run)  # it holds two batches
+        files += " --epochs 0 --keep 0"  # the sample holds two batches
+        train_gpt.main(f"{files} {flags}".split())
         text = capsys.readouterr().out
         with capsys.disabled():
             print(f"\n{text}")
@@ -285,10 +284,3 @@ def test_fifty_steps_with_all_kernels_give_the_losses_without_any(record):
     more = "--num_iterations 50 --val_loss_every 10 --adam_eps 1e-6 --kernels"
     plain, fused = (val_losses(record(f"{more} {choice}")) for choice in ("off", "on"))
     assert len(plain) == 6 and fused == pytest.approx(plain, abs=0.02)
-
-
-@pytest.mark.parametrize("window", [128, 896, 1792])
-def test_thirty_steps_of_the_record_at_one_window(window, record):
-    """For BENCHMARKS.md: run with -s and read ms/step, memory and warm-up; asserts little."""
-    text = record(f"--num_iterations 30 --val_loss_every 0 --window_min {window} --window_span 0")
-    assert "step:30/30 val_loss:" in text

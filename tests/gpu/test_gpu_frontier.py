@@ -1,7 +1,6 @@
 """What only a GPU can show of the frontier. Run with `./run.sh test gpu`."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import reference
@@ -18,28 +17,27 @@ from test_gpu import (
     needs_fp8,
     relative_error,
 )
-from train_gpt_2026 import GPT, RECORDS, Head, Run, moment, weighted_cross_entropy
+from train_gpt_2026 import GPT, RECORDS, Head, Moment, Run
 
 import train_gpt
 from train_gpt import HERE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 A, B, C, _, D = (RECORDS[name] for name in list(RECORDS)[:5])
-KERNELS = "weighted_cross_entropy relu2_mlp symmetric_matmul"
 
 
-@pytest.fixture(autouse=True)
-def plain_functions_again():
-    yield
-    for kernel in (weighted_cross_entropy, train_gpt.relu2_mlp, train_gpt.symmetric_matmul):
-        kernel.use = False
+def at_window(window: int, short: int, step: int, hp) -> Moment:
+    """Return the moment of a step, with these windows."""
+    now = Moment(step, hp)
+    now.window, now.short = window, short
+    return now
 
 
 @pytest.mark.parametrize("window", [128, 896, 1792])
 def test_flex_attention_by_distance_equals_sdpa_with_gradients(window):
     """With keys of the token before."""
-    first = train_gpt_2026.first_visible(documents(4096), window, "distance")
-    check_attention(train_gpt_2026.attend, first.cuda(), 0.1, True)
+    first = train_gpt_2026.first_visible(documents(4096), torch.tensor(window), "distance")
+    check_attention(train_gpt_2026.attend_with_offset, first.cuda(), 0.1)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -52,7 +50,7 @@ def test_compiled_loss_of_three_targets_equals_float64(fp8, monkeypatch):
     head.weight.data.normal_(0, 0.05)
     x = torch.randn(1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 50257, (1024,), device="cuda")
-    head.steps = tuple(torch.compile(step, dynamic=False) for step in train_gpt.HEAD_STEPS)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
     loss = head.loss(x, targets, shares)
     loss.backward()
     x64 = x.detach().double().requires_grad_()
@@ -75,13 +73,13 @@ def test_compiled_loss_of_three_targets_equals_float64(fp8, monkeypatch):
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, tied, randomize):
     """Also where the head is the embedding, with several targets."""
     hp = replace(record, model_dim=256, num_heads=2, fp8=False)
-    now = moment(0, hp) if tied else moment(hp.num_iterations, hp)
-    check_model(lambda: randomize(GPT(hp)), 1024, replace(now, window=384, short=128))
+    now = at_window(384, 128, 0 if tied else hp.num_iterations, hp)
+    check_model(lambda: randomize(GPT(hp)), 1024, now)
 
 
 def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(randomize):
     hp = replace(D, model_dim=256, num_heads=2)
-    now = replace(moment(hp.num_iterations, hp), window=384, short=128)
+    now = at_window(384, 128, hp.num_iterations, hp)
     check_inference(lambda: randomize(GPT(hp)), now, shift=11.5)
 
 
@@ -94,35 +92,33 @@ def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("record", [A, D])
-def test_the_loss_s_kernel_agrees_with_its_plain_twin_at_the_record_s_shapes(record, compiled):
-    check_twins(weighted_cross_entropy, record, compiled)
+def test_the_loss_s_twin_agrees_with_its_plain_function_at_the_record_s_shapes(record, compiled):
+    check_twins("weighted_cross_entropy", record, compiled)
 
 
 @pytest.mark.parametrize("record", [A, D])
 def test_all_kernels_are_found_right_for_the_record(record):
     """A run's own comparison finds that, compiled."""
-    with torch.device("meta"):
-        model = GPT(record)
-    model.compile_ = partial(torch.compile, dynamic=False)
-    lines = []
-    train_gpt.choose_kernels(model, record, torch.device("cuda"), lines.append)
-    assert lines == [f"kernels: {KERNELS}"]
+    kernels, lines = pytest.importorskip("gpu_kernels"), []
+    device = torch.device("cuda")
+    kernels.choose_kernels(GPT, record, device, train_gpt.all_reduce_, lines.append)
+    assert lines == ["kernels: weighted_cross_entropy relu2_mlp symmetric_matmul"]
 
 
 @pytest.fixture
 def on_the_sample(capsys, monkeypatch, tmp_path):
-    """Return run(flags, run_class): it trains on the sample, prints that, and returns the losses of
+    """Return run(flags): it trains on the sample, prints that, and returns the losses of
     validations, which are on 65536 tokens."""
     monkeypatch.chdir(tmp_path)
     files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {HERE}/data/kjv_val_*.bin"
 
-    def run(flags: str, run_class) -> list[float]:
-        words = f"{files} --val_seq_len 65536 --val_tokens 65536 --epochs 0 {flags}".split()
-        train_gpt.main(words, run_class)
+    def run(flags: str) -> list[float]:
+        files_and_sizes = f"{files} --val_seq_len 65536 --val_tokens 65536 --epochs 0 --keep 0"
+        train_gpt.main(f"{files_and_sizes} {flags}".split(), Run)
         text = capsys.readouterr().out
         with capsys.disabled():
             print(f"\n{text}")
-        return list(val_losses(text, run_class.loss_digits).values())
+        return list(val_losses(text).values())
 
     return run
 
@@ -130,7 +126,7 @@ def on_the_sample(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "demo"])
 def test_fifty_steps_of_each_record_on_the_sample(name, on_the_sample):
     """Its loss falls."""
-    losses = on_the_sample(f"--record {name} --num_iterations 50 --val_loss_every 25", Run)
+    losses = on_the_sample(f"--record {name} --num_iterations 50 --val_loss_every 25")
     tied = RECORDS[name].tied_frac > 0  # then the head does not begin at zero
     assert losses[0] == pytest.approx(10.83 if tied else 10.8258, abs=0.01 if tied else 1e-3)
     assert losses[-1] < losses[1] < (9 if tied else 6.5)

@@ -17,7 +17,7 @@ on_the_sample = test_gpu_frontier.on_the_sample
 @pytest.mark.parametrize("record", ["muon", "adamw"])
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
     hp = replace(RECORDS[record], model_dim=256, num_heads=2, seq_len=2048)
-    check_model(lambda: randomize(GPT(hp)), 2048, train_gpt.moment(0, hp))
+    check_model(lambda: randomize(GPT(hp)), 2048, train_gpt.Moment(0, hp))
 
 
 def test_logits_are_capped_as_in_float64():
@@ -29,7 +29,7 @@ def test_logits_are_capped_as_in_float64():
 @pytest.mark.parametrize("record", ["muon", "adamw"])
 def test_twenty_steps_of_each_record_on_the_sample(record, on_the_sample):
     """Its loss falls."""
-    steps = "--num_iterations 20 --val_loss_every 10 --save_last off"
+    steps = "--num_iterations 20 --val_loss_every 10 --keep 0"
     losses = on_the_sample(f"--record {record} {steps}", Run)
     assert losses[0] == pytest.approx(10.8258, abs=1e-3)
     assert losses[-1] < losses[1] < 10

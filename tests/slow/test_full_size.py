@@ -5,6 +5,7 @@ import math
 import pytest
 import reference
 import torch
+from conftest import at_window
 from test_memory import graphs, layers_are_compiled_once  # noqa: F401
 from test_model import PUBLISHED, sequence
 
@@ -23,7 +24,7 @@ def test_full_size_records_equal_the_float64_reading(year, randomize):
             assert layer_table(hp) == model.layers  # what differs is the schedule and the window
             window = get_window_size(hp.num_iterations // 2, hp)
             model.hp = hp
-            loss = model(inputs, targets, window).item()
+            loss = model(inputs, targets, at_window(window, hp)).item()
             expected = reference.loss(weights, inputs.long(), targets, window, 6, year).item()
             assert loss == pytest.approx(expected, abs=2e-5)
             assert abs(loss - math.log(50304)) > 0.1

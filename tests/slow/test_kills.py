@@ -19,7 +19,8 @@ def test_twenty_stops_of_each_kind_change_no_bit():
 def test_a_run_that_torchrun_starts_again_goes_on(flags, tmp_path):
     """One of two ranks is killed; torchrun ends the other one and starts both anew."""
     flags += ["--num_iterations", "200", "--val_loss_every", "0", "--adam_eps", "1e-6"]
-    flags += ["--batch_seqs", "2", "--save_every", "5", "--resume", "auto"]
+    flags += ["--batch_seqs", "2", "--save_every", "5"]
+    flags += ["--run_id", "it", "--resume", "on"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launcher, "--max_restarts=1", SCRIPT, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

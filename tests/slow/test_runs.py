@@ -32,5 +32,5 @@ def test_runs_differ_in_their_seeds_and_end_with_statistics(tmp_path):
     assert all(f"\nseed: {seed}\n" in log.read_text() for seed, log in enumerate(logs, 5))
     losses = [val_losses(log.read_text())[2] for log in logs]
     row = done.stdout.splitlines()[-1].split()
-    assert row[:3] == ["A", "2", f"{np.mean(losses):.4f}"] and losses[0] != losses[1]
+    assert row[:3] == ["A", "2", f"{np.mean(losses):.5f}"] and losses[0] != losses[1]
     assert "--muon_lr 0.06" in " ".join(row)

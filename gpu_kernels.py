@@ -1,18 +1,38 @@
-"""Triton kernels, forward and backward, for train_gpt.py and its forks.
+"""Triton kernels, forward and backward, for train_gpt.py and its forks, and the choice among them.
 
-The scripts run without this file. Each function here is the twin of a plain function, which is
-marked @Kernel there and says what is computed. A run uses a twin if the twin builds and agrees with
-the plain function (see choose_kernels). Kernels take floats as constants, because torch.compile
-would pass them as float64.
+The scripts run without this file. Each kernel here is the twin of a plain function, which is marked
+@has_twin there and says what is computed. A run uses a twin if the twin builds and agrees with the
+plain function (choose_kernels). Kernels take floats as constants, because torch.compile would pass
+them as float64.
 """
 
+import functools
 import hashlib
 import inspect
+import itertools
+import types
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+PLAIN = {}  # by name: the functions marked @has_twin
+IN_USE = {}  # by name: the twins that are called in their place
+
+
+def has_twin(plain):
+    """Decorate a plain function: its twin, the function of its name in TWINS, is called in its
+    place where choose_kernels allows it."""
+    name = plain.__name__
+    PLAIN[name] = plain
+
+    @functools.wraps(plain)
+    def call(*args):
+        return IN_USE.get(name, plain)(*args)
+
+    return call
 
 
 def obstacle(device: torch.device) -> str:
@@ -78,61 +98,61 @@ def softcap_kernel(
             tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
 
 
-def fused_losses(logits, targets, sigmoid_form, shares=None, grad_scale=None, grads=None):
+def fused_losses(logits, targets, sigmoid_form, shares=None, grad_scale=None, dtype=None):
     """Compute the fork's weighted_cross_entropy in one kernel."""
     losses = torch.empty(len(logits), device=logits.device)
     a, b, c = sigmoid_form
-    with_grad = grads is not None
-    out = grads if with_grad else logits  # a kernel takes a tensor even if it does not write it
+    with_grad = grad_scale is not None
+    # A kernel takes a tensor even if it does not write it.
+    grads = torch.empty_like(logits, dtype=dtype) if with_grad else logits
     softcap_kernel[(len(logits),)](
         logits,
         targets,
         losses if shares is None else shares,
         losses,
-        out,
+        grads,
         logits.size(1),
         A=a,
         B=b,
         C=c,
         SCALE=grad_scale if with_grad else 0.0,
-        LARGEST=torch.finfo(out.dtype).max,
+        LARGEST=torch.finfo(grads.dtype).max,
         WITH_GRAD=with_grad,
         TARGETS=targets.numel() // len(targets),
         WITH_SHARES=shares is not None,
         COLUMNS=8192,
         num_warps=16,
     )
-    return losses.sum()
+    return losses.sum(), grads if with_grad else None
 
 
-def fused_loss(logits, targets, softcap, grad_scale=None, grads=None):
+def fused_loss(logits, targets, softcap, grad_scale=None, dtype=None):
     """Compute softcapped_cross_entropy in one kernel.
 
     cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap.
     """
     sigmoid_form = 2 * softcap, 0.0, softcap / 2
-    return fused_losses(logits, targets, sigmoid_form, None, grad_scale, grads)
+    return fused_losses(logits, targets, sigmoid_form, None, grad_scale, dtype)
 
 
 def loss_example(hp, device, dtype, fp8):
     """Return example arguments of fused_loss."""
     logits = 4 * torch.randn(1024, hp.padded_vocab, device=device, dtype=dtype)
     targets = torch.randint(hp.vocab_size, (1024,), device=device)
-    grads = torch.zeros_like(logits, dtype=torch.float8_e5m2 if fp8 else None)
     grad_scale = (hp.grad_s if fp8 else 1.0) / hp.seq_len
-    return logits, targets, hp.logit_softcap, grad_scale, grads
+    return logits, targets, hp.logit_softcap, grad_scale, torch.float8_e5m2 if fp8 else dtype
 
 
 def losses_example(hp, device, dtype, fp8):
     """Return example arguments of fused_losses, with the most targets a row that hp ever has."""
-    logits, _, _, grad_scale, grads = loss_example(hp, device, dtype, fp8)
+    logits, _, _, grad_scale, dtype = loss_example(hp, device, dtype, fp8)
     count = hp.most_targets
     targets = torch.randint(hp.vocab_size, (1024, count), device=device)
     targets[-1, 1:] = -1
     shares = torch.linspace(1, 0.25, count, device=device) if count > 1 else None
     if hp.loss_sum:
         grad_scale = grad_scale * hp.seq_len
-    return logits, targets, hp.sigmoid_form, shares, grad_scale, grads
+    return logits, targets, hp.sigmoid_form, shares, grad_scale, dtype
 
 
 # -----------------------------------------------------------------------------
@@ -269,66 +289,90 @@ def symmetric_example(hp, device, dtype, fp8):
 
 
 # -----------------------------------------------------------------------------
-# The twins by the names of their plain functions, and the comparison of the two
+# The twins, and the choice among them
 
+# By the plain function's name: the twin, an example of arguments, and a digest of the plain
+# function for which the twin was written. A fork may edit that by less than the comparison in
+# `fault` can detect; its twin is then not used.
 TWINS = {
-    "softcapped_cross_entropy": fused_loss,
-    "weighted_cross_entropy": fused_losses,
-    "relu2_mlp": fused_mlp,
-    "symmetric_matmul": fused_symmetric,
-}
-EXAMPLES = {
-    "softcapped_cross_entropy": loss_example,
-    "weighted_cross_entropy": losses_example,
-    "relu2_mlp": mlp_example,
-    "symmetric_matmul": symmetric_example,
-}
-# Digests of the plain functions for which the twins were written. A fork may edit one by less than
-# the comparison in `fault` can detect; its twin is then not used.
-WRITTEN_FOR = {
-    "softcapped_cross_entropy": "39cdad440ffe",
-    "weighted_cross_entropy": "95760738f658",
-    "relu2_mlp": "0c228ea6682c",
-    "symmetric_matmul": "3a595a146d38",
+    "softcapped_cross_entropy": (fused_loss, loss_example, "1ef1da5ee077"),
+    "weighted_cross_entropy": (fused_losses, losses_example, "3f9592bcbd15"),
+    "relu2_mlp": (fused_mlp, mlp_example, "9bef86e098bd"),
+    "symmetric_matmul": (fused_symmetric, symmetric_example, "f18e34256c4e"),
 }
 
 
 def digest(plain) -> str:
-    """Return a digest of a function's source, ignoring white space."""
-    words = inspect.getsource(plain).split()
+    """Return a digest of the source of a function, and of the project's functions that it calls,
+    ignoring white space."""
+    found = [inspect.unwrap(plain)]
+    files = __file__, found[0].__code__.co_filename
+    folders = [Path(file).resolve().parent for file in files]
+    for function in found:  # found grows in the loop
+        names, scopes = function.__code__.co_names, [function.__globals__]
+        modules = [scopes[0].get(name) for name in names]
+        scopes += [vars(module) for module in modules if isinstance(module, types.ModuleType)]
+        for scope, name in itertools.product(scopes, names):
+            called = inspect.unwrap(scope.get(name))
+            if not isinstance(called, types.FunctionType) or called in found:
+                continue
+            if Path(called.__code__.co_filename).resolve().parent in folders:
+                found.append(called)
+    words = " ".join(inspect.getsource(function) for function in found).split()
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
 
 
 def outcome(function, arguments) -> list[Tensor]:
-    """Return the result of a call, and the gradients of the arguments that require them. If none
-    does, return the result and the last argument, which the function may have written."""
+    """Return the results of a call, and the gradients of the arguments that require them."""
     given = [
         a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
         for a in arguments
     ]
-    out, leaves = function(*given), [a for a in given if torch.is_tensor(a) and a.requires_grad]
+    found = function(*given)
+    found = list(found) if isinstance(found, tuple) else [found]
+    leaves = [a for a in given if torch.is_tensor(a) and a.requires_grad]
     if leaves:
-        out.backward(out.detach())  # equal gradients would hide a permutation of the rows
-    more = [leaf.grad for leaf in leaves] or [a for a in given[-1:] if torch.is_tensor(a)]
-    return [t.detach().float() for t in (out, *more)]
+        found[0].backward(found[0].detach())  # equal gradients would hide a permutation of the rows
+    return [t.detach().float() for t in found + [leaf.grad for leaf in leaves]]
 
 
-def fault(plain, compile_, hp, device: torch.device, dtype: torch.dtype, fp8: bool) -> str:
-    """Return why the twin of a plain function cannot replace it here, or "" if it can.
+def fault(name: str, hp, device: torch.device) -> str:
+    """Return why a twin cannot replace its plain function here, or "" if it can.
 
     Both are compiled as the run compiles them, and compared on an example of the run's widths, in
-    the dtype of activations. With fp8, the loss's gradient is in float8.
+    the dtype of activations. With FP8, the loss's gradient is in float8.
     """
-    name = plain.__name__
-    if name not in TWINS:
-        return "kernels.py has no twin"
-    if digest(plain) != WRITTEN_FOR[name]:
-        return "the plain function was edited: change its twin and its digest in kernels.py"
+    on_gpu = device.type == "cuda"
+    fp8 = hp.fp8 and on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
+    plain = PLAIN[name]
+    twin, example, written_for = TWINS[name]
+    if digest(plain) != written_for:
+        return "the plain function was edited: change its twin and its digest in gpu_kernels.py"
     try:
-        arguments = EXAMPLES[name](hp, device, dtype, fp8)
-        twins = [outcome(compile_(twin), arguments) for twin in (plain, TWINS[name])]
-        deviations = [(b - a).norm() / a.norm() for a, b in zip(*twins, strict=True)]
+        arguments = example(hp, device, torch.bfloat16 if on_gpu else torch.float32, fp8)
+        both = plain, twin
+        if on_gpu and hp.compile != "off":
+            both = [torch.compile(function, dynamic=False) for function in both]
+        plains, twins = [outcome(function, arguments) for function in both]
+        deviations = [(b - a).norm() / a.norm() for a, b in zip(plains, twins, strict=True)]
         deviation = torch.stack(deviations).max().item()  # NaN, if one is
     except Exception as error:  # any error of a compiler or a driver
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return "" if deviation < 0.02 else f"it deviates from the plain function by {deviation:.1e}"
+
+
+def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> None:
+    """Use the twins of model.kernels that have no `fault` on any rank, because all ranks must
+    compute the same. Log what is used, and why others are not."""
+    IN_USE.clear()
+    reason = obstacle(device) if hp.kernels else "--kernels off"
+    faults = [reason or fault(name, hp, device) for name in model.kernels]
+    votes = torch.tensor([float(bool(text)) for text in faults], device=device)
+    all_reduce_(votes)
+    for name, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
+        if not against:
+            IN_USE[name] = TWINS[name][0]
+        elif not reason:
+            log(f"kernel {name} is off: {text or 'another rank cannot use it'}")
+    if device.type == "cuda" or IN_USE:  # nobody expects kernels on a CPU
+        log(f"kernels: {' '.join(IN_USE) or 'none'}" + (f", {reason}" if reason else ""))

@@ -1,0 +1,203 @@
+"""One line of train_gpt.py, edited, changes what compiled code computes, and as it changes what
+uncompiled code does: no function has a second form for the compiler.
+
+Here are functions alone, each compiled by Inductor on the CPU; tests/slow has whole steps.
+"""
+
+import importlib.util
+import itertools
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SCRIPT
+from torch._dynamo.utils import counters
+
+import train_gpt
+
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++"), reason="there is no C++ compiler (g++), which Inductor needs"
+)
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """Return load(old, new): it returns train_gpt.py as a module in which the one line that has
+    `old` has `new` in its place."""
+    gpu_kernels = sys.modules.get("gpu_kernels")
+    if gpu_kernels:  # the module's functions are entered there
+        monkeypatch.setattr(gpu_kernels, "PLAIN", dict(gpu_kernels.PLAIN))
+    source = Path(SCRIPT).read_text("utf-8")
+
+    def load(old: str = "", new: str = ""):
+        assert not old or source.count(old) == 1, f"{source.count(old)} lines have {old!r}"
+        name = f"edited_{next(NUMBERS)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace(old, new) if old else source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def drawn(module: torch.nn.Module) -> torch.nn.Module:
+    """Draw all parameters of a module, and return it."""
+    for p in module.parameters():
+        p.data = randn(*p.shape) if p.ndim < 2 else randn(*p.shape) * p.size(-1) ** -0.5
+    return module
+
+
+# Each of these calls a function of the module m, compiled if that is allowed, and returns tensors.
+
+
+def masks(m, hp):
+    tokens = torch.arange(256, dtype=torch.int32)
+    return [m.make_masks(tokens, {"long": torch.tensor(70)}, "tokens")["long"].clamp(-1)]
+
+
+def lists(m, hp):
+    first = torch.arange(1024, dtype=torch.int32).sub(300).clamp(0)
+    return m.compiled(m.block_lists)(first)[1:]
+
+
+def angles(m, hp):
+    return m.GPT(hp).rotary(torch.arange(64), m.Moment(0, hp))
+
+
+def attention(m, hp):
+    layer = drawn(m.CausalSelfAttention(hp, m.Layer("long", "0")))
+    rotary = m.rotary_table(torch.arange(8)[:, None], m.rotary_frequencies(hp, torch.device("cpu")))
+    mask = m.dense_mask(torch.zeros(8, dtype=torch.int32))
+    return m.compiled(layer.forward)(randn(1, 8, 32), randn(8, 32), rotary, mask)[:1]
+
+
+@torch.enable_grad()
+def mlp(m, hp):
+    """With its gradients."""
+    layer = drawn(m.MLP(hp))
+    x = randn(8, 32).requires_grad_()
+    out = m.compiled(layer.forward)(x)
+    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], randn(8, 32) + 1)]
+
+
+def block(m, hp):
+    """Without attention, but with a skip connection."""
+    layer = drawn(m.Block(hp, m.Layer("none")))
+    x, x0, skip = (randn(1, 8, 32) + i for i in range(3))
+    return layer(x, x0, None, (0.5, skip), None, None)[:1]
+
+
+@torch.enable_grad()
+def chunk(m, hp):
+    """The loss of a head, and its gradients."""
+    head = drawn(m.Head(hp))
+    x = randn(8, 32).requires_grad_()
+    loss = head.loss(x, torch.arange(8))
+    loss.backward()
+    return loss, x.grad, head.weight.grad
+
+
+def cross_entropy(m, hp, dtype=torch.float32):
+    function = m.compiled(m.softcapped_cross_entropy)
+    loss, grad = function(3 * randn(8, 512), torch.arange(8), 15.0, 512.0, dtype)
+    return loss, grad.float()
+
+
+float8_cross_entropy = partial(cross_entropy, dtype=torch.float8_e5m2)
+
+
+def product_of_float8(m, hp):
+    a, b = (randn(n, 32).to(torch.float8_e4m3fn) for n in (16, 48))
+    return [m.compiled(m.matmul)(a, b.T, 2.0, torch.bfloat16).float()]
+
+
+def muon(m, hp):
+    buffer = randn(2, 8, 16) + 1
+    arguments = randn(2, 8, 16), buffer, torch.tensor(0.9), True, m.zeropower_via_newtonschulz5
+    return m.muon_updates(*arguments), buffer
+
+
+def same(found, expected) -> bool:
+    """Say whether tensors are equal but for rounding, in float8 to neighbours."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    return all((a - b).norm() <= 3e-3 * b.norm() for a, b in pairs)
+
+
+@torch.no_grad()
+def check_edit(result_of, old: str, new: str, edited, hp) -> None:
+    """Compare the edited source, compiled and not, and the source as it is."""
+    module = edited(old, new)
+    expected = result_of(module, hp)
+    assert not same(result_of(train_gpt, hp), expected)
+    torch._dynamo.reset()
+    counters.clear()
+    module.compiled.allowed = True
+    assert same(result_of(module, hp), expected)
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+
+
+EDITS = [
+    (masks, "position + (1 - window)", "position + (2 - window)"),
+    (lists, "counts = end - start + int(is_partial)", "counts = end - start"),
+    (angles, "torch.cat([sin, -sin], dim=-1)", "torch.cat([sin, sin], dim=-1)"),
+    (attention, "(x.size(-1),), eps=eps)", "(x.size(-1),), eps=0.5)"),
+    (attention, "normed * cos + swapped * sin", "normed * cos - swapped * sin"),
+    (attention, "mask.type_as(q), scale=scale)", "mask.type_as(q), scale=2 * scale)"),
+    (attention, "v = self.lambdas[0] * v", "v = self.lambdas[1] * v"),
+    (mlp, "F.relu(", "F.gelu("),
+    (block, "return x + self.mlp(", "return x - self.mlp("),
+    (chunk, "logits = matmul(", "logits = -matmul("),
+    (chunk, "return a @ b\n", "return a @ (2 * b)\n"),
+    (chunk, "grad_w.addmm_(grad.T, x)", "grad_w.addmm_(grad.T, x, alpha=2)"),
+    (cross_entropy, "most, slope = 2 * softcap", "most, slope = 3 * softcap"),
+    (cross_entropy, "targets, grad_of_targets.to(dtype))", "targets, 0 * grad_of_targets)"),
+    (float8_cross_entropy, "to_fp8(grad_of_targets, 1.0", "to_fp8(grad_of_targets, 2.0"),
+    (float8_cross_entropy, "(x * scale).clamp(", "(x + scale).clamp("),
+    (product_of_float8, "1.0 / scale", "2.0 / scale"),
+    (muon, "grad.lerp(buffer, momentum)", "grad.lerp(buffer, 0 * momentum)"),
+    (muon, "X = torch.baddbmm(X, B, X, beta=a)", "X = torch.baddbmm(X, B, X, beta=0.9 * a)"),
+    (muon, "a.mT, beta=beta, alpha=alpha)", "a.mT, beta=beta, alpha=0.9 * alpha)"),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("result_of", "old", "new"), EDITS)
+def test_an_edited_line_changes_compiled_code_as_uncompiled(result_of, old, new, edited, tiny):
+    check_edit(result_of, old, new, edited, tiny)
+
+
+# -----------------------------------------------------------------------------
+# Edits and Triton twins
+
+OF_TWINS = [
+    ("softcapped_cross_entropy", "most, slope = 2 * softcap", "most, slope = 3 * softcap"),
+    ("softcapped_cross_entropy", "grad_of_targets.to(dtype))", "-grad_of_targets.to(dtype))"),
+    ("softcapped_cross_entropy", "(x * scale).clamp(", "(x + scale).clamp("),
+    ("relu2_mlp", "F.relu(", "F.gelu("),
+    ("symmetric_matmul", "beta=beta, alpha=alpha)", "beta=beta, alpha=0.9 * alpha)"),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new"), OF_TWINS)
+def test_a_twin_never_replaces_a_function_that_was_edited_nor_one_whose_helper_was(
+    name, old, new, edited, tiny, monkeypatch
+):
+    """The script is a copy in another folder here."""
+    kernels = pytest.importorskip("gpu_kernels")
+    digest = kernels.digest(kernels.PLAIN[name])
+    monkeypatch.setitem(kernels.TWINS, name, (*kernels.TWINS[name][:2], digest))
+    edited()
+    assert kernels.digest(kernels.PLAIN[name]) == digest
+    edited(old, new)
+    assert "was edited" in kernels.fault(name, tiny, torch.device("cpu"))
