@@ -419,7 +419,7 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return a @ b of a (M, K) and b (K, N). If they are float8, the result is divided by `scale`,
-    the product of their scales, and has this dtype; else both arguments are ignored."""
+    the product of their scales, and has this dtype; else `scale` and `dtype` are ignored."""
     if a.dtype.itemsize > 1:
         return a @ b
     fast = a.dtype == b.dtype  # in forward passes, where both are float8_e4m3fn
@@ -655,7 +655,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: add an earlier layer's output and x0, the embeddings, to the input; then apply
     attention and the MLP. What differs between layers or steps is an argument, so equal layers are
-    compiled once. One graph of all layers would not let gradients leave during backward."""
+    compiled once. In one graph of all layers, all gradients would be complete only at its end."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -955,7 +955,8 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 
 
 def muon(rows, lr: float, now: Moment, hp, orthogonalise=zeropower_via_newtonschulz5):
-    """Step by Muon, for matrices. On a GPU its updates are half as large as the weights."""
+    """Step by Muon, for matrices. Ranks send its updates, on a GPU in bfloat16: half the bytes of
+    the weights."""
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
     buffer = rows.state["momentum_buffer"]
@@ -1002,8 +1003,8 @@ class Group:
     rule: Callable
     lr: float
     row_ndim: int  # ranks share matrices (2) or rows of tables (1), and all have all scalars (0)
-    # When gradients are complete: before the last "backward" pass, when it has passed their
-    # "layer", or at its "end".
+    # When gradients are complete, in the last micro-batch. "forward": after the forward pass;
+    # "layer": when the backward pass has passed their layer; "end": at its end.
     complete: str = "end"
 
 
@@ -1013,7 +1014,7 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     tables = list(model.value_embeds.parameters())
     scalars = [p for p in model.parameters() if p.ndim == 1]
     return [
-        Group("head", [model.lm_head.weight], adam, hp.head_lr, 1, complete="backward"),
+        Group("head", [model.lm_head.weight], adam, hp.head_lr, 1, complete="forward"),
         Group("muon", matrices[::-1], muon, hp.muon_lr, 2, complete="layer"),
         Group("embed", [model.embed.weight], adam, hp.embed_lr, 1),
         Group("values", tables, adam, hp.embed_lr, 1),
@@ -1027,7 +1028,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 class Rows:
     """Parameters of one group whose rows have one shape, as views of one tensor. From now on,
-    nothing may rebind a parameter's .data or .grad, as model.to() and zero_grad() do: the parameter
+    nothing may rebind a parameter's .data, or a table's .grad, as model.to() and zero_grad() do: it
     would no longer learn. Optimizers.step checks that.
 
     `weights`, and `sums` of gradients in float32, are (messages, parts, n, *row_shape): a message
@@ -1071,7 +1072,7 @@ class Rows:
         self.addresses = [p.data_ptr() for p in params]
 
     def collect(self) -> None:
-        """Add the tensors that autograd made to the sums, all in one launch."""
+        """Add the tensors that autograd made to the sums, all in one call."""
         if self.is_table:
             return
         pairs = zip(self.params, self.sum_views, strict=True)
@@ -1090,7 +1091,7 @@ class Rows:
                     self.send(message)
 
     def send(self, message: int) -> None:
-        """Begin to sum a message's gradients over all ranks. Rows.grad will be the own part."""
+        """Begin to sum a message's gradients over all ranks. After `wait`, grad is the own part."""
         del self.missing[message]
         self.collect()
         sent = self.sums[message].to(self.weights.dtype)
@@ -1139,7 +1140,7 @@ class Optimizers:
        the matrices' during that pass, from the last layer to the first, the others' at its end.
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
-    3. Each rank changes its weights by what was sent.
+    3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
     """
 
     groups_of = staticmethod(parameter_groups)
@@ -1172,7 +1173,7 @@ class Optimizers:
         for group, rows in self.learning(now):
             if self.world_size > 1:
                 rows.missing = Counter(itertools.chain(*rows.messages_of.values()))
-            if group.complete == "backward":
+            if group.complete == "forward":
                 rows.send_rest()
 
     def collect(self) -> None:
@@ -1200,6 +1201,9 @@ class Optimizers:
         for group, rows in learning:
             if [p.data_ptr() for p in rows.params] != rows.addresses:
                 raise RuntimeError(f"a parameter's .data was rebound, in group {group.name}")
+            pairs = zip(rows.params, rows.sum_views, strict=True)
+            if rows.is_table and any(p.grad is not total for p, total in pairs):
+                raise RuntimeError(f"a table's .grad was rebound, in group {group.name}")
             rows.wait()
             rows.grad.mul_(grad_scale)
             update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
@@ -1300,7 +1304,7 @@ def note_signal(number: int, frame) -> None:
 def as_program(name: str, work: Callable) -> None:
     """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
     once; torchrun then ends the other ranks, which wait. A rank that lost another one waits, too,
-    because the other one knows better what happened."""
+    so that the one that failed reports first."""
     rank = int(os.environ.get("RANK", 0))
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -1312,8 +1316,9 @@ def as_program(name: str, work: Callable) -> None:
         sys.exit(130)
     except (UserError, OSError, RuntimeError) as error:
         message = " ".join(str(error).split())[:500]
-        lost = isinstance(error, dist.DistError) or re.search("gloo|pair clos", message)
-        if lost:
+        lost = isinstance(error, dist.DistError)
+        if lost or (isinstance(error, RuntimeError) and re.search("gloo|pair clos", message)):
+            lost = True
             message = f"another rank has stopped or hangs: {message}"
         elif isinstance(error, torch.OutOfMemoryError):
             message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {message}"
@@ -1343,7 +1348,7 @@ class Log:
         self.metrics = metrics.open("a", buffering=1, encoding="utf-8")
         if rank == 0:
             self.lock()
-        self.is_new = self.file.tell() == 0
+        self.is_new = os.fstat(self.file.fileno()).st_size == 0
         if not (self.is_new or resume):
             raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
         if not self.is_new:
@@ -1414,7 +1419,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
-    """Save a checkpoint completely or not at all, and keep only the newest ones."""
+    """Save a checkpoint completely or not at all. Keep this one and those of the highest steps."""
     path = folder / f"state_step{state['step']:06}.pt"
     unfinished = folder / "unfinished.tmp"
     try:
@@ -1427,7 +1432,7 @@ def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
     except Exception as error:  # torch's writer turns all errors into RuntimeError
         unfinished.unlink(missing_ok=True)
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
-    for old in checkpoints(folder)[keep:]:
+    for old in [other for other in checkpoints(folder) if other != path][keep - 1 :]:
         old.unlink()
 
 
@@ -1571,7 +1576,7 @@ def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Te
 def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
     """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
     (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
-    grad_clip the gradient's norm. Gradients are divided last: FP8's scale is for undivided ones."""
+    grad_clip the gradient's norm. Dividing by batch_seqs comes last: grad_s is for one sequence."""
     loss = torch.zeros((), device=inputs.device)
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
         micro_loss = model(input_seq, target_seq, now)
@@ -1775,6 +1780,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         remedy = f"saved; go on with ./run.sh {shlex.join(command)} --resume on"
         log(f"stopped by {number.name} after step {step}: {remedy if hp.keep else 'not saved'}")
         log.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.exit(128 + number)
     if on_gpu:
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

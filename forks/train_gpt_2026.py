@@ -1235,7 +1235,7 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
         lr = row.get("lr", lrs.get(name, hp.scalar_lr))
         betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
         rule = partial(adam, betas=betas, decay=row.get("decay", 0.0))
-        complete = "backward" if name == "head" and not hp.tied_frac else "end"
+        complete = "forward" if name == "head" and not hp.tied_frac else "end"
         groups.append(Group(name, params, rule, lr, 1 if name in lrs else 0, complete))
     if hp.tied_frac:
         # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.

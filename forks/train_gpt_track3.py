@@ -264,7 +264,7 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     if hp.all_adamw:
         rule = partial(t.adam, betas=hp.matrix_betas, decay=hp.muon_decay)
     return [
-        Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1, complete="backward"),
+        Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1, complete="forward"),
         Group("muon", matrices[::-1], rule, hp.muon_lr, 2, complete="layer"),
         Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1),
         Group("vector", vectors, adamw, hp.scalar_lr, 0),
