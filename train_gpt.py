@@ -301,7 +301,7 @@ def plan_batches(
     missing, damaged, too short, or hold a token outside the vocabulary."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        remedy = f"python {HERE}/cached_fineweb.py fetches FineWeb"
+        remedy = "cached_fineweb.py fetches FineWeb; --train_files, --val_files name others"
         raise UserError(f"no shard matches {pattern}; {remedy}")
     shards = [load_data_shard(path).numpy() for path in paths]
     passes = epochs or num_batches  # a pass that yields no batch is the last one
@@ -1325,6 +1325,8 @@ def as_program(name: str, work: Callable) -> None:
         elif isinstance(error, RuntimeError):
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends a rank that waits
+        if lost and stop_signals:
+            signal.raise_signal(signal.SIGTERM)  # torchrun has asked for it already
         time.sleep(10 if rank or lost else 0)
         print(f"{name}: error: {message}", file=sys.stderr)
         sys.exit(1)
