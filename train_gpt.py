@@ -1146,7 +1146,7 @@ class Optimizers:
     groups_of = staticmethod(parameter_groups)
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        self.hp, self.world_size = hp, world_size
+        self.hp, self.rank, self.world_size = hp, rank, world_size
         self.groups: list[tuple[Group, Rows]] = []
         groups = self.groups_of(model, hp)
         for name, p in model.named_parameters():
@@ -1216,7 +1216,8 @@ class Optimizers:
         return norms
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return all states, without padding, on the CPU. All ranks must call this."""
+        """Return all states, without padding, on the CPU of rank 0. All ranks must call this; the
+        others return nothing."""
         saved = {rows.name: {} for _, rows in self.groups}
         for _, rows in self.groups:
             for key, value in rows.state.items():
@@ -1226,7 +1227,8 @@ class Optimizers:
                     whole = parts.flatten(0, 2)[: rows.total]
                 else:
                     whole = value[0]  # the same number for each message
-                saved[rows.name][key] = whole.to("cpu", copy=True)
+                if self.rank == 0:
+                    saved[rows.name][key] = whole.to("cpu", copy=True)
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
@@ -1743,18 +1745,19 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
-                state = {
-                    "script": script_of(run).name,
-                    "code": source,
-                    "record": record,
-                    "hyperparameters": dict(vars(hp)),
-                    "step": step,
-                    "seconds": seconds,
-                    # Weights are views, and torch.save would write all that they are views of.
-                    "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
-                    "optimizers": {} if last else optimizers.state_dict(),
-                }
+                states = {} if last else optimizers.state_dict()  # all ranks must call this
                 if rank == 0:
+                    state = {
+                        "script": script_of(run).name,
+                        "code": source,
+                        "record": record,
+                        "hyperparameters": dict(vars(hp)),
+                        "step": step,
+                        "seconds": seconds,
+                        # Weights are views: torch.save would write all that they are views of.
+                        "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
+                        "optimizers": states,
+                    }
                     save_checkpoint(Path("logs", log.run_id), state, hp.keep)
             if last or leave:
                 break
