@@ -297,7 +297,7 @@ def symmetric_example(hp, device, dtype, fp8):
 TWINS = {
     "softcapped_cross_entropy": (fused_loss, loss_example, "1ef1da5ee077"),
     "weighted_cross_entropy": (fused_losses, losses_example, "3f9592bcbd15"),
-    "relu2_mlp": (fused_mlp, mlp_example, "9bef86e098bd"),
+    "relu2_mlp": (fused_mlp, mlp_example, "ddbad9ebf2b5"),
     "symmetric_matmul": (fused_symmetric, symmetric_example, "f18e34256c4e"),
 }
 

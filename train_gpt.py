@@ -5,9 +5,8 @@
     python train_gpt.py --help                               # every setting is a flag
 
 The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
-published as 2.93 minutes on 8 H100s. --record selects others: two of 2024, and the demo.
-forks/train_gpt_2026.py has later ones. Settings and ideas come from the public speedrun,
-github.com/KellerJordan/modded-nanogpt. BENCHMARKS.md lists what was measured. The sections:
+published as 2.93 minutes on 8 H100s. --record selects others: two of 2024, and the demo. Settings
+and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
 
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
@@ -39,7 +38,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -78,8 +76,6 @@ class UserError(ValueError):
 # -----------------------------------------------------------------------------
 # Settings: each is a flag, and the comment behind it is the flag's help
 
-Pair = tuple[float, float]
-
 # Values of `layers`: a row for each layer. layer_table explains them.
 LAYERS_2024 = ",".join(["long+vfirst"] * 12)
 LAYERS_2025 = (
@@ -98,7 +94,6 @@ class RunSettings:
     val_loss_every: int = 125  # steps between validations, 0 for the last step only
     save_every: int = 0  # steps between checkpoints, 0 for the last step only
     keep: int = 2  # newest checkpoints of a run to keep, 0 to save nothing
-    comm_timeout: int = 600  # seconds after which ranks stop waiting for each other
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
     kernels: bool = True  # use the Triton kernels that pass a check
@@ -141,7 +136,7 @@ class Hyperparameters(RunSettings):
     # Output projections begin at zero. Until they grow, the gradients of scalars are rounding
     # noise, and with so small an epsilon Adam takes full steps along that noise.
     adam_eps: float = 1e-10  # Adam's epsilon
-    adam_betas: Pair = (0.8, 0.95)  # Adam's betas
+    adam_betas: tuple[float, float] = (0.8, 0.95)  # Adam's betas
     embed_lr: float = 0.6  # Adam's learning rate for token and value embeddings
     head_lr: float = 0.008  # Adam's learning rate for the head
     scalar_lr: float = 0.04  # Adam's learning rate for scalars
@@ -247,8 +242,6 @@ def show(value) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return " ".join(show(part) for part in value)
-    if isinstance(value, float):
-        return repr(value).removesuffix(".0")
     return str(value).removeprefix(f"{HERE}/")
 
 
@@ -374,7 +367,6 @@ class Moment:
         self.lr = get_lr(self.step, hp)  # multiplier on every learning rate
         self.momentum = get_muon_momentum(self.step, hp)
         self.window = get_window_size(self.step, hp)  # the long one, in tokens
-        self.short = self.window // 2
         self.seq_len = hp.seq_len  # tokens in a training sequence
         last = self.step == hp.num_iterations
         self.validate = last or bool(hp.val_loss_every and self.step % hp.val_loss_every == 0)
@@ -515,6 +507,25 @@ def block_lists(first: Tensor) -> tuple[Tensor, ...]:
     return first, *lists
 
 
+def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
+    """Return block_lists for compiled code on a GPU, else SDPA's mask (T, T), 0 or -inf:
+    FlexAttention has no backward pass on a CPU, and uncompiled it would store T x T scores.
+    UserError if that mask would fill the memory."""
+    if first.is_cuda and compiled.allowed:
+        return block_lists(first)
+    if len(first) > 16384:
+        raise UserError(f"a sequence of {len(first)} tokens needs a GPU; try --record demo")
+    position = torch.arange(len(first), device=first.device)
+    hidden = (position > position[:, None]) | (position < first[:, None])
+    return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
+
+
+@compiled
+def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:
+    """Return the masks of input_seq (T,) for windows (), by the windows' names."""
+    return {name: make_mask(first_visible(input_seq, w, rule)) for name, w in windows.items()}
+
+
 def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
     """Return FlexAttention's mask, of the tensors that block_lists returns."""
     return BlockMask(
@@ -523,29 +534,6 @@ def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= first[q]),
     )
-
-
-def dense_mask(first: Tensor) -> Tensor:
-    """Return SDPA's mask (T, T), 0 or -inf. UserError if it would fill the memory."""
-    if len(first) > 16384:
-        raise UserError(f"a sequence of {len(first)} tokens needs a GPU; try --record demo")
-    position = torch.arange(len(first), device=first.device)
-    hidden = (position > position[:, None]) | (position < first[:, None])
-    return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
-
-
-def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
-    """Return block_lists for compiled code on a GPU, else a dense_mask: FlexAttention has no
-    backward pass on a CPU, and uncompiled it would store T x T scores."""
-    if first.is_cuda and compiled.allowed:
-        return block_lists(first)
-    return dense_mask(first)
-
-
-@compiled
-def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:
-    """Return the masks of input_seq (T,) for windows (), by the windows' names."""
-    return {name: make_mask(first_visible(input_seq, w, rule)) for name, w in windows.items()}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
@@ -618,8 +606,7 @@ class CausalSelfAttention(nn.Module):
         if self.mixes_first:
             if value is None:
                 value = first_v = v
-            share = self.lambdas[0]
-            v = (1 - share) * v + share * value
+            v = (1 - self.lambdas[0]) * v + self.lambdas[0] * value
         else:
             v = self.lambdas[0] * v
             if value is not None:
@@ -632,8 +619,7 @@ class CausalSelfAttention(nn.Module):
 
 @has_twin
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H), of one
-    dtype."""
+    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H)."""
     return F.linear(F.relu(F.linear(x, w_in)).square(), w_out)
 
 
@@ -675,26 +661,6 @@ class Block(nn.Module):
             out, first_v = self.attn(norm(x, self.eps), value, rotary, mask)
             x = x + out
         return x + self.mlp(norm(x, self.eps)), first_v
-
-
-def gradient_of(weight: Tensor) -> Tensor:
-    """Return weight.grad, zeros if there was none: float32, as a common token adds many terms."""
-    if weight.grad is None:
-        weight.grad_dtype = torch.float32
-        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
-    return weight.grad
-
-
-def lookup(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Return rows (T, C) of a table. Backward adds their gradient to the table's directly."""
-    rows = F.embedding(tokens, table.weight.detach())
-
-    def accumulate(grad: Tensor) -> None:
-        gradient_of(table.weight).index_add_(0, tokens, grad.float())
-
-    if torch.is_grad_enabled():
-        rows.requires_grad_().register_hook(accumulate)
-    return rows
 
 
 @has_twin
@@ -793,13 +759,15 @@ class Head(CastedLinear):
             grad_scale = grad_scale * self.grad_s
         else:
             w = w.type_as(x)
+        if with_grad and self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
         total, grads = 0, []
         size = self.chunk_len(x.device)
         for part, part_targets in zip(parts.split(size), targets.split(size), strict=True):
             loss, grad = self.chunk_loss(part, w, part_targets, grad_scale, *more)
             total = total + loss
             if with_grad:
-                grads.append(self.chunk_backward(part, w, grad, gradient_of(self.weight)))
+                grads.append(self.chunk_backward(part, w, grad, self.weight.grad))
             del grad  # 0.8 GB, freed before the next chunk's
         if not with_grad:
             return total / len(x)
@@ -819,10 +787,9 @@ class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss. Parameters
     are named as in 2025-01-26, so its published checkpoints load."""
 
-    # The functions with a Triton version that a run may use (gpu_kernels.py), and how many
-    # END_OF_TEXT isolate a document from the text before it (tools/hellaswag.py).
+    # The functions with a Triton version that a run may use: see gpu_kernels.py.
     kernels = ("softcapped_cross_entropy", "relu2_mlp", "symmetric_matmul")
-    context_tokens = 0
+    context_tokens = 0  # so many ends of text isolate a document from what stands before it
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -830,8 +797,9 @@ class GPT(nn.Module):
         self.layers = layer_table(hp)
         names = sorted({layer.values for layer in self.layers} - {None, "first"})
         width = hp.num_heads * hp.head_dim
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
-        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
+        # Sparse: a backward pass adds a batch's rows of gradients to a table's, and no others.
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, sparse=True)
+        tables = {name: nn.Embedding(hp.vocab_size, width, sparse=True) for name in names}
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
@@ -844,15 +812,13 @@ class GPT(nn.Module):
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
         tables = self.value_embeds["embed"].items()
-        values = {name: lookup(table, input_seq) for name, table in tables}
-        return lookup(self.embed, input_seq), values
+        return self.embed(input_seq), {name: table(input_seq) for name, table in tables}
 
     @torch.no_grad()
     def masks(self, input_seq: Tensor, now: Moment) -> dict:
         """Return the masks of input_seq (T,), by the name of the layers' window."""
-        windows = {}  # as tensors, so that a new window recompiles nothing
-        for name in sorted({layer.window for layer in self.layers} - {"none"}):
-            windows[name] = torch.tensor(now.window if name == "long" else now.short)
+        # As tensors, so that a new window recompiles nothing.
+        windows = {"long": torch.tensor(now.window), "short": torch.tensor(now.window // 2)}
         return make_masks(input_seq, windows, self.hp.window_rule)
 
     @compiled
@@ -874,7 +840,6 @@ class GPT(nn.Module):
         x = x0.view(x0.shape)  # if two arguments were one tensor, a layer would be compiled again
         weights, outputs = self.skip_weights.unbind(), []
         half = len(weights)
-        values = values | {"first": None}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             skip = None
             if i >= half:
@@ -886,10 +851,6 @@ class GPT(nn.Module):
             if i < half:
                 outputs.append(x.view(x.shape))
         return norm(x, self.hp.norm_eps)[0]
-
-    def logits(self, input_seq: Tensor, now: Moment) -> Tensor:
-        """Return the head's logits (T, padded vocabulary) of tokens (T,), whole blocks."""
-        return self.lm_head.logits(self.hidden(input_seq, now))
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
         """Return the mean loss () of tokens (T,), whole blocks, and targets (T,) int64."""
@@ -927,11 +888,6 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients=NEWTON_SCHULZ, margin=1
     return (X.mT if tall else X).reshape(G.shape)
 
 
-def number(value: float, like: Tensor) -> Tensor:
-    """Return a number as a tensor (), so that another number recompiles nothing."""
-    return torch.full((), value, device=like.device)
-
-
 @compiled
 def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Callable) -> Tensor:
     """Return the updates (..., rows, cols) of matrices: orthogonalised Nesterov momentum. The
@@ -955,21 +911,21 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 
 
 def muon(rows, lr: float, now: Moment, hp, orthogonalise=zeropower_via_newtonschulz5):
-    """Step by Muon, for matrices. Ranks send its updates, on a GPU in bfloat16: half the bytes of
-    the weights."""
+    """Step by Muon, for matrices. Ranks send its updates: on a GPU, half the bytes of weights."""
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
     buffer = rows.state["momentum_buffer"]
-    momentum = number(now.momentum, buffer)
+    # As a tensor, so that another momentum recompiles nothing.
+    momentum = torch.full((), now.momentum, device=buffer.device)
     updates = muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
     height, width = buffer.shape[-2:]
     lr = lr * max(1, height / width) ** 0.5
     return updates, lambda update: rows.weights.add_(update, alpha=-lr)
 
 
-def adam(rows, lr: float, now: Moment, hp, betas: Pair | None = None, decay=0.0) -> None:
-    """Step by torch's fused Adam, for rows of any shape. `betas` take the place of hp.adam_betas.
-    `decay` is a decoupled weight decay (arXiv 1711.05101)."""
+def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
+    """Step by torch's fused Adam, for rows of any shape. `betas`, a pair, take the place of
+    hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
     if not rows.state:
         rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
@@ -1027,9 +983,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Rows:
-    """Parameters of one group whose rows have one shape, as views of one tensor. From now on,
-    nothing may rebind a parameter's .data, or a table's .grad, as model.to() and zero_grad() do: it
-    would no longer learn. Optimizers.step checks that.
+    """Parameters of one group whose rows have one shape, as views of one tensor. Their gradients
+    are views of another, so a backward pass adds to it. From now on, nothing may rebind a
+    parameter's .data or .grad, as model.to() and zero_grad() do: it would no longer learn.
 
     `weights`, and `sums` of gradients in float32, are (messages, parts, n, *row_shape): a message
     is what ranks send at once, and each rank owns a part of it. On 8 ranks, the 44 matrices of
@@ -1038,8 +994,6 @@ class Rows:
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
-        self.params = params
-        self.is_table = group.row_ndim == 1
         self.parts, self.part = (world_size, rank) if group.row_ndim else (1, 0)
         self.state: dict[str, Tensor] = {}  # the update rule's
         self.works = []  # messages on their way
@@ -1061,27 +1015,14 @@ class Rows:
         self.weights = params[0].detach().new_zeros(messages, self.parts, n, *row_shape)
         self.sums = torch.zeros_like(self.weights, dtype=torch.float32)
         self.own, self.grad = self.weights[:, self.part], self.sums[:, self.part]
-        self.sum_views, self.messages_of = [], {}
+        self.messages_of = {}
         for p, start in zip(params, starts, strict=True):
             stop = start + p.numel() // row_len
-            self.sum_views.append(self.sums.flatten(0, 2)[start:stop].view(p.shape))
-            self.messages_of[p] = range(start // size, -(-stop // size))
             p.data = self.weights.flatten(0, 2)[start:stop].view(p.shape).copy_(p.detach())
             p.grad_dtype = torch.float32
-            # A table's gradient is added to its sum directly. For others, autograd makes a tensor.
-            p.grad = self.sum_views[-1] if self.is_table else None
-        self.addresses = [p.data_ptr() for p in params]
-
-    def collect(self) -> None:
-        """Add the tensors that autograd made to the sums, all in one call."""
-        if self.is_table:
-            return
-        pairs = zip(self.params, self.sum_views, strict=True)
-        new = [(p, total) for p, total in pairs if p.grad is not None]
-        if new:
-            torch._foreach_add_([total for _, total in new], [p.grad for p, _ in new])
-        for p, _ in new:
-            p.grad = None
+            p.grad = self.sums.flatten(0, 2)[start:stop].view(p.shape)
+            self.messages_of[p] = range(start // size, -(-stop // size))
+        self.views = [(p, p.data_ptr(), p.grad) for p in params]
 
     def arrived(self, p: nn.Parameter) -> None:
         """Send the messages that a gradient completes. All ranks run this in the same order."""
@@ -1094,7 +1035,6 @@ class Rows:
     def send(self, message: int) -> None:
         """Begin to sum a message's gradients over all ranks. After `wait`, grad is the own part."""
         del self.missing[message]
-        self.collect()
         sent = self.sums[message].to(self.weights.dtype)
         own = sent[self.part]
         if self.parts == 1:
@@ -1177,11 +1117,6 @@ class Optimizers:
             if group.complete == "forward":
                 rows.send_rest()
 
-    def collect(self) -> None:
-        """Add the gradients of a micro-batch to the sums."""
-        for _, rows in self.groups:
-            rows.collect()
-
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and clear their gradients. Return a list, which
@@ -1200,11 +1135,9 @@ class Optimizers:
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
         sent = []
         for group, rows in learning:
-            if [p.data_ptr() for p in rows.params] != rows.addresses:
-                raise RuntimeError(f"a parameter's .data was rebound, in group {group.name}")
-            pairs = zip(rows.params, rows.sum_views, strict=True)
-            if rows.is_table and any(p.grad is not total for p, total in pairs):
-                raise RuntimeError(f"a table's .grad was rebound, in group {group.name}")
+            for p, address, grad in rows.views:
+                if p.data_ptr() != address or p.grad is not grad:
+                    raise RuntimeError(f".data or .grad of a parameter in {rows.name} was rebound")
             rows.wait()
             rows.grad.mul_(grad_scale)
             update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
@@ -1217,8 +1150,7 @@ class Optimizers:
         return norms
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return all states, without padding, on the CPU of rank 0. All ranks must call this; the
-        others return nothing."""
+        """Return all states, without padding, on rank 0's CPU. All ranks must call this."""
         saved = {rows.name: {} for _, rows in self.groups}
         for _, rows in self.groups:
             for key, value in rows.state.items():
@@ -1252,9 +1184,9 @@ class Optimizers:
 # Machine: devices, ranks, errors, the log, checkpoints
 
 
-def start_device(wanted: str, timeout: int = 600) -> tuple[torch.device, int, int]:
+def start_device(wanted: str) -> tuple[torch.device, int, int]:
     """Return this process's device, its rank and the number of ranks. Under torchrun, join the
-    other ranks; a rank waits at most `timeout` seconds for another. UserError without a GPU."""
+    other ranks. UserError without a GPU."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -1265,12 +1197,11 @@ def start_device(wanted: str, timeout: int = 600) -> tuple[torch.device, int, in
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return device, 0, 1
-    limit = timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return device, rank, world_size
 
 
@@ -1339,9 +1270,9 @@ class Log:
     """What rank 0 writes about a run: its log, its metrics, and the console. logs/RUN_ID.txt begins
     with all that it takes to reproduce the run (`header`). It is locked while the process lives, so
     that no other process writes the run. logs/RUN_ID.jsonl has an object for each step: the fields
-    of Moment; tokens so far; train_loss, before the update; ms, between the arrivals of the
-    previous step's result and this one's on the host; tokens_per_s; and with grad_clip grad_norm.
-    Another object has a step's val_loss. If a step comes twice, later fields count."""
+    of Moment; train_loss, before the update; ms, from the arrival of the last step's result on the
+    host to this one's; tokens_per_s; and with grad_clip grad_norm. Another object has a step's
+    val_loss. If a step comes twice, later fields count."""
 
     def __init__(self, run_id: str, resume: bool, rank: int, steps: int):
         """Open a run's files. UserError if they are in use, or exist without `resume`."""
@@ -1351,28 +1282,17 @@ class Log:
         self.file = self.path.open("a", buffering=1, encoding="utf-8")
         metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
         self.metrics = metrics.open("a", buffering=1, encoding="utf-8")
-        if rank == 0:
-            self.lock()
+        try:
+            if rank == 0:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            reason = f"another process is writing the run {self.run_id}, or the disk has no locks"
+            raise UserError(f"{reason} ({error}); choose another --run_id") from error
         self.is_new = os.fstat(self.file.fileno()).st_size == 0
         if not (self.is_new or resume):
             raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
-        if not self.is_new:
-            print(file=self.metrics)  # ends the line that a killed process was writing
-        form = "{n}/{total} {bar}{postfix}, {remaining} left"
-        self.bar = tqdm(total=steps, file=sys.stdout, leave=False, disable=None, bar_format=form)
-
-    def lock(self) -> None:
-        """Lock the log. After a restart by torchrun, the process before gets a minute to end."""
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        for _ in range(600 if restarted else 10):
-            try:
-                return fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.1)
-            except OSError as error:
-                return print(f"note: cannot lock {self.path} ({error}): start no run twice")
-        remedy = "wait for its end, or choose another --run_id"
-        raise UserError(f"another process is writing the run {self.run_id}: {remedy}")
+        print(file=self.metrics)  # ends a line that a killed process was writing
+        self.bar = tqdm(total=steps, file=sys.stdout, leave=False, disable=None)
 
     def __call__(self, line: str, console: bool = True) -> None:
         """Write a line to the log and, with `console`, to the console."""
@@ -1381,32 +1301,18 @@ class Log:
             self.bar.write(line)
             sys.stdout.flush()
 
-    def close(self) -> None:
-        """Close the files, which unlocks the run."""
-        self.bar.close()
-        self.metrics.close()
-        self.file.close()
-
 
 def script_of(run: type["Run"]) -> Path:
     """Return the file that defines a Run: train_gpt.py, or a fork."""
     return Path(inspect.getfile(run)).resolve()
 
 
-def project_files(script: Path) -> list[Path]:
-    """Return a script, and what is imported by now of the files beside it or beside this one."""
-    found = [script]
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/").resolve()
-        if path.is_file() and path.parent in (script.parent, HERE) and path not in found:
-            found.append(path)
-    return found
-
-
 def header(run: type["Run"], hp: Hyperparameters, device: torch.device) -> str:
     """Return how a log begins: the source of the started script alone, then versions, machine,
     settings, and the project's files that it imports. A line of 100 "=" follows each part."""
-    script, *others = project_files(script_of(run))
+    script = script_of(run)
+    files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
+    others = sorted(path for path in files - {script} if path.parent in (script.parent, HERE))
     command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
     parts = [
         script.read_text("utf-8"),
@@ -1588,7 +1494,6 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
         if i == len(inputs):
             optimizers.begin_last_backward(now)
         micro_loss.backward()
-        optimizers.collect()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
     norms = optimizers.step(now)
@@ -1634,18 +1539,17 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
     return saved
 
 
-def check_loss(loss: float, step: int, log: Log) -> None:
+def check_loss(loss: float, step: int) -> None:
     """Raise UserError if a loss is not finite. All ranks have the same loss, so all stop."""
     if not math.isfinite(loss):
-        kept = next(iter(checkpoints(Path("logs", log.run_id))), "none")
-        remedy = f"try lower learning rates, or --fp8 off; the last checkpoint is {kept}"
+        remedy = "try lower learning rates, or --fp8 off"
         raise UserError(f"the loss is {loss} at step {step}: {remedy}")
 
 
 def finish_step(log, row: dict, hp, values: Tensor, arrival, since: float) -> tuple[float, float]:
     """Wait until train_step's `values` are on the host (`arrival`: an event, or on a CPU the time).
-    Complete and write the step's row of the metrics. Return the sum of `stop`, and the time; the
-    step before ended at `since`."""
+    Complete and write the step's row of the metrics; the step before ended at `since`. Return the
+    sum of `stop`, and the time."""
     ended = arrival
     if not isinstance(arrival, float):
         arrival.synchronize()
@@ -1657,7 +1561,7 @@ def finish_step(log, row: dict, hp, values: Tensor, arrival, since: float) -> tu
         row["grad_norm"] = norm[0]
     print(json.dumps(row), file=log.metrics)
     log.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
-    check_loss(loss, row["step"], log)
+    check_loss(loss, row["step"])
     return stop, ended
 
 
@@ -1665,7 +1569,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
     leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
     reads a step's values during the next step. An .item() in a step would break this."""
-    device, rank, world_size = start_device(hp.device, hp.comm_timeout)
+    device, rank, world_size = start_device(hp.device)
     on_gpu, last_step = device.type == "cuda", hp.num_iterations
     if hp.batch_seqs % world_size:
         reason = f"{world_size} ranks cannot share {hp.batch_seqs} sequences"
@@ -1689,8 +1593,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
     if first_step == last_step:
-        log(f"the run {log.run_id} is finished")
-        return log.close()
+        return log(f"the run {log.run_id} is finished")
     optimizers = run.optimizers_class(model, hp, rank, world_size)
 
     if log.is_new:
@@ -1705,21 +1608,17 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     start = clock(device)
     warm_up(model, optimizers, moments, device, log)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
-    source = script_of(run).read_text("utf-8")
     if saved:
         model.load_state_dict(saved["model"])
         optimizers.load_state_dict(saved["optimizers"])
-        edited = "" if saved["code"] == source else "; the source has changed since"
-        log(f"resumed at step {first_step}{edited}")
+        log(f"resumed at step {first_step}")
         saved.clear()  # frees more than the model's size
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
-    tokens = hp.batch_seqs * sum(now.seq_len for now in moments[:first_step])
     batches = distributed_data_generator(planned, rank, world_size, device, first_step)
     batch = next(batches)
     row, values, arrival, stop = {}, None, None, 0.0  # of the step before
-    stop_signals.clear()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note_signal)
     log.bar.update(first_step)
@@ -1742,7 +1641,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 times += f" step_avg:{1e3 * seconds / max(step, 1):.2f}ms"
                 log(f"step:{step}/{last_step} val_loss:{loss:.5f} {times}")
                 print(json.dumps({"step": step, "val_loss": loss}), file=log.metrics)
-                check_loss(loss, step, log)
+                check_loss(loss, step)
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
@@ -1750,7 +1649,6 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 if rank == 0:
                     state = {
                         "script": script_of(run).name,
-                        "code": source,
                         "record": record,
                         "hyperparameters": dict(vars(hp)),
                         "step": step,
@@ -1772,27 +1670,25 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         if values is not None:
             stop, ended = finish_step(log, row, hp, values, arrival, ended)
         values, arrival = result, copied
-        tokens += hp.batch_seqs * now.seq_len
-        row = vars(now) | {"step": step + 1, "tokens": tokens}
+        row = vars(now) | {"step": step + 1}
         ms = 1e3 * (seconds + time.perf_counter() - start)
         line = f"step:{step + 1}/{last_step} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
         log(line, console=log.bar.disable)
         log.bar.update()
 
+    log.bar.close()
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
     if leave:
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
         command = [show(script_of(run)), "--record", record, *flags, "--run_id", log.run_id]
         remedy = f"saved; go on with ./run.sh {shlex.join(command)} --resume on"
         log(f"stopped by {number.name} after step {step}: {remedy if hp.keep else 'not saved'}")
-        log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(128 + number)
     if on_gpu:
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-    log.close()
 
 
 def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:

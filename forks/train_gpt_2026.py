@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import train_gpt as t
-from train_gpt import BLOCK, END_OF_TEXT, Group, UserError, has_twin, number
+from train_gpt import BLOCK, END_OF_TEXT, Group, UserError, has_twin
 
 Triple = tuple[float, float, float]
 
@@ -627,6 +627,11 @@ def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict
     return masks
 
 
+def number(value: float, like: Tensor) -> Tensor:
+    """Return a number as a tensor (), so that another number recompiles nothing."""
+    return torch.full((), value, device=like.device)
+
+
 def attend_with_offset(q, k, v, mask: tuple | Tensor, scale: float) -> Tensor:
     """Attend as train_gpt.py does, with keys (1, H, T, D) in which the channels that half RoPE does
     not rotate come from the previous token, even if it is in another document
@@ -922,15 +927,15 @@ class GPT(t.GPT):
         self.layers = layer_table(hp)
         names = sorted({layer.values for layer in self.layers} - {None})
         width = hp.num_heads * hp.head_dim
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
-        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, sparse=True)
+        tables = {name: nn.Embedding(hp.vocab_size, width, sparse=True) for name in names}
         for table in tables.values():
             table.weight.data *= hp.value_init
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
         self.bigram_embed = None
         if hp.bigram_rows:
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
-            self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
+            self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False, sparse=True)
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
         skips = hp.num_layers // 2  # the upper half of the layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
@@ -970,11 +975,12 @@ class GPT(t.GPT):
         """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
         each value table by its name, and of the bigram table by "bigram"."""
         tables = self.value_embeds["embed"].items()
-        more = {name: t.lookup(table, input_seq) for name, table in tables}
-        x = t.lookup(self.lm_head if self.tied else self.embed, input_seq)
+        more = {name: table(input_seq) for name, table in tables}
+        table = self.lm_head if self.tied else self.embed
+        x = F.embedding(input_seq, table.weight, sparse=True)
         x, rows = self.with_the_token_before(x, input_seq)
         if rows is not None:
-            more["bigram"] = t.lookup(self.bigram_embed, rows)
+            more["bigram"] = self.bigram_embed(rows)
         return x, more
 
     @t.compiled
@@ -1175,7 +1181,7 @@ def cautious_adam_(weight, grad, first, second, step, lr: Tensor, betas, eps: fl
     weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: t.Pair, decay: float) -> None:
+def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay: float) -> None:
     """Step by PyTorch's Adam, or by cautious_adam_. On a CPU, parts of 65536 numbers are updated
     one after the other, because they stay in the cache."""
     if hp.adam_rule == "torch":

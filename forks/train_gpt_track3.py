@@ -35,7 +35,7 @@ class Hyperparameters(t.Hyperparameters):
     muon_decay: float = 0.05  # weight decay of matrices, times muon_lr
     adam_decay: float = 0.001  # weight decay of other parameters, times their rate
     all_adamw: bool = False  # train hidden matrices with AdamW, not Muon
-    matrix_betas: t.Pair = (0.9, 0.95)  # AdamW's betas for hidden matrices
+    matrix_betas: tuple[float, float] = (0.9, 0.95)  # AdamW's betas for hidden matrices
     init_std: float = 0.33**0.5  # q, k, v, fc: initial std * sqrt(fan_in); 0: torch's
     float32_gains: bool = False  # apply RMSNorm's gains in float32
     context_len: int = 1024  # tokens in an attention context, whole blocks of 128
@@ -173,7 +173,9 @@ class Head(t.Head):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss () of x (T, C) and targets (T,) int64."""
-        return super().loss(x, targets, self.bias.detach(), t.gradient_of(self.bias))
+        if self.bias.grad is None:
+            self.bias.grad = torch.zeros_like(self.bias)
+        return super().loss(x, targets, self.bias.detach(), self.bias.grad)
 
     def cross_entropy(self, logits, targets, grad_scale, dtype, bias, bias_grad):
         """Return the summed loss () of capped logits (T, V) + bias (V,), and the logits' gradient
@@ -205,7 +207,8 @@ class GPT(t.GPT):
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # skip t.GPT's, which makes other layers
         self.hp, self.layers = hp, (t.Layer("long"),) * hp.num_layers
-        self.embed, self.lm_head = nn.Embedding(hp.vocab_size, hp.model_dim), Head(hp)
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, sparse=True)
+        self.lm_head = Head(hp)
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict()})  # this model has none
         self.norm1, self.norm2 = RMSNorm(hp), RMSNorm(hp)
         self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
@@ -260,9 +263,7 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     adamw = partial(t.adam, decay=hp.adam_decay)
-    rule = muon
-    if hp.all_adamw:
-        rule = partial(t.adam, betas=hp.matrix_betas, decay=hp.muon_decay)
+    rule = partial(t.adam, betas=hp.matrix_betas, decay=hp.muon_decay) if hp.all_adamw else muon
     return [
         Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1, complete="forward"),
         Group("muon", matrices[::-1], rule, hp.muon_lr, 2, complete="layer"),

@@ -34,6 +34,7 @@ def as_before():
     """Undo, after each test, what a run in this process leaves behind."""
     yield
     train_gpt.compiled.allowed = False
+    train_gpt.stop_signals.clear()
     if "gpu_kernels" in sys.modules:
         sys.modules["gpu_kernels"].IN_USE.clear()
     for number, handler in SIGNALS.items():
@@ -79,7 +80,7 @@ def tiny() -> train_gpt.Hyperparameters:
 def at_window(window: int, hp: train_gpt.Hyperparameters) -> train_gpt.Moment:
     """Return the moment before the first step, with this long window."""
     now = train_gpt.Moment(0, hp)
-    now.window, now.short = window, window // 2
+    now.window = window
     return now
 
 

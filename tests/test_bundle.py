@@ -89,7 +89,6 @@ def test_tools_take_a_bundle_as_a_script_with_its_own_modules(made, small_fork):
     assert one.parent == core.HERE and train_gpt.script_of(run_class) == one
     for module in (core, sys.modules["gpu_kernels"]):
         assert Path(module.__file__) == one
-    assert core.project_files(one) == [one]
 
 
 def test_lines_of_its_functions_are_those_in_it(made, small_fork):

@@ -78,7 +78,7 @@ def angles(m, hp):
 def attention(m, hp):
     layer = drawn(m.CausalSelfAttention(hp, m.Layer("long", "0")))
     rotary = m.rotary_table(torch.arange(8)[:, None], m.rotary_frequencies(hp, torch.device("cpu")))
-    mask = m.dense_mask(torch.zeros(8, dtype=torch.int32))
+    mask = m.make_mask(torch.zeros(8, dtype=torch.int32))
     return m.compiled(layer.forward)(randn(1, 8, 32), randn(8, 32), rotary, mask)[:1]
 
 

@@ -45,8 +45,11 @@ def test_exported_logits_are_those_of_the_model(record, randomize, tmp_path):
     x = torch.randint(50256, (2, 384), generator=generator)
     x[0, [0, 30, 40]] = x[1, 100] = END_OF_TEXT
     now, model = train_gpt.Moment(saved["step"], hp), model.float().eval()
-    assert (now.window, now.short) == (256, 128)
-    expected, answer = torch.stack([model.logits(row, now) for row in x]), found(x, labels=x)
+    assert now.window == 256
+    expected, answer = (
+        torch.stack([model.lm_head.logits(model.hidden(row, now)) for row in x]),
+        found(x, labels=x),
+    )
     assert torch.allclose(answer.logits, expected[..., :50257], atol=1e-5)
     chances = expected.double().softmax(2)[:, :-1].gather(2, x[:, 1:, None])
     assert answer.loss.item() == pytest.approx(-chances.log().mean().item(), rel=1e-5)
@@ -78,7 +81,7 @@ def test_the_printed_code_loads_a_model_that_writes_the_same_text(trained, expor
     written = model.generate(prompt, max_new_tokens=20, do_sample=False)[0]
     assert written[:4].equal(prompt[0]) and len(written) == 24
     padded = torch.nn.functional.pad(written, (0, 128 - len(written)))
-    likeliest = plain.logits(padded, at_window(256, hp))[:, :50257].argmax(1)
+    likeliest = plain.lm_head.logits(plain.hidden(padded, at_window(256, hp)))[:, :50257].argmax(1)
     assert written[4:].equal(likeliest[3:23])
 
     padding = torch.full((1, 3), END_OF_TEXT)

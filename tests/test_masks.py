@@ -17,9 +17,9 @@ from train_gpt import (
     GPT,
     attend,
     block_lists,
-    dense_mask,
     first_visible,
     flex_mask,
+    make_mask,
 )
 
 LENGTH = 4 * BLOCK
@@ -98,7 +98,7 @@ def test_masks_equal_brute_force(starts, window, rule):
     tokens = tokens_with_documents(starts)
     expected = brute_force(tokens, window, rule)
     first = first_visible(tokens, torch.tensor(window), rule)
-    dense, mask = dense_mask(first), flex_mask(*block_lists(first))
+    dense, mask = make_mask(first), flex_mask(*block_lists(first))
     assert set(dense.unique().tolist()) <= {0.0, -float("inf")}
     assert torch.equal(dense == 0, expected)
     assert torch.equal(read_block_mask(mask), expected)

@@ -24,11 +24,11 @@ def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys)
     validated = {row["step"]: round(row["val_loss"], 5) for row in found if "val_loss" in row}
     assert validated == losses and list(losses) == [0, 10, 20, 27]
     assert set(found[0]) == {"step", "val_loss"}
-    always = {"step", "train_loss", "ms", "tokens", "tokens_per_s", "grad_norm"}
+    always = {"step", "train_loss", "ms", "tokens_per_s", "grad_norm"}
     always |= vars(train_gpt.Moment(0, hp)).keys()
     for step, row in enumerate(found[1:]):
         now = vars(train_gpt.Moment(step, hp))
-        assert row.items() >= (now | {"step": step + 1, "tokens": 2 * 128 * (step + 1)}).items()
+        assert row.items() >= (now | {"step": step + 1}).items()
         assert row.keys() - {"val_loss"} == always
     assert found[1]["train_loss"] == pytest.approx(math.log(512), abs=1e-3)  # the head is zero
     assert found[27]["train_loss"] < 5.5
@@ -42,7 +42,9 @@ def test_the_gradient_s_norm_is_that_of_the_mean_loss(tiny, randomize):
     optimizers = Optimizers(model, hp)
     now = train_gpt.Moment(3, hp)
     result = train_gpt.train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)
-    losses = [F.cross_entropy(plain.logits(t[:-1], now), t[1:]) for t in tokens]
+    losses = [
+        F.cross_entropy(plain.lm_head.logits(plain.hidden(t[:-1], now)), t[1:]) for t in tokens
+    ]
     torch.stack(losses).mean().backward()
     assert result[0].item() == pytest.approx(sum(losses).item() / 2, rel=1e-5)
     squares = sum(p.grad.double().square().sum().item() for p in plain.parameters())

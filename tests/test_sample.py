@@ -34,7 +34,7 @@ def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
 def read_at_once(model: train_gpt.GPT, tokens: list[int], window: int) -> torch.Tensor:
     """Return the logits (T, vocabulary) after each of the tokens, without any memory."""
     blocks = torch.tensor(tokens + [0] * (-len(tokens) % BLOCK))
-    return model.logits(blocks, at_window(window, model.hp))[: len(tokens)]
+    return model.lm_head.logits(model.hidden(blocks, at_window(window, model.hp)))[: len(tokens)]
 
 
 def close(a: torch.Tensor, b: torch.Tensor, atol: float) -> bool:

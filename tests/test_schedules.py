@@ -59,7 +59,7 @@ def test_moments_of_each_record_equal_numbers_computed_by_hand(name):
     steps = 0, 1, 300, 500, last - 1, last, last + 9
     for step, window, lr, momentum in zip(steps, *BY_HAND[name], strict=True):
         now = Moment(step, hp)
-        assert (now.step, now.window, now.short) == (min(step, last), window, window // 2)
+        assert (now.step, now.window) == (min(step, last), window)
         assert (now.lr, now.momentum) == pytest.approx((lr, momentum), abs=1e-7)
 
 

@@ -475,7 +475,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def work(args: argparse.Namespace) -> None:
     """Measure what the flags ask for, and print it."""
-    device, _, _ = train_gpt.start_device(args.hp.device, args.hp.comm_timeout)
+    device, _, _ = train_gpt.start_device(args.hp.device)
     if args.only_start:
         Timed(args.configurations[0], device)
         return

@@ -26,7 +26,7 @@ from gpt2 import gpt2_tokens  # noqa: E402
 def evaluate(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Print loss and bits per byte."""
     hp, functions = checkpoint.hp, core(checkpoint.run_class)
-    device, rank, world_size = train_gpt.start_device(hp.device, hp.comm_timeout)
+    device, rank, world_size = train_gpt.start_device(hp.device)
     inputs, targets = functions.validation_batch(hp, rank, world_size, device)
     model = checkpoint.model(device)
     functions.choose_kernels(model, hp, device, train_gpt.all_reduce_, print)

@@ -173,7 +173,7 @@ def evaluate(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Print the accuracies."""
     path = args.data or HERE / "data" / "hellaswag" / "hellaswag_val.jsonl"
     hp = checkpoint.hp
-    device, rank, world_size = train_gpt.start_device(hp.device, hp.comm_timeout)
+    device, rank, world_size = train_gpt.start_device(hp.device)
     if not (args.data or path.exists()) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         fetch(path)
     train_gpt.all_reduce_(torch.zeros(1, device=device)).item()  # waits for the questions

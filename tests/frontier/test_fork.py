@@ -126,10 +126,9 @@ def test_the_log_begins_with_the_fork_and_has_what_it_imports_in_named_parts(who
 # Checkpoints
 
 
-def test_a_checkpoint_names_its_script_and_has_its_source(whole):
+def test_a_checkpoint_names_its_script(whole):
     state = torch.load(whole(D).folder / checkpoint(LAST), weights_only=True)
     assert state["script"] == "train_gpt_2026.py" and state["record"] == D
-    assert state["code"] == SCRIPT.read_text()
     assert {"stages", "bigram_rows"} < state["hyperparameters"].keys()
 
 

@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 from train_gpt_2026 import GPT, Head, Hyperparameters, Moment, Optimizers
 
 import train_gpt
-from train_gpt import gradient_of
 
 WIDTH, VOCAB = 48, 1024
 SHIFTED = (23.0, 5.0, 7.5)  # of records since September 2025: 23 sigmoid((logit + 5) / 7.5)
@@ -111,7 +110,7 @@ def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence
     model, tokens = GPT(hp), torch.randint(0, 640, (385,))
     now = with_window(256, hp, targets=(1.0, 0.5, 0.25))
     inputs, targets = tokens[:-1].int(), tokens[1:]
-    model(inputs, targets, now).backward()  # makes the buffers, once
+    Optimizers(model, hp)
     with NewShapes() as watch:
         model(inputs, targets, now).backward()
     assert len(model.value_embeds["embed"]) == 3
@@ -142,4 +141,4 @@ def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(
         made = Counter(size for size in sizes if size >= 640 * 32)
         moments = {640 * 32: 2 * 2, (3 * 640 + 777) * 32: 2}  # embedding and head; all values
         assert made == (moments if step == 0 else {}), step
-        assert not gradient_of(model.bigram_embed.weight).any()
+        assert not model.bigram_embed.weight.grad.any()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_masks import read_block_mask, starts, tokens_with_documents  # of train_gpt.py
 from train_gpt_2026 import GPT, first_visible
 
-from train_gpt import BLOCK, END_OF_TEXT, block_lists, dense_mask, flex_mask
+from train_gpt import BLOCK, END_OF_TEXT, block_lists, flex_mask, make_mask
 
 # However large a window's number is, positions are int32.
 windows = st.one_of(st.integers(1, 700), st.sampled_from([128, 256, 640, 2**31, 10**10]))
@@ -33,7 +33,7 @@ def test_a_window_that_is_a_distance_equals_brute_force(starts, window):
     tokens = tokens_with_documents(starts)
     expected = within_distance(tokens, window)
     first = first_visible(tokens, torch.tensor(window), "distance")
-    assert torch.equal(dense_mask(first) == 0, expected)
+    assert torch.equal(make_mask(first) == 0, expected)
     assert torch.equal(read_block_mask(flex_mask(*block_lists(first))), expected)
 
 

@@ -91,7 +91,8 @@ def behind(model, before: list[int], document: list[int]) -> torch.Tensor:
     blocks = torch.tensor(tokens + [0] * (-len(tokens) % 128))
     # Paired heads have two positions a token.
     now = at_windows(model, 1024, 1024)
-    return model.logits(blocks, now).log_softmax(1)[len(before) : len(tokens), :64]
+    logits = model.lm_head.logits(model.hidden(blocks, now))
+    return logits.log_softmax(1)[len(before) : len(tokens), :64]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from sample import Decoder, Rereader
 from torch._dynamo.utils import counters
 
 import train_gpt
-from train_gpt import GPT, HERE, RECORDS, CastedLinear, Head, Moment, Run, gradient_of
+from train_gpt import GPT, HERE, RECORDS, CastedLinear, Head, Moment, Run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_WindowWarmup"]
@@ -49,7 +49,7 @@ def check_attention(attend, first: torch.Tensor, *more) -> None:
     results = []
     for function, dtype, mask in (
         (torch.compile(attend, dynamic=False), torch.bfloat16, train_gpt.block_lists(first)),
-        (attend, torch.float64, train_gpt.dense_mask(first)),
+        (attend, torch.float64, train_gpt.make_mask(first)),
     ):
         qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
         out = function(*qkv, mask, *more)
@@ -122,7 +122,7 @@ def check_model(make_model, length: int, now: Moment) -> None:
         loss = model(tokens[:-1].to(device), tokens[1:].long().to(device), now)
         loss.backward()
         learned = {n: p for n, p in model.named_parameters() if p.grad is not None}
-        grads = {n: gradient_of(p) for n, p in learned.items() if p.ndim >= 2}
+        grads = {n: p.grad.to_dense() for n, p in learned.items() if p.ndim >= 2}
         results.append((loss.item(), grads))
     (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
     assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
