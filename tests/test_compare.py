@@ -108,17 +108,16 @@ def in_turn(seeds: range) -> list[str]:
     return [f"{side}_seed{seeds[i // 2]}" for i, side in enumerate(sides)]
 
 
-def last_step(name: str) -> tuple[float, float]:
-    """Return loss and seconds of a log."""
-    text = Path(f"logs/it_{name}.txt").read_text()
+def last_step(side: str, seed: int) -> tuple[float, float]:
+    """Return loss and milliseconds of a log."""
+    text = Path(f"logs/it_{side}_seed{seed}.txt").read_text()
     loss, ms = re.findall(r"val_loss:(\S+) train_time:(\d+)ms", text)[-1]
-    return float(loss), int(ms) / 1000
+    return float(loss), int(ms)
 
 
 def differences(seeds: range) -> tuple[np.ndarray, np.ndarray]:
     """Return, from the logs, B's loss minus A's, and the logarithm of the times' ratio."""
-    pairs = [[last_step(f"{side}_seed{seed}") for side in "AB"] for seed in seeds]
-    a, b = np.array(pairs).transpose(1, 2, 0)
+    a, b = (np.array([last_step(side, seed) for seed in seeds]).T for side in "AB")
     return b[0] - a[0], np.log(b[1] / a[1])
 
 
@@ -144,7 +143,7 @@ def test_a_comparison_ends_when_the_difference_is_significant(fork):
 
     losses, times = differences(seeds)
     assert "\nstep:160/160 val_loss" in Path("logs/it_A_longer_seed3.txt").read_text()
-    worth = (last_step("A_seed3")[0] - last_step("A_longer_seed3")[0]) / math.log(160 / 128)
+    worth = (last_step("A", 3)[0] - last_step("A_longer", 3)[0]) / math.log(160 / 128)
     together = times + losses / worth
     limits = compare.thresholds(0.01, 20)[: pairs - 3]
     significant = ps(together) < limits

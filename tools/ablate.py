@@ -97,34 +97,33 @@ def ablate(
     logs = [side.log(name, seed) for seed in seeds for side, _ in turns]
     if judge == "together":
         logs.append(compare.longer(record, 1).log(name, seeds[0]))
-    bar = compare.begin(name, [record, *sides], logs)
     runs = {row: [] for _, row in turns}
     losses, times = np.zeros((2, len(techniques), len(seeds)))
     worth = None
-    for column, seed in enumerate(seeds):
-        for side, row in turns:
-            if row is not None and np.isnan(losses[row]).any():
-                continue
-            try:
-                run = side.run(name, seed, bar)
-            except UserError as error:
-                if row is None:
-                    raise
-                bar.write(f"left out: {techniques[row].name}: {error}")
-                losses[row] = times[row] = math.nan
-                continue
-            runs[row].append(run)
-            compare.check_equal(runs[row])
-            if row is not None:
-                losses[row, column] = run.loss - runs[None][-1].loss
-                times[row, column] = math.log(run.seconds / runs[None][-1].seconds)
-            elif judge == "together" and worth is None:
-                worth = compare.worth_of_time(record, run, name, seed, bar)
-        done = slice(column + 1)
-        with bar.external_write_mode():
-            print(f"\nafter {column + 1} of {len(seeds)} seeds:\n")
-            print_effects(techniques, judge, losses[:, done], times[:, done], worth)
-    bar.close()
+    with compare.begin(name, [record, *sides], logs) as bar:
+        for column, seed in enumerate(seeds):
+            for side, row in turns:
+                if row is not None and np.isnan(losses[row]).any():
+                    continue
+                try:
+                    run = side.run(name, seed, bar)
+                except UserError as error:
+                    if row is None:
+                        raise
+                    bar.write(f"left out: {techniques[row].name}: {error}")
+                    losses[row] = times[row] = math.nan
+                    continue
+                runs[row].append(run)
+                compare.check_equal(runs[row])
+                if row is not None:
+                    losses[row, column] = run.loss - runs[None][-1].loss
+                    times[row, column] = math.log(run.seconds / runs[None][-1].seconds)
+                elif judge == "together" and worth is None:
+                    worth = compare.worth_of_time(record, run, name, seed, bar)
+            done = slice(column + 1)
+            with bar.external_write_mode():
+                print(f"\nafter {column + 1} of {len(seeds)} seeds:\n")
+                print_effects(techniques, judge, losses[:, done], times[:, done], worth)
 
 
 def print_effects(

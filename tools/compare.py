@@ -220,10 +220,8 @@ def worth_of_time(side: Side, run: Run, name: str, seed: int, bar: tqdm) -> floa
     more = longer(side, run.steps).run(name, seed, bar)
     worth = (run.loss - more.loss) / math.log(more.steps / run.steps)
     if worth <= 0:
-        raise UserError(
-            f"the worth of time cannot be measured: {more.path} has more steps, but no lower loss; "
-            "compare losses, with --judge loss and another --run_id"
-        )
+        found = f"{more.path} has more steps, but no lower loss"
+        raise UserError(f"the worth of time cannot be measured: {found}; --judge loss needs none")
     step = f"one step more or less of {run.steps}"
     bar.write(f"{step} is worth {worth / run.steps:.2g} of the loss of {side.name}")
     return worth
@@ -279,31 +277,30 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     if judge == "together":
         logs.append(longer(a, 1).log(name, args.seed))
     plan = {key: getattr(args, key) for key in ("judge", "alpha", "runs", "seed", "deviation")}
-    bar = begin(name, [a, b], logs, **plan)
     known = None if args.deviation is None else 2**0.5 * args.deviation  # of a difference
     limits = thresholds(args.alpha, most, known is not None)
     pairs, worth = [], None
-    for seed in seeds:
-        first, second = (a, b) if len(pairs) % 2 == 0 else (b, a)
-        runs = {side: side.run(name, seed, bar) for side in (first, second)}
-        pairs.append((runs[a], runs[b]))
-        for of_a_side in zip(*pairs, strict=True):
-            check_equal(of_a_side)
-        if judge == "together" and worth is None:
-            worth = worth_of_time(a, runs[a], name, seed, bar)
-        of_all = f"{len(pairs)} of at most {most} pairs"
-        if len(pairs) < FEWEST:
-            bar.write(f"{of_all}: the first result comes after pair {FEWEST}\n")
-            continue
-        numbers = numbers_of(pairs, worth)
-        p = p_value(numbers[judge], known)
-        limit = limits[len(pairs) - FEWEST]
-        state = "significant" if p < limit else "not significant"
-        text = f"{sentence(numbers, worth, known)}the difference is {state} after {of_all} "
-        bar.write(f"{text}(p = {show_p(p)}, the limit is {limit:.2g})\n")
-        if p < limit:
-            break
-    bar.close()
+    with begin(name, [a, b], logs, **plan) as bar:
+        for seed in seeds:
+            first, second = (a, b) if len(pairs) % 2 == 0 else (b, a)
+            runs = {side: side.run(name, seed, bar) for side in (first, second)}
+            pairs.append((runs[a], runs[b]))
+            for of_a_side in zip(*pairs, strict=True):
+                check_equal(of_a_side)
+            if judge == "together" and worth is None:
+                worth = worth_of_time(a, runs[a], name, seed, bar)
+            of_all = f"{len(pairs)} of at most {most} pairs"
+            if len(pairs) < FEWEST:
+                bar.write(f"{of_all}: the first result comes after pair {FEWEST}\n")
+                continue
+            numbers = numbers_of(pairs, worth)
+            p = p_value(numbers[judge], known)
+            limit = limits[len(pairs) - FEWEST]
+            state = "significant" if p < limit else "not significant"
+            text = f"{sentence(numbers, worth, known)}the difference is {state} after {of_all} "
+            bar.write(f"{text}(p = {show_p(p)}, the limit is {limit:.2g})\n")
+            if p < limit:
+                break
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:
