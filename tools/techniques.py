@@ -29,7 +29,7 @@ class Technique:
 
 def without(word: str) -> Callable[[str], str]:
     """Return a function that removes a word, given as a pattern, from the rows of a setting."""
-    return lambda rows: re.sub(rf"\+(?:{word})(?=[+,]|$)", "", rows)
+    return lambda rows: re.sub(rf"\+{word}", "", rows)
 
 
 def one_stage(stages: str) -> str:
@@ -39,21 +39,6 @@ def one_stage(stages: str) -> str:
     windows = re.findall(r"window=[^+,]*", stages)
     middle = rows[(len(rows) - 1) // 2]
     return re.sub(r"window=[^+]*", windows[-1], middle) if windows else middle
-
-
-def window_in_blocks(rule: str) -> str:
-    """Return the window rule that "distance" replaced."""
-    return rule.replace("distance", "blocks")
-
-
-def value_init(deviation: float) -> float:
-    """Return the deviation of value tables before they began small. Tables of 2025 begin with 1."""
-    return 1.0 if deviation == 1 else 0.0
-
-
-def low_lr_final(lr_final: float) -> float:
-    """Return a last learning rate as in 2025."""
-    return min(lr_final, 0.1)
 
 
 TECHNIQUES = (
@@ -69,7 +54,7 @@ TECHNIQUES = (
         "extension, wide last window", "2025-09-21", 1.2, {"extension_frac": 0.0, "last_window": 0}
     ),
     Technique("YaRN", "2025-09-10", 3.7, {"yarn": False}),
-    Technique("windows as distances", "2025-09-03", None, {"window_rule": window_in_blocks}),
+    Technique("windows as distances", "2025-09-03", None, {"window_rule": "blocks"}),
     Technique("smear", "2025-09-18", 1.1, {"smear": False}),
     Technique("backout", "2025-10-04", 5.3, {"layers": without("backout")}),
     Technique("skip connection", "2025-11-18", 1.3, {"layers": without(r"x\d+")}),
@@ -83,7 +68,7 @@ TECHNIQUES = (
     Technique("value embeddings", "2024-12-04", None, {"layers": without(r"v\d")}),
     Technique("value gates", "2025-12-29", None, {"value_gate": False, "gate_by_values": False}),
     Technique("value gates read values", "2026-02-03", None, {"gate_by_values": False}),
-    Technique("value tables from small numbers", "2026-02-03", None, {"value_init": value_init}),
+    Technique("value tables from small numbers", "2026-02-03", None, {"value_init": 0.0}),
     Technique("wider q, k and v at first", "2025-12-22", None, {"qkv_init": 1.0}),
     Technique("attention's output from non-zero", "2026-01-30", 1.2, {"out_init": 0.0}),
     Technique("tied head", "2025-12-19", 3.2, {"tied_frac": 0.0}),
@@ -102,7 +87,7 @@ TECHNIQUES = (
         "shorter documents, higher last rate",
         "2026-02-10",
         1.2,
-        {"lr_final": low_lr_final, "stages": without("cap=[^+,]*")},
+        {"lr_final": 0.1, "stages": without("cap=[^+,]*")},
     ),
 )
 
