@@ -6,7 +6,7 @@
 
 A and B are flags, which may follow the name of a script. The default script is train_gpt.py, or the
 one before --compare. A script is a path, or the name of a file in the project, in forks/ or in the
-current folder. A script in another project, such as another checkout, is started by that project.
+current folder.
 
 A pair is a run of A and a run of B with the same seed. The order alternates (A B, B A, A B, ...):
 a machine that becomes slower affects both. There are at most --runs pairs. Each pair gives one
@@ -27,10 +27,7 @@ round, that uncertainty is not included.
 --judge loss --deviation 0.0013 takes the standard deviation of a run's loss as known, as the
 optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
 
-Finished runs are not repeated: --run_id NAME continues a comparison with the same flags. Only
---judge may change, if nothing was tested yet because the longer run had no lower loss. A copy of
-train_gpt.py in another folder looks for data there, unless --train_files and --val_files name
-others.
+Finished runs are not repeated: --run_id NAME continues a comparison with the same flags.
 """
 
 import argparse
@@ -42,13 +39,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
+from tqdm import tqdm
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import leaderboard  # noqa: E402
@@ -59,69 +56,48 @@ from train_gpt import HERE, Hyperparameters, UserError, as_program  # noqa: E402
 
 LAUNCH = HERE / "tools" / "launch.py"
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
-# Runs neither save nor validate before the end, unless flags say so. A script of another project
-# may not know --keep 0.
+# Runs neither save nor validate before the end, unless flags say so.
 WITHOUT = ("--keep", "0", "--val_loss_every", "0")
-OTHERS_WITHOUT = ("--save_every", "0", "--val_loss_every", "0")
 
 
 # -----------------------------------------------------------------------------
 # Statistics: each pair gives a number, and the numbers are normally distributed
 
 
-def p_values(numbers: np.ndarray, least: float = 0.0, known: float | None = None) -> np.ndarray:
-    """Return the two-sided p of Student's t-test that the mean is 0, of numbers (..., N), after the
-    first 2, 3, ... N of them (..., N - 1).
-
-    The standard deviation is taken as at least `least`, which is that of rounding. If `least` is 0,
-    equal numbers have a p of 1 if they are 0, and a p of 0 otherwise. If the deviation is `known`,
-    the test is a z-test.
-    """
-    numbers = np.asarray(numbers, float)
-    count = np.arange(1, numbers.shape[-1] + 1)
-    mean = numbers.cumsum(-1) / count
+def p_value(numbers, known: float | None = None) -> np.ndarray:
+    """Return the two-sided p of Student's t-test that the mean is 0, of numbers (..., n). If the
+    standard deviation is `known`, the test is a z-test."""
+    mean, n = np.mean(numbers, axis=-1), np.shape(numbers)[-1]
     if known is not None:
-        return 2 * stats.norm.sf(np.abs(mean) * np.sqrt(count) / known)[..., 1:]
-    squares = (numbers**2).cumsum(-1) - count * mean**2
-    equal = np.maximum.accumulate(numbers, -1) == np.minimum.accumulate(numbers, -1)
-    squares = np.where(equal, 0.0, np.maximum(squares, 0.0))[..., 1:]
-    mean, count = mean[..., 1:], count[1:]
-    squares = np.maximum(squares, (count - 1) * least**2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.abs(mean) / np.sqrt(squares / (count - 1) / count)
-    return np.where(mean == 0, 1.0, 2 * stats.t.sf(t, count - 1))
+        return 2 * stats.norm.sf(np.abs(mean) * n**0.5 / known)
+    deviation = np.maximum(np.std(numbers, axis=-1, ddof=1), 1e-12)  # equal numbers: not 0 / 0
+    return 2 * stats.t.sf(np.abs(mean) * n**0.5 / deviation, n - 1)
+
+
+def p_values(numbers: np.ndarray, known: float | None = None) -> np.ndarray:
+    """Return p after each look at numbers (..., N): after FEWEST of them, one more, ... N."""
+    looks = range(FEWEST, numbers.shape[-1] + 1)
+    return np.stack([p_value(numbers[..., :n], known) for n in looks], axis=-1)
 
 
 @cache
-def thresholds(
-    alpha: float, most: int, paths: int = 100_000, known: float | None = None
-) -> np.ndarray:
-    """Return the p below which a difference is significant, after pair 2, 3, ... `most`
-    (most - 1,); 0 before pair FEWEST, because the test does not look there.
-
-    The limit grows with the number of pairs. If there is no difference, all looks together call one
-    significant with the probability alpha. The limit is simulated with a standard deviation of 1,
-    which does not matter to a t-test; for a z-test `known` is 1.
+def thresholds(alpha: float, most: int, known: bool = False) -> np.ndarray:
+    """Return the p below which a difference is significant, at the looks of p_values for `most`
+    pairs. The limit grows with the number of pairs. Without a difference, all looks together call
+    one significant with the probability alpha. `known` says whether the deviation is: the limit is
+    simulated with a deviation of 1, which does not matter to a t-test.
     """
-    numbers = np.random.default_rng(2026).standard_normal((paths, most))
-    before = FEWEST - 2  # numbers of pairs that have a p, but no look
+    numbers = np.random.default_rng(2026).standard_normal((100_000, most))
     growth = np.arange(FEWEST, most + 1) / most
-    p = p_values(numbers, known=known)[:, before:]
-    c = np.quantile((p / growth).min(axis=1), alpha)
-    return np.concatenate([np.zeros(before), c * growth])
-
-
-def rounding(digits: int = 5) -> float:
-    """Return the deviation of the rounding in a difference of two losses of so many digits."""
-    return 10.0**-digits / 6**0.5
+    p = p_values(numbers, known=1.0 if known else None)
+    return np.quantile((p / growth).min(axis=1), alpha) * growth
 
 
 def half_width(numbers: list[float], known: float | None = None) -> float:
     """Return half the width of the 95 % interval of the mean; the deviation may be known."""
     if known is not None:
         return float(stats.norm.isf(0.025) * known / len(numbers) ** 0.5)
-    sem = np.std(numbers, ddof=1) / len(numbers) ** 0.5
-    return float(stats.t.isf(0.025, len(numbers) - 1) * sem)
+    return float(stats.t.isf(0.025, len(numbers) - 1) * stats.sem(numbers))
 
 
 # -----------------------------------------------------------------------------
@@ -133,65 +109,56 @@ class Side:
     """A or B: a script and its flags."""
 
     name: str
-    flags: tuple[str, ...] = ()
-    path: Path = script.OWN  # the script's
+    flags: tuple[str, ...]
+    path: Path  # of the script
 
     @classmethod
-    def of(cls, name: str, text: str, common: list[str], own: Path = script.OWN) -> "Side":
-        """Return a side, given "[SCRIPT.py] FLAGS" and the flags of both; UserError if they are
-        wrong."""
+    def of(cls, name: str, text: str, common: list[str], path: Path) -> "Side":
+        """Return a side, given "[SCRIPT.py] FLAGS", the flags of both and the default script;
+        UserError if they are wrong."""
         try:
             words = shlex.split(text)
         except ValueError as error:
             raise UserError(f"--compare: {name} is {text}: {error}") from error
         if words and not words[0].startswith("-"):
-            own = script.find(words.pop(0))
-        for word in words:
-            if word.split("=")[0] in ("--seed", "--run_id"):
-                flag = word.split("=")[0]
+            path = script.find(words.pop(0))
+        for flag in ("--seed", "--run_id"):
+            if any(word.split("=")[0] == flag for word in words):
                 raise UserError(f"--compare: {flag} is for both sides: leave it out of {text!r}")
-        return cls(name, (*common, *words), own)
-
-    @property
-    def launcher(self) -> Path:
-        """The program that starts the script: that of the script's own project, or this one."""
-        for folder in self.path.parents[:2]:
-            if (folder / "tools" / "launch.py").exists():
-                return folder / "tools" / "launch.py"
-        return LAUNCH
-
-    def check(self, seed: int) -> None:
-        """Raise UserError for bad flags. A script of another project is not checked."""
-        if self.launcher == LAUNCH:
-            new_run(self.path, [*self.flags, "--seed", str(seed)])
+        side = cls(name, (*common, *words), path)
+        new_run(path, list(side.flags))
+        return side
 
     def log(self, name: str, seed: int) -> Path:
-        """Return the path of a run's log; leaderboard.OF_COMPARE matches its name."""
+        """Return the path of a run's log, in the comparison of that name."""
         return Path("logs", f"{name}_{self.name}_seed{seed}.txt")
 
-    def run(self, name: str, seed: int) -> Run:
+    def run(self, name: str, seed: int, bar: tqdm) -> Run:
         """Return the run with that seed: read from its log if the run is finished, or made now.
         UserError if the run fails."""
         log = self.log(name, seed)
-        run_id = log.stem
         if not is_finished(log):
             delete_run(log)
-            without = WITHOUT if self.launcher == LAUNCH else OTHERS_WITHOUT
-            flags = [*without, *self.flags, "--seed", str(seed), "--run_id", run_id]
-            command = [sys.executable, str(self.launcher), str(self.path), *flags]
+            flags = [*WITHOUT, *self.flags, "--seed", str(seed), "--run_id", log.stem]
+            command = [sys.executable, str(LAUNCH), str(self.path), *flags]
             status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
             if status in (130, -signal.SIGINT):
                 raise KeyboardInterrupt
             if status:
-                raise UserError(f"the run {run_id} failed (status {status}): see above")
-        try:
-            found = leaderboard.read_log(log)
-        except ValueError as error:  # although the run ended with status 0
-            raise UserError(f"{log} {error}") from error
-        loss = f"{found.loss:.{found.digits}f}"
-        print(f"{self.name} seed {seed}: loss {loss} in {found.seconds:.1f} s")
+                raise UserError(f"the run {log.stem} failed (status {status}): see above")
+            bar.update()
+        found = leaderboard.read_log(log)
+        bar.write(f"{self.name} seed {seed}: loss {found.loss:.5f} in {found.seconds:.1f} s")
         sys.stdout.flush()
         return found
+
+
+def is_finished(log: Path) -> bool:
+    """Return whether a log is that of a finished run."""
+    try:
+        return bool(leaderboard.read_log(log))
+    except (OSError, ValueError):
+        return False
 
 
 def delete_run(log: Path) -> None:
@@ -211,86 +178,24 @@ def delete_run(log: Path) -> None:
     shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
 
 
-def begin(name: str, sides: list[Side], **plan) -> None:
-    """Write flags and plan to a file beside the logs, and leave interrupts to the runs. UserError
-    if the file has other ones: a plan that changes after a look makes false positives likelier."""
+def begin(name: str, sides: list[Side], logs: list[Path], **plan) -> tqdm:
+    """Leave interrupts to the runs, and return a bar that counts the runs with these logs. The plan
+    and the flags are kept in a file beside the logs. UserError if the file has other ones: a plan
+    that changes after a look makes false positives likelier."""
     signal.signal(signal.SIGINT, lambda *_: None)  # the run saves and ends
-    known = noted(name)
-    no_look = "worth" in known and known["worth"] is None  # p needs the worth
-    if no_look and plan.get("judge") in ("loss", "time"):
-        del known["worth"], known["judge"]  # the judge may change once
+    path = Path("logs", f"{name}.json")
+    known = json.loads(path.read_text()) if path.exists() else {}
     for side in sides:
         plan[side.name] = [str(side.path), *side.flags]
     for key, value in plan.items():
         if known.setdefault(key, value) != value:
-            path = plan_of(name)
             raise UserError(f"{path}: {key} was {known[key]}: choose another --run_id")
-    plan_of(name).parent.mkdir(exist_ok=True)
-    plan_of(name).write_text(json.dumps(known))
-
-
-def plan_of(name: str) -> Path:
-    """Return the path of the file with the plan and the notes, beside the logs."""
-    return Path("logs", f"{name}.json")
-
-
-def noted(name: str) -> dict:
-    """Return plan and notes; {} if there are none yet."""
-    return json.loads(plan_of(name).read_text()) if plan_of(name).exists() else {}
-
-
-def note(name: str, **more) -> None:
-    """Add notes to the file with the plan."""
-    plan_of(name).write_text(json.dumps(noted(name) | more))
-
-
-class Pace:
-    """Prints how many runs there will be, and estimates from the first one how long they take."""
-
-    def __init__(self, name: str, logs: list[Path], what: str):
-        """`logs` are those of all runs that may be made; `what` describes them in words."""
-        self.name, self.left = name, {log for log in logs if not is_finished(log)}
-        self.seconds = noted(name).get("run_seconds")  # of the first run, from start to end
-        text = f"{what}: {len(logs)} runs"
-        if len(self.left) < len(logs):
-            text += f", {len(self.left)} of them not made yet"
-        if self.left and self.seconds:
-            text += f", in about {duration(self.seconds * len(self.left))}"
-        print(text)
-        logs = f"logs are logs/{name}_*.txt, tools/watch.py plots the newest"
-        print(f"{logs}; --run_id {name} continues after a stop", flush=True)
-
-    def run(self, side: Side, name: str, seed: int) -> Run:
-        """Return side.run(name, seed)."""
-        is_new = side.log(name, seed) in self.left
-        begin = time.monotonic()
-        found = side.run(name, seed)
-        seconds = time.monotonic() - begin
-        self.left.discard(side.log(name, seed))
-        if is_new and self.seconds is None:
-            self.seconds = seconds
-            note(self.name, run_seconds=round(seconds, 1))
-            left = duration(seconds * len(self.left))
-            left = f"{len(self.left)} more runs: about {left}, if all are like the first"
-            print(left, flush=True)
-        return found
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words, with about two digits."""
-    if seconds < 100:
-        return f"{seconds:.0f} seconds"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.1f} hours"
-
-
-def is_finished(log: Path) -> bool:
-    """Return whether a log is that of a finished run."""
-    try:
-        return bool(leaderboard.read_log(log))
-    except (OSError, ValueError):
-        return False
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(known))
+    finished = sum(is_finished(log) for log in logs)
+    text = f"at most {len(logs)} runs, {finished} of them finished; logs are logs/{name}_*.txt"
+    print(f"{text}; --run_id {name} continues after a stop", flush=True)
+    return tqdm(total=len(logs), initial=finished, unit="run", leave=False, disable=None)
 
 
 def check_equal(runs: list[Run]) -> None:
@@ -303,146 +208,99 @@ def check_equal(runs: list[Run]) -> None:
             )
 
 
-def worth_of_time(run: Run, longer: Run) -> float:
-    """Return how much lower the loss would be after e times the steps, from a run and a longer one.
-    A worth of 0 or less is no measurement."""
-    return (run.loss - longer.loss) / math.log(longer.steps / run.steps)
-
-
-def unmeasured(name: str, side: str) -> UserError:
-    """Return the error of a comparison or an ablation whose longer run had no lower loss."""
-    return UserError(
-        f"the worth of time cannot be measured here: logs/{name}_{side}_longer_*.txt has more "
-        f"steps, but no lower loss; to compare losses, continue with --run_id {name} --judge loss"
-    )
-
-
 def longer(side: Side, steps: int) -> Side:
     """Return the side with a quarter more steps than it has, and at least one more."""
     flags = (*side.flags, "--num_iterations", str(max(steps + 1, round(LONGER * steps))))
     return Side(f"{side.name}_longer", flags, side.path)
 
 
+def worth_of_time(side: Side, run: Run, name: str, seed: int, bar: tqdm) -> float:
+    """Return how much lower the loss would be after e times the steps, by a run of the side and a
+    longer one. UserError if the longer one has no lower loss."""
+    more = longer(side, run.steps).run(name, seed, bar)
+    worth = (run.loss - more.loss) / math.log(more.steps / run.steps)
+    if worth <= 0:
+        found = f"{more.path} has more steps, but no lower loss"
+        raise UserError(f"the worth of time cannot be measured: {found}; --judge loss needs none")
+    step = f"one step more or less of {run.steps}"
+    bar.write(f"{step} is worth {worth / run.steps:.2g} of the loss of {side.name}")
+    return worth
+
+
 # -----------------------------------------------------------------------------
 # The comparison
 
 
-@dataclass
-class Comparison:
-    """The pairs so far, and the test. `worth` is worth_of_time, or None if it is not needed."""
-
-    judge: str
-    alpha: float
-    most: int
-    worth: float | None = None
-    pairs: list[tuple[Run, Run]] = field(default_factory=list)
-    deviation: float | None = None  # of a run's loss, if known
-
-    @property
-    def known(self) -> float | None:
-        """The deviation of a difference of two losses, if known."""
-        return None if self.deviation is None else 2**0.5 * self.deviation
-
-    def numbers(self, of: str) -> list[float]:
-        """Return a number for each pair: the log of the ratio of times ("time"), the difference of
-        losses ("loss"), or the log of the ratio of times to equal loss ("together")."""
-        times = [math.log(b.seconds / a.seconds) for a, b in self.pairs]
-        losses = [b.loss - a.loss for a, b in self.pairs]
-        if of == "together":
-            return [t + loss / self.worth for t, loss in zip(times, losses, strict=True)]
-        return times if of == "time" else losses
-
-    @property
-    def p(self) -> float:
-        """The p of the last look; nan before the first one."""
-        if len(self.pairs) < FEWEST:
-            return math.nan
-        least = 0.0  # times are hardly rounded
-        if self.judge != "time":
-            least = rounding(min(run.digits for pair in self.pairs for run in pair))
-        if self.judge == "together":
-            least /= self.worth
-        return float(p_values(self.numbers(self.judge), least, self.known)[-1])
-
-    @property
-    def needed(self) -> float:
-        """The p below which the difference is significant after so many pairs."""
-        known = None if self.deviation is None else 1.0
-        return float(thresholds(self.alpha, self.most, known=known)[len(self.pairs) - 2])
-
-    @property
-    def significant(self) -> bool:
-        """Whether the difference is significant at the last look."""
-        return self.p < self.needed
-
-    def sentence(self) -> str:
-        """Return in words how B compares with A, and whether the difference is significant."""
-        of_all = f"{len(self.pairs)} of at most {self.most} pairs"
-        if len(self.pairs) < FEWEST:
-            return f"{of_all}: the first result comes after pair {FEWEST}"
-        found = {}
-        for of in ("time", "loss", "together"):
-            if of != "together" or self.worth:
-                known = self.known if of == "loss" else None
-                found[of] = np.mean(self.numbers(of)), half_width(self.numbers(of), known)
-        text = f"B is {percent(*found['time'], ('faster', 'slower'))} than A; "
-        text += f"its loss is {leaderboard.amount(*found['loss'], '.4f', ('lower', 'higher'))}; "
-        if self.worth:
-            mean, by = found["together"]
-            text += f"to A's loss it takes {percent(mean, by, ('less', 'more'))} time, "
-            at_equal_time = self.worth * mean, self.worth * by
-            amount = leaderboard.amount(*at_equal_time, ".4f", ("lower", "higher"))
-            text += f"and at equal time its loss is {amount}; "
-        state = "significant" if self.significant else "not significant"
-        text += f"the difference is {state} after {of_all} "
-        limit = f"the limit is {self.needed:.2g}"
-        return text + f"(p = {show_p(self.p)}, {limit})"
+def numbers_of(pairs: list[tuple[Run, Run]], worth: float | None) -> dict[str, list[float]]:
+    """Return for each pair the log of the ratio of times ("time"), the difference of losses
+    ("loss"), and the log of the ratio of times to equal loss ("together") if the worth is known."""
+    numbers = {
+        "time": [math.log(b.seconds / a.seconds) for a, b in pairs],
+        "loss": [b.loss - a.loss for a, b in pairs],
+    }
+    if worth:
+        both = zip(*numbers.values(), strict=True)
+        numbers["together"] = [time + loss / worth for time, loss in both]
+    return numbers
 
 
-def percent(mean: float, by: float, words: tuple[str, str]) -> str:
-    """Return the change in per cent, in words. `mean` is of a log ratio, `by` half its interval."""
-    return leaderboard.amount(100 * math.expm1(mean), 100 * math.exp(mean) * by, ".1f", words, " %")
+def change(numbers: list[float], words: tuple[str, str]) -> str:
+    """Return in words the change in per cent that logs of ratios tell, with its 95 % interval."""
+    mean = np.mean(numbers)
+    by = 100 * math.exp(mean) * half_width(numbers)
+    return leaderboard.amount(100 * math.expm1(mean), by, ".1f", words, " %")
 
 
-def compare(
-    a: Side,
-    b: Side,
-    name: str,
-    seed: int,
-    judge: str,
-    alpha: float,
-    most: int,
-    deviation: float | None = None,
-) -> None:
+def difference(numbers: list[float], known: float | None = None) -> str:
+    """Return in words a difference of losses, with its 95 % interval."""
+    by = half_width(numbers, known)
+    return leaderboard.amount(np.mean(numbers), by, ".4f", ("lower", "higher"))
+
+
+def sentence(numbers: dict, worth: float | None, known: float | None) -> str:
+    """Return in words how B compares with A. `known` is the deviation of a difference in loss."""
+    text = f"B is {change(numbers['time'], ('faster', 'slower'))} than A; "
+    text += f"its loss is {difference(numbers['loss'], known)}; "
+    if worth:
+        text += f"to A's loss it takes {change(numbers['together'], ('less', 'more'))} time, "
+        at_equal_time = [worth * number for number in numbers["together"]]
+        text += f"and at equal time its loss is {difference(at_equal_time)}; "
+    return text
+
+
+def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     """Make pairs until the difference is significant, and print the result after each. UserError if
     a run fails, or if the worth of time is needed and cannot be measured."""
-    plan = {"judge": judge, "alpha": alpha, "runs": most, "seed": seed, "deviation": deviation}
-    begin(name, [a, b], **plan)
-    logs = [side.log(name, seed + i) for i in range(most) for side in (a, b)]
-    what = f"at most {most} pairs"
+    name, judge, most = args.run_id, args.judge, args.runs
+    seeds = range(args.seed, args.seed + most)
+    logs = [side.log(name, seed) for seed in seeds for side in (a, b)]
     if judge == "together":
-        logs.append(Side("A_longer").log(name, seed))
-        what += " and a longer run"
-    pace = Pace(name, logs, what)
-    found = Comparison(judge, alpha, most, deviation=deviation)
-    for i in range(most):
-        sides = (a, b) if i % 2 == 0 else (b, a)
-        runs = {side.name: pace.run(side, name, seed + i) for side in sides}
-        found.pairs.append((runs["A"], runs["B"]))
-        for side in zip(*found.pairs, strict=True):
-            check_equal(list(side))
-        if judge == "together" and found.worth is None:
-            steps = runs["A"].steps
-            worth = worth_of_time(runs["A"], pace.run(longer(a, steps), name, seed))
-            # None if the worth was never measured: nothing was tested, and the judge may change.
-            note(name, worth=worth if worth > 0 else noted(name).get("worth"))
-            if worth <= 0:
-                raise unmeasured(name, "A")
-            found.worth = worth
-            print(f"one step more or less of {steps} is worth {worth / steps:.2g} of A's loss")
-        print(f"{found.sentence()}\n", flush=True)
-        if found.significant:
-            break
+        logs.append(longer(a, 1).log(name, args.seed))
+    plan = {key: getattr(args, key) for key in ("judge", "alpha", "runs", "seed", "deviation")}
+    known = None if args.deviation is None else 2**0.5 * args.deviation  # of a difference
+    limits = thresholds(args.alpha, most, known is not None)
+    pairs, worth = [], None
+    with begin(name, [a, b], logs, **plan) as bar:
+        for seed in seeds:
+            first, second = (a, b) if len(pairs) % 2 == 0 else (b, a)
+            runs = {side: side.run(name, seed, bar) for side in (first, second)}
+            pairs.append((runs[a], runs[b]))
+            for of_a_side in zip(*pairs, strict=True):
+                check_equal(of_a_side)
+            if judge == "together" and worth is None:
+                worth = worth_of_time(a, runs[a], name, seed, bar)
+            of_all = f"{len(pairs)} of at most {most} pairs"
+            if len(pairs) < FEWEST:
+                bar.write(f"{of_all}: the first result comes after pair {FEWEST}\n")
+                continue
+            numbers = numbers_of(pairs, worth)
+            p = p_value(numbers[judge], known)
+            limit = limits[len(pairs) - FEWEST]
+            state = "significant" if p < limit else "not significant"
+            text = f"{sentence(numbers, worth, known)}the difference is {state} after {of_all} "
+            bar.write(f"{text}(p = {show_p(p)}, the limit is {limit:.2g})\n")
+            if p < limit:
+                break
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:
@@ -469,8 +327,8 @@ def new_run(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
     return hp, record
 
 
-def parse_args(argv: list[str] | None) -> tuple:
-    """Return the arguments of `compare`; UserError for a bad value."""
+def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:
+    """Return A, B and the flags of the comparison; UserError for a bad value."""
     argv, texts = list(sys.argv[1:] if argv is None else argv), []
     asks_for_help = {"-h", "--help"} & set(argv)
     if "--compare" in argv and not asks_for_help:  # argparse would read "--fp8=off" as its own flag
@@ -495,9 +353,7 @@ def parse_args(argv: list[str] | None) -> tuple:
         parser.error("--deviation needs a finite number above 0, and --judge loss")
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
-    a.check(args.seed)
-    b.check(args.seed)
-    return a, b, args.run_id, args.seed, args.judge, args.alpha, args.runs, args.deviation
+    return a, b, args
 
 
 def main(argv: list[str] | None = None) -> None:
