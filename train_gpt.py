@@ -1311,8 +1311,9 @@ def header(run: type["Run"], hp: Hyperparameters, device: torch.device) -> str:
     """Return how a log begins: the source of the started script alone, then versions, machine,
     settings, and the project's files that it imports. A line of 100 "=" follows each part."""
     script = script_of(run)
-    files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
-    others = sorted(path for path in files - {script} if path.parent in (script.parent, HERE))
+    names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    files = {Path(name).resolve() for name in names if name} - {script}
+    others = sorted(path for path in files if path.parent in (script.parent, HERE))
     command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
     parts = [
         script.read_text("utf-8"),
@@ -1542,8 +1543,7 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
 def check_loss(loss: float, step: int) -> None:
     """Raise UserError if a loss is not finite. All ranks have the same loss, so all stop."""
     if not math.isfinite(loss):
-        remedy = "try lower learning rates, or --fp8 off"
-        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+        raise UserError(f"the loss is {loss} at step {step}: try lower rates, or --fp8 off")
 
 
 def finish_step(log, row: dict, hp, values: Tensor, arrival, since: float) -> tuple[float, float]:
