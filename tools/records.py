@@ -15,6 +15,7 @@ steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so 
 import argparse
 import itertools
 import json
+import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -131,4 +132,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
     main()
