@@ -168,8 +168,8 @@ STEPS = ours().split(f"{RULE}\n")[-1]
 @pytest.mark.parametrize(
     ("content", "flags", "line"),
     [
-        (" \n\n", "", "skipped bad.txt: is no log"),
-        (f"# A page that shows a run\n\n```\n{STEPS}```\n", "", "skipped bad.txt: is no log"),
+        (" \n\n", "", "skipped bad.txt: has no line of a step"),
+        (f"# A page that shows a run\n\n```\n{STEPS}```\n", "", "skipped bad.txt: has no line of a step"),
         (ours().replace("val_loss:3.28000", "val_loss:nan"), "", "has a loss of nan at step 4"),
         (ours().split("step:4/4")[0], "", "is truncated: it ends at step 3 of 4"),
         (None, "bad.txt", "skipped bad.txt: No such file"),

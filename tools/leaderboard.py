@@ -129,8 +129,9 @@ def read_trials(
     text = path.read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
     *head, results = [part for part in parts if part] or [""]  # logs of 2024 begin with a rule
-    if not (head or results.startswith("step:")):  # some public logs have no source
-        raise ValueError('is no log: it has no line of 100 "=", and does not begin with a step')
+    first = re.search("^step:", results, re.M)
+    if not first or (first.start() and not head):  # some public logs have steps alone
+        raise ValueError('has no line of a step behind a line of 100 "=": this is no whole log')
     runs = []
     for lines in trials_of(results):
         run = run_of(path, head, results)
@@ -157,8 +158,6 @@ def trials_of(results: str) -> list[list[re.Match]]:
             trials.append([])
         last = int(match[1])
         trials[-1].append(match)
-    if last < 0:
-        raise ValueError("has no line of a step: this is no log, or a truncated one")
     return trials
 
 
