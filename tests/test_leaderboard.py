@@ -162,14 +162,14 @@ def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, dat
     assert run.loss == 3.28 and run.steps in (4, 1770, 1875)
 
 
-STEPS = ours().split(f"{RULE}\n")[-1]
+PAGE = f"# It shows a run\n\n```\n{ours().split(RULE)[-1]}```\n"
 
 
 @pytest.mark.parametrize(
     ("content", "flags", "line"),
     [
         (" \n\n", "", "skipped bad.txt: has no line of a step"),
-        (f"# A page that shows a run\n\n```\n{STEPS}```\n", "", "skipped bad.txt: has no line of a step"),
+        (PAGE, "", "skipped bad.txt: has no line of a step"),
         (ours().replace("val_loss:3.28000", "val_loss:nan"), "", "has a loss of nan at step 4"),
         (ours().split("step:4/4")[0], "", "is truncated: it ends at step 3 of 4"),
         (None, "bad.txt", "skipped bad.txt: No such file"),
