@@ -386,10 +386,10 @@ def plot(groups: dict[str, list[Run]], path: Path) -> None:
     for i, (letter, runs) in enumerate(groups.items()):
         name = f"{letter}: {runs[0].name}, n = {len(runs)}"
         curves = [(name, ".-", r.curve) for r in runs]
-        known = published().get(runs[0].record)
-        if known and runs[0].on_fineweb:
+        known, name = published().get(runs[0].record), f"{runs[0].record}, published"
+        if known and runs[0].on_fineweb and name not in named:
             curve = {int(s): (loss, known["seconds"][s]) for s, loss in known["losses"].items()}
-            curves.append((f"{runs[0].record}, published", "--", curve))
+            curves.append((name, "--", curve))
         for name, style, curve in curves:
             losses, seconds = zip(*curve.values(), strict=True)
             look = {"color": f"C{i}", "linewidth": 1, "markersize": 4}
