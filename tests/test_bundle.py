@@ -24,9 +24,9 @@ STEPS = "--num_iterations 4 --val_loss_every 2 --save_every 2 --batch_seqs 2 --v
 @pytest.fixture(autouse=True)
 def modules():
     """Give the project's modules back: a bundle that is imported brings others of their names."""
-    modules, finders = dict(sys.modules), list(sys.meta_path)
+    modules, finders, folders = dict(sys.modules), list(sys.meta_path), list(sys.path)
     yield
-    sys.meta_path[:] = finders
+    sys.meta_path[:], sys.path[:] = finders, folders
     for name in ("train_gpt", "gpu_kernels"):
         sys.modules[name] = modules[name]
     sys.modules.pop("all_in_one", None)
