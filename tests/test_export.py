@@ -11,7 +11,7 @@ import torch
 import train_gpt_2026
 from frontier.small_runs import ROW, SIZES, D
 from runs import console_of
-from test_bundle import modules  # noqa: F401
+from test_scripts import modules  # noqa: F401
 
 import train_gpt
 from gpt2 import gpt2_encoding
