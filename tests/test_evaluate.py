@@ -50,7 +50,7 @@ def test_loss_and_bits_per_byte_are_those_of_the_specification(
     text = [token for token in tokens[1:].tolist() if token != 50256]
     bits = total / math.log(2) / len(gpt2_encoding().decode_bytes(text))
     loss_word, bits_word, *rest = line.split()
-    assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 2048, abs=2e-5)
+    assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 1248, abs=2e-5)
     assert float(bits_word.removeprefix("bits_per_byte:")) == pytest.approx(bits, abs=2e-5)
     assert rest == ["over", "2048", "tokens"]
 
@@ -104,12 +104,12 @@ def test_questions_are_fetched_once_and_only_whole_and_scored(
 ):
     """The expected accuracies are of one document at a time. Questions and labels are read anew."""
     path, home = tmp_path / "data/hellaswag/hellaswag_val.jsonl", tmp_path / "home.jsonl"
-    rows = made_up(home, 25)
+    rows = made_up(home, 15)
     whole = home.read_bytes()
     monkeypatch.setattr(evaluate, "HOME", home.as_uri())
     monkeypatch.setattr(evaluate, "SHA256", hashlib.sha256(whole).hexdigest())
     monkeypatch.setattr(evaluate, "HERE", tmp_path)
-    words = [trained.path, "--device", "cpu", "--hellaswag", "--limit", "20"]
+    words = [trained.path, "--device", "cpu", "--hellaswag", "--limit", "12"]
     home.write_bytes(whole.replace(b"river", b"rivet"))
     status, err = error_of(words, capsys, evaluate.main)
     assert status == 1 and "has SHA-256" in err and not path.exists()
@@ -125,7 +125,7 @@ def test_questions_are_fetched_once_and_only_whole_and_scored(
     scorer.load_state_dict(saved["model"])
     encode = gpt2_encoding().encode_ordinary
     by_sum = by_mean = 0
-    for row in rows[:20]:
+    for row in rows[:12]:
         sums, means = [], []
         for ending in row["endings"]:
             tokens = encode(f"{row['ctx']} {ending}")
@@ -138,9 +138,9 @@ def test_questions_are_fetched_once_and_only_whole_and_scored(
             means.append(scores.mean().item())
         by_sum += sums.index(max(sums)) == int(row["label"])
         by_mean += means.index(max(means)) == int(row["label"])
-    error = (by_mean / 20 * (1 - by_mean / 20) / 20) ** 0.5
-    expected = f"acc {by_sum / 20:.4f}  acc_norm {by_mean / 20:.4f}  standard error {error:.4f}"
-    assert line == f"{expected}, 20 questions"
+    error = (by_mean / 12 * (1 - by_mean / 12) / 12) ** 0.5
+    expected = f"acc {by_sum / 12:.4f}  acc_norm {by_mean / 12:.4f}  standard error {error:.4f}"
+    assert line == f"{expected}, 12 questions"
 
 
 def test_what_cannot_be_scored_is_refused(trained, tmp_path, capsys):

@@ -48,7 +48,7 @@ torch.save(answers, "answers.pt")
 """
 
 
-@pytest.fixture(scope="module", params=RECORDS, ids=["train_gpt", "train_gpt_2026"])
+@pytest.fixture(scope="module")
 def exported(request, tmp_path_factory) -> SimpleNamespace:
     """Export a model of random weights. Return its checkpoint, and what was printed."""
     folder, of = tmp_path_factory.mktemp("exported"), request.param
@@ -84,7 +84,15 @@ def in_the_project(code: str, folder) -> None:
     exec(code.replace('"answers.pt"', f'"{folder}/answers.pt"'), {})
 
 
-@pytest.mark.parametrize("run", [in_an_empty_folder, in_the_project])
+@pytest.mark.parametrize(
+    ("exported", "run"),
+    [
+        (train_gpt, in_the_project),
+        (train_gpt_2026, in_the_project),
+        (train_gpt_2026, in_an_empty_folder),
+    ],
+    indirect=["exported"],
+)
 @torch.inference_mode()
 @pytest.mark.usefixtures("modules")
 def test_the_printed_code_gives_the_script_s_model_and_gpt2_s_tokenizer(

@@ -17,7 +17,6 @@ from train_gpt import HERE, UserError
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
 RULE = "=" * 100
-KNOWN = ("train_gpt", "gpu_kernels")
 pytestmark = pytest.mark.usefixtures("modules")
 
 
@@ -27,7 +26,7 @@ def modules(tmp_path, monkeypatch):
     twins are known by name, too."""
     for name in ("path", "meta_path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    before = {name: sys.modules[name] for name in KNOWN if name in sys.modules}
+    before = dict(sys.modules)
     if "gpu_kernels" in before:
         plain = dict(before["gpu_kernels"].PLAIN)
         monkeypatch.setattr(before["gpu_kernels"], "PLAIN", plain)

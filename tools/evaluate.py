@@ -116,9 +116,10 @@ def log_likelihoods(
     gap = [END_OF_TEXT] * model.context_tokens
     longest = len(gap) + max(map(len, documents))
     size = max(SEQUENCE[device.type], -(-longest // BLOCK) * BLOCK)
-    wide = 2 * (longest + BLOCK)  # twice: paired heads have two positions per token
+    # Twice for short windows, and twice for paired heads, which have two positions per token.
     now = copy.copy(now)
-    now.window, now.short = max(now.window, wide), max(now.short, wide)
+    now.window = max(now.window, 4 * (longest + BLOCK))
+    now.short = now.window // 2
     scores = torch.zeros(len(documents), dtype=torch.float64)
     chunk = 256 if device.type == "cpu" else 4096  # rows: 0.8 GB of float32 logits
     tokens, places, targets, owners = [], [], [], []  # of the sequence that is being filled

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
@@ -40,17 +39,15 @@ class Memory:
         self.attend = attend
         self.keys = self.values = None
 
-    def __call__(self, q, k, v, mask, scale: float) -> Tensor:
-        """Attend with n new tokens, (1, H, n, D), under the mask of the T newest. Keys are cached
-        as the layer computes them: a fork's `attend` may take parts of a key from the token before,
-        which must still be cached then."""
+    def __call__(self, q, k, v, mask: Tensor, scale: float) -> Tensor:
+        """Attend with n new tokens, (1, H, n, D), under a mask (n, T) over the T newest. Keys are
+        cached as the layer computes them: a fork's `attend` may take parts of a key from the token
+        before, which must still be cached then."""
         if self.keys is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
-        visible = len(mask[0])
+        visible = mask.size(1)
         self.keys, self.values = k[:, :, -visible:], v[:, :, -visible:]
-        if isinstance(mask, Tensor):
-            mask = mask[-q.size(2) :]
         return self.attend(q, self.keys, self.values, mask, scale)
 
 
@@ -74,15 +71,9 @@ class Decoder:
             unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
             before = self.recent[unseen:]
             self.recent = torch.cat([before, new])
-            length = len(self.recent)
-            padded = F.pad(self.recent, (0, -length % BLOCK))  # masks are of whole blocks
-            masks = model.masks(padded, now)
-            for name, mask in masks.items():
-                visible = length * len(mask[0]) // len(padded)  # paired heads: two rows per token
-                if isinstance(mask, Tensor):
-                    masks[name] = mask[:visible, :visible]
-                else:
-                    masks[name] = (mask[0][:visible],)
+            masks = model.masks(self.recent, now)
+            for name, mask in masks.items():  # paired heads have two rows per token
+                masks[name] = mask[-(len(new) * len(mask) // len(self.recent)) :]
             position = torch.arange(self.position, self.position + len(new), device=device)
             rotary = model.rotary(position, now)
             # A fork's embedding may read one token back, and a sequence's first two bigrams differ.
