@@ -50,7 +50,7 @@ def test_loss_and_bits_per_byte_are_those_of_the_specification(
     text = [token for token in tokens[1:].tolist() if token != 50256]
     bits = total / math.log(2) / len(gpt2_encoding().decode_bytes(text))
     loss_word, bits_word, *rest = line.split()
-    assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 1248, abs=2e-5)
+    assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 2048, abs=2e-5)
     assert float(bits_word.removeprefix("bits_per_byte:")) == pytest.approx(bits, abs=2e-5)
     assert rest == ["over", "2048", "tokens"]
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_scored_is_refused(trained, tmp_path, capsys):
     made_up(tmp_path / "it.jsonl", 2)
     with (tmp_path / "it.jsonl").open("a") as file:
         file.write('{"ctx": "a", "endings": ["b"], "label": 0}\n')
-    words = [trained.path, "--hellaswag", "--data", tmp_path / "it.jsonl", "--device", "cpu"]
+    words = [trained.path, "--hellaswag", tmp_path / "it.jsonl", "--device", "cpu"]
     status, err = error_of(words, capsys, evaluate.main)
     assert status == 1 and "it.jsonl:3: not a HellaSwag question (IndexError" in err
     hp = train_gpt_track3.Run.records["demo"]

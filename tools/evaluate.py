@@ -12,8 +12,8 @@ HellaSwag (arXiv 1905.07830) has questions with four endings. Two accuracies are
 computes them: acc chooses the ending of the greatest log-likelihood, acc_norm that of the greatest
 log-likelihood per token. Chance is 25 %. Published: about 30 % for llm.c's GPT-2 124M and 29 % for
 the record of 2024-11-19; GPT-2 itself has 28.6 % and 29.6 %. The 10,042 validation questions are
-fetched once (12 MB), or read from --data, a .jsonl of the same form: objects with `ctx`, four
-`endings` and a `label` from 0 to 3.
+fetched once (12 MB), or read from --hellaswag FILE, a .jsonl of the same form: objects with `ctx`,
+four `endings` and a `label` from 0 to 3.
 """
 
 import argparse
@@ -73,9 +73,13 @@ def fetch(path: Path) -> None:
         with urllib.request.urlopen(HOME, timeout=60) as answer:
             data = answer.read()
     except (OSError, HTTPException) as error:
-        raise UserError(f"could not fetch {HOME} ({error}); name a copy with --data") from error
+        raise UserError(
+            f"could not fetch {HOME} ({error}); name a copy: --hellaswag FILE"
+        ) from error
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
-        raise UserError(f"{HOME} has SHA-256 {found}, not {SHA256}: try again, or use --data")
+        raise UserError(
+            f"{HOME} has SHA-256 {found}, not {SHA256}: try again, or use --hellaswag FILE"
+        )
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_bytes(data)
@@ -172,21 +176,21 @@ def print_accuracies(checkpoint: Checkpoint, device: torch.device, path: Path, l
 def evaluate(argv: list[str] | None) -> None:
     """Evaluate the checkpoint that the words name. UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__)
-    parser.add_argument("--hellaswag", action="store_true", help="print accuracies on HellaSwag")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a .jsonl of HellaSwag questions")
-    parser.add_argument("--limit", type=int, default=0, help="number of questions [0: all]")
+    text = "print accuracies on HellaSwag, or on the questions of a FILE"
+    parser.add_argument("--hellaswag", nargs="?", const="", metavar="FILE", help=text)
+    parser.add_argument("--limit", type=int, default=0, help="HellaSwag questions to ask [0: all]")
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if args.limit < 0:
         raise UserError("--limit: must be at least 0")
     device, _, _ = train_gpt.start_device(checkpoint.hp.device)
     print(checkpoint)
-    if not args.hellaswag:
+    if args.hellaswag is None:
         return print_loss(checkpoint, device)
     if hasattr(checkpoint.hp, "context_len"):  # a sequence holds many questions
         reason = "its model has no document mask, so a question would see the others"
         raise UserError(f"{checkpoint.path} cannot be scored on HellaSwag: {reason}")
-    path = args.data or HERE / "data" / "hellaswag" / "hellaswag_val.jsonl"
-    if not (args.data or path.exists()):
+    path = Path(args.hellaswag or HERE / "data" / "hellaswag" / "hellaswag_val.jsonl")
+    if not (args.hellaswag or path.exists()):
         fetch(path)
     print_accuracies(checkpoint, device, path, args.limit)
 
