@@ -92,6 +92,8 @@ Question = tuple[list[list[int]], int, int]
 def read_questions(path: Path, limit: int) -> list[Question]:
     """Return for each question the tokens of its four documents, the length of the context that
     they share, and the index of the right one. UserError for another file."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
     encoding = gpt2_encoding()
     lines = path.read_text("utf-8", errors="replace").rstrip().split("\n")
     questions = []

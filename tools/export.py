@@ -104,6 +104,7 @@ def export(argv: list[str] | None) -> None:
     if kind != "hf":
         raise UserError(f"--export {kind}: the only format is hf")
     export_hf(checkpoint, Path(folder))
+    folder = str(Path(folder).resolve())  # so that the code below runs in any folder
     print(f"{checkpoint}: exported to {folder}")
     print("import transformers")
     call = "transformers.Auto{}.from_pretrained({!r}, {})"
