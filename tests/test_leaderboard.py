@@ -258,8 +258,8 @@ def test_plot_draws_all_runs_and_the_published_curve(board, monkeypatch):
     over_time, over_steps = (axis.get_lines() for axis in drawn[0].axes)
     assert Path("out.png").exists() and len(over_time) == 3
     assert over_steps[0].get_xydata().tolist() == [[0, 10.8258], [2, 5.28], [4, 3.28]]
-    assert over_steps[2].get_xydata()[-1].tolist() == [1770, 3.2808]
-    assert over_time[2].get_xydata()[-1].tolist() == [176.0, 3.2808]
+    assert over_steps[2].get_xydata()[-1].tolist() == [1770, 3.2788]
+    assert over_time[2].get_xydata()[-1].tolist() == [179.83, 3.2788]
 
 
 # -----------------------------------------------------------------------------

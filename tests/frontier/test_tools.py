@@ -22,10 +22,11 @@ def test_a_finished_run_is_drawn(whole, capsys):
 
 def test_bench_counts_the_tokens_of_each_stage(flags, monkeypatch, capsys):
     monkeypatch.setattr(bench, "matmul_tflops", lambda *_: 0.05)
-    own = ["--json", "--steps", "2", "--micro_batches", "1"]
-    bench.main(["train_gpt_2026.py", *own, *flags[D]])
+    words = ["--json", "--steps", "5", *flags[D], "--batch_seqs", "1"]
+    bench.main(["train_gpt_2026.py", *words])
     report = json.loads(capsys.readouterr().out)
-    assert report["script"] == "forks/train_gpt_2026.py" and report["record"] == D
+    run = report["runs"][0]
+    assert run["script"] == "forks/train_gpt_2026.py" and run["record"] == D
     for step, length, row in zip((0, 4, 7), (128, 256, 384), report["windows"], strict=True):
         assert row["step"] == step and row["attention_tflop"] > 0
         assert row["tokens_per_s"] == pytest.approx(1e3 * length / row["ms_per_step"])
