@@ -88,6 +88,16 @@ make_venv() { # make_venv [flags of venv]
     "$python" -m venv "$@" "$venv"
 }
 
+# One run.sh at a time installs packages; others wait for it, and then find them. The lock belongs to
+# the open file, which Python inherits, and ends when the file is closed.
+lock() {
+    must_write
+    [ -w "$here" ] || return 0
+    exec 9>"$here/.run.lock"
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true # no Python: later
+}
+unlock() { exec 9>&-; }
+
 # Each requirements.txt is installed once: .venv keeps a copy to tell whether it has changed.
 marked() { cmp -s "$1" "$venv/.installed-$2"; }
 mark() { cp "$1" "$venv/.installed-$2"; }
@@ -96,26 +106,38 @@ setup() {
     if marked "$here/requirements.txt" run; then
         python="$venv/bin/python"
     elif ! has_torch "$python"; then
-        must_write
-        echo "run.sh: setting up $venv (once)" >&2
-        make_venv --clear
+        lock
+        marked "$here/requirements.txt" run || install
+        unlock
         python="$venv/bin/python"
-        if ! has_gpu; then # PyTorch's smaller CPU build; if that fails, pip's build follows
-            "$python" -m pip install --quiet --retries 1 --timeout 20 \
-                --index-url https://download.pytorch.org/whl/cpu \
-                "$(grep '^torch==' "$here/requirements.txt")" 2>/dev/null || true
-        fi
-        "$python" -m pip install --quiet -r "$here/requirements.txt" ||
-            die "pip could not install requirements.txt: see its message above"
-        mark "$here/requirements.txt" run
     fi
+}
+
+install() { # make .venv, and install requirements.txt
+    echo "run.sh: setting up $venv (once)" >&2
+    make_venv --clear
+    local pip=("$venv/bin/python" -m pip install --quiet)
+    if ! has_gpu; then # PyTorch's smaller CPU build; if that fails, pip's build follows
+        "${pip[@]}" --retries 1 --timeout 20 --index-url https://download.pytorch.org/whl/cpu \
+            "$(grep '^torch==' "$here/requirements.txt")" 2>/dev/null || true
+    fi
+    "${pip[@]}" -r "$here/requirements.txt" ||
+        die "pip could not install requirements.txt: see its message above"
+    mark "$here/requirements.txt" run
 }
 
 setup_more() { # setup_more FOLDER: set up, and install FOLDER/requirements.txt
     setup
+    if ! marked "$here/$1/requirements.txt" "$1"; then
+        lock
+        marked "$here/$1/requirements.txt" "$1" || install_more "$1"
+        unlock
+    fi
+    python="$venv/bin/python"
+}
+
+install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .venv
     local requirements="$1/requirements.txt"
-    marked "$here/$requirements" "$1" && python="$venv/bin/python" && return
-    must_write
     echo "run.sh: installing $requirements (once)" >&2
     if [ "$python" != "$venv/bin/python" ]; then # that Python has torch: .venv is for the rest
         [ -x "$venv/bin/python" ] || make_venv --system-site-packages
