@@ -45,7 +45,7 @@ CHECKPOINTS = [
     ("--resume on --run_id half", "is not an intact checkpoint of this program"),
     ("--resume on --run_id weights", "logs/weights/state_step000009.pt"),
 ]
-RUNNING = [("--embed_lr 1e38", "the loss is nan at step 2: try lower learning rates, or")]
+RUNNING = [("--embed_lr 1e38", "the loss is nan at step 2: try lower rates, or")]
 TABLE = [*FLAGS, *SHARDS, *CHECKPOINTS, *RUNNING]
 
 
