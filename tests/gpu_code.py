@@ -2,8 +2,8 @@
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
-The arguments are one of CARDS, a record, --kernels on or off, and parts: `square` is Muon's update
-of square matrices alone.
+The arguments are one of CARDS, a record of train_gpt.py or of forks/train_gpt_2026.py, --kernels on
+or off, and parts: `square` is Muon's update of square matrices alone.
 
 A line of JSON for each kernel, in each configuration that a GPU would choose from, has its graph,
 its name, and one of three: what it takes (bytes of shared memory and of stack, registers,
@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -236,14 +235,27 @@ def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
                 print(json.dumps({"graph": label + direction, "kernel": name} | row), flush=True)
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(HERE), str(HERE / "forks")]
+import train_gpt_2026 as fork  # noqa: E402
+
 import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
 
-# This asks for the device; it answers as on the card.
+# These ask for the device; they answer as on the card.
 gpu_kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
     lambda device: shared < 160_000
 )
+fork.memory_is_small = torch.compiler.assume_constant_result(
+    lambda device, tokens=49152: memory < 40
+)
+train_gpt.make_mask = train_gpt.block_lists  # as on any GPU
+
+
+def activations(hp, count: int) -> list[torch.Tensor]:
+    """Return so many inputs of a layer."""
+    shape = 1, hp.seq_len, hp.model_dim
+    return [torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(count)]
 
 
 def layer_graphs(hp):
@@ -251,13 +263,12 @@ def layer_graphs(hp):
     table = train_gpt.layer_table(hp)
     attending = [i for i, row in enumerate(table) if row.window != "none"]
     last = max(attending, key=lambda i: (table[i].values is not None, i))
-    shape = 1, hp.seq_len, hp.model_dim
-    x, x0, value, output = (
-        torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(4)
-    )
+    x, x0, value, output = activations(hp, 4)
     skip = (torch.ones(()), output) if last >= len(table) // 2 else None
     if table[last].values is None:
         value = None
+    elif table[last].values == "first":  # another layer's v (1, T, H, D)
+        value = value.view(1, -1, hp.num_heads, hp.head_dim)
     tokens, window = torch.zeros(hp.seq_len, dtype=torch.int32), torch.tensor(896)
     first = train_gpt.first_visible(tokens, window, hp.window_rule)
     frequencies = train_gpt.rotary_frequencies(hp, torch.device("cpu"))
@@ -267,20 +278,50 @@ def layer_graphs(hp):
     yield "layer", captured(block, x, x0, value, skip, rotary, mask)
 
 
-def same_loss(targets, hp):
-    """Return the targets, and more for cross_entropy, in training and in validation."""
-    return [(targets,), (targets,)]
+def layer_graphs_2026(hp):
+    """Yield the graphs of the fork's layer that has most: earlier outputs, values from elsewhere, a
+    long window; and the same of those whose heads are paired."""
+    with torch.device("meta"):
+        model = fork.GPT(hp)
+    now = fork.Moment(0, hp)
+
+    def features(layer) -> tuple[int, bool]:
+        more = layer.values, layer.skip_from, layer.source
+        return sum(field is not None for field in more), layer.window == "long"
+
+    for paired in sorted({layer.paired for layer in model.layers}):
+        layer = max([row for row in model.layers if row.paired == paired], key=features)
+        x, x0, value, output, bigram, source = activations(hp, 6)
+        tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
+        mask = model.masks(tokens, now)[layer.mask]
+        call = captured(
+            fork.Block(hp, layer),
+            x,
+            x0,
+            value,
+            None if layer.skip_from is None else (torch.ones(()), output),
+            model.rotary(torch.arange(hp.seq_len), now)[paired],
+            mask,
+            bigram=bigram if hp.bigram_rows else None,
+            source=None if layer.source is None else source,
+        )
+        yield "paired layer" if paired else "layer", call
 
 
 @torch.no_grad()
-def loss_graphs(hp, head_class=train_gpt.Head, losses=same_loss, grad_scale=None):
+def loss_graphs(hp, run):
     """Yield the graphs of the head and its loss, as a run compiles them."""
     with torch.device("meta"):
-        head = head_class(hp)
+        head = run.model_class(hp).lm_head
     tokens, vocab = head.chunk_len(torch.device("cuda")), hp.padded_vocab
-    grad_scale = grad_scale or 1 / hp.seq_len
     x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
-    training, validation = losses(torch.zeros(tokens, dtype=torch.int64), hp)
+    targets, several, grad_scale = torch.zeros(tokens, dtype=torch.int64), (), 1 / hp.seq_len
+    trained = targets
+    if run is fork.Run:
+        grad_scale = 1.0 if hp.loss_sum else grad_scale
+        if hp.most_targets > 1:
+            trained = fork.next_targets(targets, hp.most_targets)
+            several = (torch.ones(hp.most_targets),)
     weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
     inputs, w, dtype = x, weight.bfloat16(), torch.bfloat16
     if hp.fp8 and CAPABILITY >= 89:
@@ -289,19 +330,18 @@ def loss_graphs(hp, head_class=train_gpt.Head, losses=same_loss, grad_scale=None
         inputs, w = train_gpt.to_fp8(x, hp.x_s, e4m3), train_gpt.to_fp8(weight, hp.w_s, e4m3)
         grad_scale *= hp.grad_s
     grads = torch.empty(tokens, vocab, dtype=dtype)
-
-    def loss(x, w, targets, grad_scale, *more):
-        return captured(head.chunk_loss, x, w, targets, grad_scale, *more)
-
-    yield "loss", loss(inputs, w, training[0], grad_scale, *training[1:])
+    yield "loss", captured(head.chunk_loss, inputs, w, trained, grad_scale, *several)
     yield "loss backward", captured(head.chunk_backward, inputs, w, grads, grad_w)
-    yield "loss of validation", loss(x, weight.bfloat16(), validation[0], None, *validation[1:])
+    of_validation = captured(head.chunk_loss, x, weight.bfloat16(), targets, None)
+    yield "loss of validation", of_validation
 
 
 @torch.no_grad()
-def muon_graphs(hp, square_only=False, run=train_gpt.Run, orthogonalise=None):
+def muon_graphs(hp, run, square_only=False):
     """Yield the graphs of all matrices of a shape, as a run on one GPU has them."""
-    orthogonalise = orthogonalise or train_gpt.zeropower_via_newtonschulz5
+    orthogonalise = train_gpt.zeropower_via_newtonschulz5
+    if run is fork.Run and hp.polar_express:
+        orthogonalise = fork.polar_express
 
     def as_on_a_gpu(direction):
         return orthogonalise(direction.bfloat16())
@@ -317,26 +357,27 @@ def muon_graphs(hp, square_only=False, run=train_gpt.Run, orthogonalise=None):
         yield f"muon {height} x {width}", captured(train_gpt.muon_updates, *arguments)
 
 
-GRAPHS = {
-    "layer": layer_graphs,
-    "loss": loss_graphs,
-    "muon": muon_graphs,
-    "square": partial(muon_graphs, square_only=True),
-}
+def graphs_of(part: str, hp, run):
+    """Return what yields the graphs of a part, with their names."""
+    if part == "layer":
+        return layer_graphs_2026(hp) if run is fork.Run else layer_graphs(hp)
+    if part == "loss":
+        return loss_graphs(hp, run)
+    return muon_graphs(hp, run, square_only=part == "square")
 
 
-def main(words: list[str], run=train_gpt.Run, graphs_of=GRAPHS) -> None:
-    """Report on the record and the parts that the words after the card name."""
-    record, choice, *parts = words
+def main(record: str, choice: str, *parts: str) -> None:
+    """Report on the parts of a record, with the kernels or without them."""
+    run = train_gpt.Run if record in train_gpt.RECORDS else fork.Run
     hp = run.records[record]
     if choice == "on":
         for name in run.model_class.kernels:
             gpu_kernels.IN_USE[name] = gpu_kernels.TWINS[name][0]
     for part in parts:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
-        for label, graphs in graphs_of[part](hp):
+        for label, graphs in graphs_of(part, hp, run):
             report(label, graphs)
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:])
+    main(*sys.argv[2:])

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import bench
 import numpy as np
 import pytest
-import reference
+import test_loss
 import torch
+import train_gpt_2026 as fork
+import train_gpt_track3 as track3
 from conftest import at_window
 from evaluate import log_likelihoods
 from runs import val_losses
@@ -17,10 +19,11 @@ from sample import Decoder
 from torch._dynamo.utils import counters
 
 import train_gpt
-from train_gpt import GPT, HERE, RECORDS, CastedLinear, Head, Moment, Run
+from train_gpt import HERE, RECORDS, CastedLinear, Moment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_WindowWarmup"]
+A, B, C, _, D = (fork.RECORDS[name] for name in list(fork.RECORDS)[:5])
 
 
 def needs_fp8():
@@ -59,11 +62,13 @@ def check_attention(attend, first: torch.Tensor, *more) -> None:
         assert relative_error(found, expected) < 0.02
 
 
-@pytest.mark.parametrize("rule", ["blocks", "tokens"])
+@pytest.mark.parametrize("rule", ["blocks", "tokens", "distance"])
 @pytest.mark.parametrize("window", [128, 896, 1792])
 def test_flex_attention_equals_sdpa_with_gradients(window, rule):
-    first = train_gpt.first_visible(documents(4096), torch.tensor(window), rule)
-    check_attention(train_gpt.attend, first.cuda(), 0.12)
+    """By distance with keys of the token before."""
+    attend = fork.attend_with_offset if rule == "distance" else train_gpt.attend
+    first = fork.first_visible(documents(4096), torch.tensor(window), rule)
+    check_attention(attend, first.cuda(), 0.12)
 
 
 def test_fp8_linear_equals_float64():
@@ -81,29 +86,47 @@ def test_fp8_linear_equals_float64():
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_compiled_head_and_loss_equal_float64(fp8, monkeypatch):
-    """Two chunks, so that the second adds to the first; 2048 tokens: float64 logits are 0.8 GB."""
+@pytest.mark.parametrize("script", [train_gpt, fork])
+def test_compiled_head_and_loss_equal_float64(script, fp8, monkeypatch):
+    """Two chunks, so that the second adds to the first. The fork's loss has three targets."""
     if fp8:
         needs_fp8()
-    monkeypatch.setattr(Head, "chunk_len", lambda self, device: 1024)
-    head = Head(replace(RECORD, fp8=fp8)).cuda()
+    cap, shares, divisor = {"logit_softcap": 15.0}, (1.0,), 1024
+    hp, more = replace(RECORD, fp8=fp8), ()
+    if script is fork:
+        cap, shares, divisor = {"logit_sigmoid": (23.0, 5.0, 7.5)}, (1.0, 0.5, 0.25), 1
+        hp, more = replace(D, fp8=fp8, tied_frac=0.0), (shares,)
+    monkeypatch.setattr(script.Head, "chunk_len", lambda self, device: 512)
+    head = script.Head(hp).cuda()
     head.weight.data.normal_(0, 0.05)
-    x = torch.randn(2048, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, 50257, (2048,), device="cuda")
+    x = torch.randn(1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 50257, (1024,), device="cuda")
     monkeypatch.setattr(train_gpt.compiled, "allowed", True)
-    loss = head.loss(x, targets)
+    loss = head.loss(x, targets, *more)
     loss.backward()
-    x64 = x.detach().double().requires_grad_()
-    w64 = head.weight.detach().double().requires_grad_()
-    expected = reference.softcapped_loss(x64 @ w64.T, targets, 15.0)
-    expected.backward()
+    value, grad_x, grad_w = test_loss.objective(x, head.weight, targets, cap, shares)
     tolerance = 0.07 if fp8 else 0.02
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
-    assert relative_error(x.grad, x64.grad) < tolerance
-    assert relative_error(head.weight.grad, w64.grad) < tolerance
+    assert loss.item() == pytest.approx(value, rel=2e-3)
+    assert relative_error(x.grad, grad_x / divisor) < tolerance
+    assert relative_error(head.weight.grad, grad_w / divisor) < tolerance
 
 
-def placed(model: GPT, device: torch.device) -> GPT:
+def test_logits_of_the_optimizer_benchmark_are_capped_as_in_float64():
+    logits = torch.linspace(-200, 200, 4001, device="cuda").bfloat16()
+    expected = 15 * logits.double() / (logits.double().square() + 225).sqrt()
+    assert relative_error(track3.capped(logits, 15.0)[0], expected) < 1e-6
+
+
+def moment_of(script, hp, tied: bool = False):
+    """Return a moment with a long window of 384 tokens; of the fork with a short one of 128."""
+    if script is not fork:
+        return at_window(384, hp)
+    now = fork.Moment(0 if tied else hp.num_iterations, hp)
+    now.window, now.short = 384, 128
+    return now
+
+
+def placed(model: train_gpt.GPT, device: torch.device) -> train_gpt.GPT:
     """Move a model to a device, with the dtypes that it has there, and return it."""
     model.to(device)
     for table in model.tables():
@@ -130,10 +153,26 @@ def check_model(make_model, length: int, now: Moment) -> None:
         assert relative_error(cuda_grads[name], grad) < 0.1, name
 
 
-@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
-def test_the_model_on_cuda_equals_the_model_on_a_cpu(record, randomize):
+@pytest.mark.parametrize(
+    ("script", "record", "tied"),
+    [
+        (train_gpt, RECORD, False),
+        (train_gpt, RECORD_2024, False),
+        (fork, A, False),
+        (fork, B, True),
+        (fork, C, False),
+        (fork, C, True),
+        (fork, D, False),
+        (fork, D, True),
+        (track3, track3.RECORDS["muon"], False),
+        (track3, track3.RECORDS["adamw"], False),
+    ],
+)
+def test_the_model_on_cuda_equals_the_model_on_a_cpu(script, record, tied, randomize):
+    """Also where the head is the embedding, with several targets."""
     hp = replace(record, model_dim=256, num_heads=2, fp8=False)
-    check_model(lambda: randomize(GPT(hp)), 1024, at_window(384, hp))
+    tokens = 2048 if script is track3 else 1024  # two contexts
+    check_model(lambda: randomize(script.GPT(hp)), tokens, moment_of(script, hp, tied))
 
 
 @torch.no_grad()
@@ -157,14 +196,25 @@ def check_inference(make_model, now, shift: float) -> None:
     assert relative_error(*scores) < 0.02
 
 
-@pytest.mark.parametrize("record", [RECORD, RECORD_2024])
-def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(record, randomize):
+@pytest.mark.parametrize(
+    ("script", "record", "shift"),
+    [(train_gpt, RECORD, 15.0), (train_gpt, RECORD_2024, 30.0), (fork, D, 11.5)],
+)
+def test_cached_logits_are_the_uncached_ones_and_packed_scores_those_of_a_cpu(
+    script, record, shift, randomize
+):
     hp = replace(record, model_dim=256, num_heads=2)
-    check_inference(lambda: randomize(GPT(hp)), at_window(384, hp), hp.logit_softcap)
+    check_inference(lambda: randomize(script.GPT(hp)), moment_of(script, hp), shift)
 
 
-def check_steps(hp, run) -> None:
-    """Train all steps and validate after a warm-up: nothing may synchronise or compile."""
+@pytest.mark.parametrize("run", [train_gpt.Run, fork.Run])
+def test_a_step_after_warm_up_neither_synchronises_nor_compiles(run):
+    """All windows or stages of a run on four layers of full width, and a validation."""
+    sizes = {"num_layers": 4, "seq_len": 4096, "val_seq_len": 8192, "num_iterations": 28}
+    hp = replace(RECORD, **sizes)
+    if run is fork.Run:
+        layers = "short+v1+pair,long+v2,short+backout+pair,long+v1+x1+in2"
+        hp = replace(D, **sizes | {"seq_len": 2048, "layers": layers})
     device = torch.device("cuda")
     model = train_gpt.build(run, hp, device)
     optimizers = run.optimizers_class(model, hp)
@@ -191,14 +241,14 @@ def check_steps(hp, run) -> None:
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_a_step_after_warm_up_neither_synchronises_nor_compiles():
-    """All windows of a run on four layers of full width."""
-    sizes = {"num_layers": 4, "seq_len": 4096, "val_seq_len": 8192, "num_iterations": 28}
-    check_steps(replace(RECORD, **sizes), Run)
+TWINS = [("weighted_cross_entropy", A), ("weighted_cross_entropy", D)]
+TWINS += [(name, RECORD) for name in train_gpt.GPT.kernels]
 
 
-def check_twins(name: str, record, compiled: bool) -> None:
-    """Compare a twin with its plain function at the record's shapes; run with -s for the times."""
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "record"), TWINS)
+def test_twins_agree_with_their_plain_functions_at_the_record_s_shapes(name, record, compiled):
+    """Run with -s for the times."""
     kernels, device = pytest.importorskip("gpu_kernels"), torch.device("cuda")
     twin, example, _ = kernels.TWINS[name]
     fp8 = record.fp8 and train_gpt.fp8_supported(device)
@@ -214,12 +264,6 @@ def check_twins(name: str, record, compiled: bool) -> None:
         for function in both
     )
     print(f"\n{name}, compiled {compiled}: Triton {fused_ms:.3f} ms, plain {plain_ms:.3f} ms")
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", GPT.kernels)
-def test_twins_agree_with_their_plain_functions_at_the_record_s_shapes(name, compiled):
-    check_twins(name, RECORD, compiled)
 
 
 def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies(tmp_path, monkeypatch):
@@ -239,39 +283,43 @@ def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies(tmp_path, mo
     assert bench.trace_steps(run, 2)["launches"] == 10
 
 
-def test_all_kernels_are_found_right_for_the_record():
+@pytest.mark.parametrize(("script", "record"), [(train_gpt, RECORD), (fork, A), (fork, D)])
+def test_all_kernels_are_found_right_for_the_record(script, record):
     """A run's own comparison finds that, compiled."""
     kernels, lines = pytest.importorskip("gpu_kernels"), []
     device = torch.device("cuda")
-    kernels.choose_kernels(GPT, RECORD, device, train_gpt.all_reduce_, lines.append)
-    assert lines == ["kernels: softcapped_cross_entropy relu2_mlp symmetric_matmul"]
+    kernels.choose_kernels(script.GPT, record, device, train_gpt.all_reduce_, lines.append)
+    assert lines == [f"kernels: {' '.join(script.GPT.kernels)}"]
+
+
+SHORT_VALIDATION = "--val_seq_len 65536 --val_tokens 65536"
 
 
 @pytest.fixture
-def record(capsys, monkeypatch, tmp_path, write_shard):
-    """Return run(flags): it runs a full-size record on the sample, validates on 262144 tokens of
-    it, and returns what is printed."""
+def on_the_sample(capsys, monkeypatch, tmp_path, write_shard):
+    """Return train(run, flags): it trains on the sample, of which 262144 tokens are for validation,
+    and returns what is printed."""
     tokens = train_gpt.load_data_shard(f"{HERE}/data/kjv_val_000000.bin").numpy()
     val = write_shard("val_0.bin", np.tile(tokens, 4)[:262146])
     monkeypatch.chdir(tmp_path)
 
-    def run(flags: str) -> str:
-        files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {val} --val_tokens 262144"
-        files += " --epochs 0 --keep 0"  # the sample holds two batches
-        train_gpt.main(f"{files} {flags}".split())
+    def train(run, flags: str) -> str:
+        files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {val} --epochs 0 --keep 0"
+        train_gpt.main(f"{files} {flags}".split(), run)
         text = capsys.readouterr().out
         with capsys.disabled():
             print(f"\n{text}")
         return text
 
-    return run
+    return train
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "demo"])
-def test_fifty_steps_of_each_record_on_the_sample(name, record):
+def test_fifty_steps_of_each_record_on_the_sample(name, on_the_sample):
     """Its loss falls; 2025-01-26 takes the memory of a 24 GB card, validation on 262144 tokens
     included."""
-    text = record(f"--record {name} --num_iterations 50 --val_loss_every 25")
+    flags = f"--record {name} --num_iterations 50 --val_loss_every 25 --val_tokens 262144"
+    text = on_the_sample(train_gpt.Run, flags)
     losses = list(val_losses(text).values())
     assert losses[0] == pytest.approx(10.8258, abs=1e-3)
     assert losses[-1] < losses[1] < 6.5
@@ -281,8 +329,29 @@ def test_fifty_steps_of_each_record_on_the_sample(name, record):
         assert allocated < 21e9 and reserved < 23e9
 
 
-def test_fifty_steps_with_all_kernels_give_the_losses_without_any(record):
+@pytest.mark.parametrize("name", [name for name in fork.RECORDS if name != "demo"])
+def test_fifty_steps_of_each_record_of_the_fork_on_the_sample(name, on_the_sample):
+    flags = f"--record {name} --num_iterations 50 --val_loss_every 25 {SHORT_VALIDATION}"
+    losses = list(val_losses(on_the_sample(fork.Run, flags)).values())
+    tied = fork.RECORDS[name].tied_frac > 0  # then the head does not begin at zero
+    assert losses[0] == pytest.approx(10.83 if tied else 10.8258, abs=0.01 if tied else 1e-3)
+    assert losses[-1] < losses[1] < (9 if tied else 6.5)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_twenty_steps_of_the_optimizer_benchmark_on_the_sample(name, on_the_sample):
+    flags = f"--record {name} --num_iterations 20 --val_loss_every 10 {SHORT_VALIDATION}"
+    losses = list(val_losses(on_the_sample(track3.Run, flags)).values())
+    assert losses[0] == pytest.approx(10.8258, abs=1e-3)
+    assert losses[-1] < losses[1] < 10
+
+
+def test_fifty_steps_with_all_kernels_give_the_losses_without_any(on_the_sample):
     """Within bfloat16's rounding, with an epsilon that does not turn such noise into steps."""
-    more = "--num_iterations 50 --val_loss_every 10 --adam_eps 1e-6 --kernels"
-    plain, fused = (val_losses(record(f"{more} {choice}")) for choice in ("off", "on"))
+    found = []
+    for choice in ("off", "on"):
+        flags = "--num_iterations 50 --val_loss_every 10 --adam_eps 1e-6 --val_tokens 262144"
+        text = on_the_sample(train_gpt.Run, f"{flags} --kernels {choice}")
+        found.append(val_losses(text))
+    plain, fused = found
     assert len(plain) == 6 and fused == pytest.approx(plain, abs=0.02)

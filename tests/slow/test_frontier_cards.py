@@ -1,14 +1,11 @@
 """The frontier's records, with and without kernels, compiled for cards from 24 to 80 GB."""
 
-from pathlib import Path
-
 import pytest
 import test_gpu_code
 from test_gpu_code import check, rows_of
 from test_gpu_code_cards import CARDS
 from train_gpt_2026 import RECORDS
 
-SCRIPT = Path(__file__).parent.parent / "frontier/gpu_code_2026.py"
 # Bytes of registers that are spilled besides: on an H100 by a product of the gates' 72 numbers, in
 # a kernel for large matrices; on an RTX 5090 and a B200 by the layers' backward
 # pass.
@@ -24,7 +21,6 @@ SPILLED = {
 
 @pytest.fixture(autouse=True)
 def of_the_frontier(monkeypatch) -> None:
-    monkeypatch.setattr(test_gpu_code, "SCRIPT", SCRIPT)
     monkeypatch.setattr(test_gpu_code, "SPILLED", SPILLED)
 
 
