@@ -2,7 +2,7 @@
 
     ./run.sh tools/leaderboard.py logs/*.txt                    a row for each run and each group
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
-    ./run.sh tools/leaderboard.py logs/A.txt logs/B.txt --diff  settings and source that differ
+    diff logs/A.txt logs/B.txt | less                           source and settings that differ
 
 Runs with the same source, flags (except the seed and the like), kernels, torch and GPUs are a
 group, which has a letter. The p of a group is that of the public leaderboard: a one-sided t-test
@@ -20,7 +20,6 @@ loss in the log (--field val_ema_loss).
 """
 
 import argparse
-import difflib
 import math
 import re
 import signal
@@ -330,10 +329,9 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(zip(letters, groups.values(), strict=True))
 
 
-def print_leaderboard(groups: dict[str, list[Run]], target: float, diff: bool = False) -> None:
-    """Print a row for each run and each group, and compare groups of equal steps; with `diff`,
-    print how each group differs from the first one, too."""
-    (first, base), *others = groups.items()
+def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
+    """Print a row for each run and each group, and compare groups of equal steps."""
+    first, base = next(iter(groups.items()))
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
@@ -366,12 +364,10 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float, diff: bool = 
         seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
         if len(set(seeds)) < len(seeds):
             print(f"\n{letter} has a seed twice: on a CPU, such runs are equal and count as one")
-    for letter, runs in others:
+    for letter, runs in groups.items():
         like = next(name for name, other in groups.items() if other[0].steps == runs[0].steps)
         if like != letter:
             print(f"\n{sentence(groups[like], runs, (like, letter))}")
-        if diff:
-            print("\n".join(["", *differences(base[0], runs[0], (first, letter))]))
 
 
 def plot(groups: dict[str, list[Run]], path: Path) -> None:
@@ -408,25 +404,6 @@ def plot(groups: dict[str, list[Run]], path: Path) -> None:
     print(f"\nwrote {path}")
 
 
-def differences(a: Run, b: Run, names: tuple[str, str]) -> list[str]:
-    """Return how b differs from a, in lines: settings and machine as comments, which `patch` skips,
-    then a unified diff of the sources."""
-    lines = []
-    before, after = (
-        {**r.settings, "kernels": r.kernels, "torch": r.torch, "GPU": r.gpu} for r in (a, b)
-    )
-    for name in before | after:
-        old, new = before.get(name) or "-", after.get(name) or "-"
-        if old != new and name not in OF_ONE_RUN:
-            lines.append(f"# {name}: {old} -> {new}")
-    sources, others = {"": a.source, **a.files}, {"": b.source, **b.files}
-    for file in sources | others:
-        old, new = (part.get(file, "").splitlines() for part in (sources, others))
-        paths = [str(Path(name, file)) for name in names]
-        lines += difflib.unified_diff(old, new, *paths, lineterm="", n=2)
-    return lines
-
-
 def read_logs(
     paths: list[Path], program: str, at: int | None = None, name: str = "val_loss"
 ) -> tuple[list[Run], int]:
@@ -454,14 +431,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
     parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
-    parser.add_argument("--diff", action="store_true", help="print what differs from the first")
     args = parser.parse_args(argv)
     if args.at is not None and args.at < 1:
         parser.error("--at must be 1 or more")
     runs, skipped = read_logs(args.logs, parser.prog, args.at, args.field)
     groups = groups_of(runs)
     if groups:
-        print_leaderboard(groups, args.target, args.diff)
+        print_leaderboard(groups, args.target)
     if groups and args.plot:
         try:
             plot(groups, args.plot)

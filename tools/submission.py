@@ -6,7 +6,6 @@ Logs are grouped as in tools/leaderboard.py. The first group is the baseline, an
 is the submission; a single group is a submission without a baseline. DIR gets:
 
     README.md            statistics of all runs, what differs, how to repeat them
-    changes.diff         settings and source of the submission against those of the baseline
     baseline/RUN.txt     logs of the baseline
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
@@ -176,10 +175,8 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
             shutil.copy2(r.path, place / f"{r.path.stem}.txt")
     text += ["```", "", "## What changed", ""]
     if len(parts) > 1:
-        diff = leaderboard.differences(parts[BASELINE][0], ours[0], (BASELINE, OURS))
-        (folder / "changes.diff").write_text("\n".join(diff) + "\n", "utf-8")
-        text += ["`changes.diff` has all of it.", ""]
-        text += [f"- `{line[2:]}`" for line in diff if line.startswith("# ")]
+        both = " ".join(f"{name}/{runs[0].path.stem}.txt" for name, runs in parts.items())
+        text += [f"A log begins with source and settings: see `diff {both}`."]
     (folder / "README.md").write_text("\n".join(text) + "\n", "utf-8")
     print("\n".join([f"\nwrote {folder}", *(f"- {line}" for line in (rule, *notes))]))
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
