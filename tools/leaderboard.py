@@ -44,10 +44,8 @@ OF_ONE_RUN |= {"val_loss_every", "save_every", "keep"}
 ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
 
 # The optimizer benchmark takes the standard deviation of a loss as 0.0013. For a result of n runs,
-# (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001. For two results, the
-# difference over sqrt(1/n1 + 1/n2) must be. By its README, 100 steps are worth 0.0045 of loss.
+# (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001.
 BENCHMARK_MARGIN = 0.004
-LOSS_OF_A_STEP = 0.0045 / 100
 
 # An interval and a verdict need this many runs of each group, or pairs of runs. Half of a 95 %
 # interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four, and 1.2
@@ -308,14 +306,6 @@ def margin(losses: list[float], target: float) -> float:
     return round(float((target - np.mean(losses)) * len(losses) ** 0.5), 9)
 
 
-def margin_over(old: list[Run], new: list[Run]) -> float:
-    """Return the benchmark's statistic of a new result against an old one. A lower loss and fewer
-    steps make the statistic larger."""
-    before = np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in old])
-    now = np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in new])
-    return float((before - now) / (1 / len(old) + 1 / len(new)) ** 0.5)
-
-
 # -----------------------------------------------------------------------------
 # What is printed and plotted
 
@@ -331,7 +321,6 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
 
 def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
     """Print a row for each run and each group, and compare groups of equal steps."""
-    first, base = next(iter(groups.items()))
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
@@ -344,7 +333,7 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
     of_benchmark = all(r.of_benchmark for runs in groups.values() for r in runs)
     rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd"]]
     if of_benchmark:
-        rows[0] += [f"({target:g} - loss) sqrt(n)", f"against {first}"]
+        rows[0].append(f"({target:g} - loss) sqrt(n)")
     rows[0].append("what")
     for letter, runs in groups.items():
         times, losses = columns(runs)
@@ -353,17 +342,12 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
         row += [show_p(p_at_most(target, losses))]
         row += [show(np.mean(times), ".2f"), show(deviation(times), ".2f")]
         if of_benchmark:
-            over = "-" if runs is base else f"{margin_over(base, runs):+.5f}"
-            row += [f"{margin(losses, target):+.5f}", over]
+            row.append(f"{margin(losses, target):+.5f}")
         rows.append([*row, runs[0].name])
     print_table(rows)
     if of_benchmark:
         least = f"({target:g} - loss) sqrt(n) must be at least {BENCHMARK_MARGIN}"
         print(f"\nthe optimizer benchmark: {least}, for a number of runs fixed beforehand")
-    for letter, runs in groups.items():
-        seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
-        if len(set(seeds)) < len(seeds):
-            print(f"\n{letter} has a seed twice: on a CPU, such runs are equal and count as one")
     for letter, runs in groups.items():
         like = next(name for name, other in groups.items() if other[0].steps == runs[0].steps)
         if like != letter:
