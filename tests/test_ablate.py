@@ -160,7 +160,7 @@ def test_the_table_is_that_of_the_runs(ablation):
     assert together == sorted(together, reverse=True)
 
 
-def test_an_ablation_continues_only_with_the_same_flags_and_source(ablation):
+def test_an_ablation_continues_only_with_the_same_source(ablation):
     """The verdict is on the number that is judged: without smear, the loss is lower, but times
     differ by chance alone."""
     for words, count, verdict in (
@@ -171,12 +171,8 @@ def test_an_ablation_continues_only_with_the_same_flags_and_source(ablation):
         assert status == 0 and len({side for side, _ in made if "record" not in side}) == count
         assert ("record_longer", 0) not in made
         assert re.search(f"smear .*  {verdict} ", out.split(" seeds:")[-1])
-    for words, changed_seed, reason in (
-        ("--only value --muon_lr 0.06", -1, "logs/it.json: record was ["),
-        ("--only value --runs 4", 2, "differ in source"),
-    ):
-        status, _, err, _ = ablation(f"{NAMED} {words}", changed_seed)
-        assert status == 1 and reason in err and err.count("\n") == 1
+    status, _, err, _ = ablation(f"{NAMED} --only value --runs 4", changed_seed=2)
+    assert status == 1 and "differ in source" in err
 
 
 @pytest.mark.parametrize(
