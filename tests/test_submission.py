@@ -1,14 +1,10 @@
 """tools/submission.py: the folder of a pull request to the public project."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 import submission
 from test_leaderboard import FLAGS, GPUS, group, ours, rows_of
-
-import train_gpt
 
 NAME = "2026-11-22_Trick"
 
@@ -49,19 +45,14 @@ def paths() -> set[str]:
     return {str(path) for path in Path(".").rglob("*") if path.is_file()}
 
 
-def test_the_folder_holds_the_logs_of_both_groups_and_the_change(submit):
-    sources = [f"import torch\nx = {x}" for x in (1, 2)]
-    files = group("a", source=sources[0]) | group("b", FLAGS, source=sources[1])
+def test_the_folder_holds_the_logs_of_both_groups(submit):
+    files = pair()
     status, readme, _ = submit(files)
     logs = [f"baseline/a{i}.txt" for i in range(3)] + [f"this_pr/b{i}.txt" for i in range(3)]
-    folder = {f"{NAME}/{name}" for name in [*logs, "README.md", "changes.diff"]}
-    assert status == 0 and paths() == {*files, *folder}
+    assert status == 0 and paths() == {*files, *(f"{NAME}/{p}" for p in [*logs, "README.md"])}
     for copy, text in zip(logs, files.values(), strict=True):
         assert Path(NAME, copy).read_text() == text
-    assert "- `muon_lr: 0.05 -> 0.06`" in readme and "seed:" not in readme
-    diff = Path(NAME, "changes.diff").read_text().splitlines()
-    assert diff[:3] == ["# muon_lr: 0.05 -> 0.06", "--- baseline", "+++ this_pr"]
-    assert diff[4:] == [" import torch", "-x = 1", "+x = 2"]
+    assert "`diff baseline/a0.txt this_pr/b0.txt`" in readme
 
 
 def test_figures_and_verdict_are_those_of_a_public_readme(submit):
@@ -80,29 +71,20 @@ def test_figures_and_verdict_are_those_of_a_public_readme(submit):
 
 
 @pytest.mark.parametrize(
-    ("losses", "benchmark", "words"),
+    ("flags", "losses", "rule"),
     [
-        ([3.279, 3.2800], False, "Adding runs until p is low proves nothing"),
-        ([3.279], False, "one run, or runs with equal losses, have no p"),
-        ([3.2779], True, "Rule 3 is not met"),
-        ([3.278] * 4, True, "Rule 3 is met"),  # exactly, which sums of decimals miss by a little
+        ("", [3.279, 3.2800], "Rule 2 is not met: p = 0.250 is not below 0.01. Adding runs "),
+        ("", [3.279], "Rule 2 is not met: one run"),
+        (" --context_len 1024", [3.2779], "Rule 3 is not met: "),  # of the optimizer benchmark
+        (" --context_len 1024", [3.278] * 4, "Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = "),
     ],
 )
-def test_a_rule_is_met_or_not(losses, benchmark, words):
-    assert words in submission.verdict(losses, benchmark)
-
-
-def test_the_commands_of_the_readme_make_the_runs_again(submit):
-    """The shell must not expand the pattern."""
-    flags = " --train_files 'data/kjv_train_*.bin' --adam_betas 0.9 0.99 --val_files ''"
-    _, readme, _ = submit(group("a") | group("b", flags, ms=90.0))
-    loops = re.findall(r"^for seed in (.+); do \./run\.sh (.+) --seed \$seed; done$", readme, re.M)
-    assert [seeds for seeds, _ in loops] == ["0 1 2", "0 1 2"]
-    commands = [shlex.split(words) for _, words in loops]
-    assert [script for script, *_ in commands] == ["baseline.py", "this_pr.py"]
-    hp = [train_gpt.parse_args(flags, train_gpt.Run)[0] for _, *flags in commands]
-    assert [h.adam_betas for h in hp] == [(0.8, 0.95), (0.9, 0.99)] and hp[1].val_files == ""
-    assert hp[1].train_files == "data/kjv_train_*.bin" and "'data/kjv_train_*.bin'" in readme
+def test_a_rule_is_met_or_not(flags, losses, rule, submit):
+    """0.002 sqrt(4) is exactly what rule 3 needs, which sums of decimals miss by a little. The
+    benchmark wants no baseline."""
+    status, readme, out = submit(group("a", flags, losses))
+    assert status == 0 and rule in readme and rule in out
+    assert ("No baseline" in readme) == (not flags)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +125,3 @@ def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
     status, _, _ = submit(files, folder=folder)
     assert status.startswith(f"submission.py: {folder} was not made: ") and "\n" not in status
     assert message in status and paths() == {*files}
-
-
-def test_a_submission_to_the_optimizer_benchmark_has_its_statistic_and_no_baseline(submit):
-    losses = [3.2771, 3.2789, 3.2782, 3.2770]
-    of_benchmark = " --context_len 1024"  # a setting that no other script has
-    status, text, _ = submit(group("a", of_benchmark, losses))
-    found = (3.28 - sum(losses) / 4) * 2
-    verdict = f"Rule 3 is met: (3.28 - mean loss) * sqrt(runs) = {found:.5f}, 0.004 is needed."
-    assert status == 0 and verdict in text and "rule 4" not in text

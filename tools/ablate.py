@@ -174,7 +174,7 @@ def techniques_of(path: Path, flags: list[str]) -> list[tuple[Technique, list[st
     """Return the techniques of a script's run with these flags, and what turns each off. They are
     at most as new as the record, or as the script's newest one, and the script takes their flags:
     otherwise, a setting of that name is something else."""
-    hp, record = compare.new_run(path, flags)
+    hp, record = compare.settings_of(path, flags)
     names = [name for cls in script.load(path).__mro__ for name in getattr(cls, "records", {})]
     date = r"\d{4}-\d\d-\d\d"
     dates = re.findall(date, record) or re.findall(date, " ".join(names))
@@ -184,7 +184,7 @@ def techniques_of(path: Path, flags: list[str]) -> list[tuple[Technique, list[st
         if not off or technique.record > max(dates, default=""):
             continue
         try:
-            compare.new_run(path, [*flags, *off])
+            compare.settings_of(path, [*flags, *off])
         except UserError:
             continue
         found.append((technique, off))
@@ -203,14 +203,10 @@ def choose(argv: list[str] | None) -> None:
     )
     args, others = parser.parse_known_args(argv)
     path, flags = script.take_script(others)
-    hp, record = compare.new_run(path, flags)
+    hp, record = compare.settings_of(path, flags)
     found = techniques_of(path, flags)
     words = args.only.casefold().split(",")
     found = [(t, off) for t, off in found if any(word in t.name.casefold() for word in words)]
-    if not found:
-        such = f" whose name contains {args.only}" if args.only else ""
-        fork = "forks/train_gpt_2026.py has the most; --list prints them"
-        raise UserError(f"{record} of {path.name} has no technique{such}: {fork}")
     if args.list:
         rows = [["technique", "record", "gain_s", f"what turns it off in {record}"]]
         for technique, off in found:
@@ -219,10 +215,9 @@ def choose(argv: list[str] | None) -> None:
         return print_table(rows)
     if args.runs < 1:
         raise UserError(f"--runs {args.runs}: --ablate needs 1 or more")
-    if len(found) == 1:
-        pair = f'"" {shlex.quote(shlex.join(found[0][1]))}'
-        one = f"a single one is measured by ./run.sh {script.show(path)} --compare {pair}"
-        raise UserError(f"--ablate needs two techniques or more: {one}")
+    if len(found) < 2:
+        remedy = "forks/train_gpt_2026.py has the most, --list prints them, --compare measures one"
+        raise UserError(f"{record} has {len(found)} such techniques, two are needed: {remedy}")
     own = Side("record", tuple(flags), path)
     sides = [
         Side(re.sub(r"\W+", "_", technique.name), (*flags, *off), path) for technique, off in found

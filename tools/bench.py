@@ -4,7 +4,6 @@
     ./run.sh tools/bench.py --vs "--fp8 off" [flags]                against a second configuration
     ./run.sh tools/bench.py --vs "my_fork.py --fp8 off" [flags]     of another script
     ./run.sh tools/bench.py --trace 2 [flags]                       profile two steps, too
-    ./run.sh tools/bench.py --calibrate                             is my machine slow?
     torchrun --standalone --nproc_per_node=N tools/bench.py ...     on N GPUs; rank 0 prints
 
 Model, optimizers, batches and steps are those of the script, which is train_gpt.py unless another
@@ -12,15 +11,13 @@ one is named. Nothing is logged. A step has the whole global batch; with --batch
 measured quickly. Steps are timed at the first, the middle and the last step of the schedule; steps
 of two configurations take turns.
 
-Keys of --json: machine, runs, windows, trace (path, table, and counts in a step: launches of
-kernels, collectives). A run has: script, record, flags, data, batch, compiled, notes (chosen
-kernels), warm_up_s (with compilation), memory_gb (the peak of a step and a validation, on a GPU). A
-window has: run (its number), step, window, ms_per_step, tokens_per_s, matmul_tflop and
-attention_tflop of a step, tflop_per_s, ceiling (TFLOP/s of a process's large matmuls), of_ceiling,
+--json prints one object at the end: machine, runs, windows, trace (path, table, and a step's
+launches of kernels). A run has: script, record, flags, data, compiled, notes (chosen kernels),
+warm_up_s (with compilation), memory_gb (the peak of a step and a validation, on a GPU). A window
+has: run (its number), step, window, ms_per_step, tokens_per_s, matmul_tflop and attention_tflop of
+a step, tflop_per_s, ceiling (TFLOP/s of a process's large matmuls: 790 on an H100), of_ceiling,
 blocks (their median is ms_per_step) and, from the second run on, ratio, lowest and highest: its
 time divided by the first run's, block by block.
-
-With --calibrate: machine, ceiling, of_h100 (the ceiling's share of an H100's).
 """
 
 import argparse
@@ -28,11 +25,9 @@ import inspect
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -46,18 +41,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import script  # noqa: E402
 
 import train_gpt  # noqa: E402
-from train_gpt import HERE, UserError, clock  # noqa: E402
+from train_gpt import clock  # noqa: E402
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BLOCKS = 5  # of timed steps in a measurement; the median is reported
 BATCHES = 32  # different ones; then they come again
-H100 = 790.0  # TFLOP/s of large bfloat16 matmuls, measured on one
-# Counted are profiler events whose names begin so: calls of CUDA's runtime or driver that launch
-# a kernel, and operations of torch.distributed.
-EVENTS = {
-    "launches": ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel"),
-    "collectives": ("c10d::",),
-}
+# Profiler events whose names begin so are launches of kernels, by CUDA's runtime or driver.
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel")
 
 
 # -----------------------------------------------------------------------------
@@ -76,11 +66,9 @@ class Configuration:
 
 
 def configuration(path: Path, flags: list[str]) -> Configuration:
-    """Return the configuration of a new run. UserError for flags that cannot be timed."""
+    """Return the configuration of a script with these flags. UserError for bad flags."""
     run_class = script.load(path)
     hp, record = script.core(run_class).parse_args(flags, run_class)
-    if hp.resume:
-        raise UserError(f"--resume is for {path.name}: bench.py times a new run")
     return Configuration(path, flags, run_class, hp, record)
 
 
@@ -114,7 +102,6 @@ class Timed:
             "record": chosen.record,
             "flags": shlex.join(chosen.flags),
             "data": self.data,
-            "batch": f"{hp.batch_seqs} sequences, {hp.batch_seqs // RANKS} a process",
             "compiled": self.compiled,
             "notes": "; ".join(notes),
             "warm_up_s": clock(device) - start,
@@ -163,14 +150,6 @@ class Timed:
             yield from self.core.distributed_data_generator(planned, RANK, RANKS, self.device)
 
 
-def time_steps(run: Timed, step: int, count: int) -> tuple[float, list[Tensor]]:
-    """Make `count` steps as a run does at this step of its schedule, on all ranks. Return the ms of
-    one, and the inputs (n, T) of each."""
-    start = clock(run.device)
-    inputs = [run.step(step) for _ in range(count)]
-    return 1e3 * (clock(run.device) - start) / count, inputs
-
-
 def time_in_turn(runs: list[Timed], moment: int, steps: int) -> list[dict]:
     """Return the window of each run at the first (0), middle (1) or last (2) step of its schedule.
     The runs take turns (A B A B) after a block of steps, `steps` in all blocks together."""
@@ -180,9 +159,9 @@ def time_in_turn(runs: list[Timed], moment: int, steps: int) -> list[dict]:
         run.step(run.steps[moment])  # before the clock starts
     for _ in range(BLOCKS):
         for i, run in enumerate(runs):
-            ms, used = time_steps(run, run.steps[moment], steps // BLOCKS)
-            blocks[i].append(ms)
-            inputs[i] += used
+            start = clock(run.device)
+            inputs[i] += [run.step(run.steps[moment]) for _ in range(steps // BLOCKS)]
+            blocks[i].append(1e3 * (clock(run.device) - start) / (steps // BLOCKS))
     rows = []
     for i, run in enumerate(runs):
         row = {"run": i, **window_of(run, run.steps[moment], blocks[i], inputs[i], ceiling)}
@@ -228,11 +207,9 @@ def trace_steps(run: Timed, count: int) -> dict:
         path.parent.mkdir(exist_ok=True)
         profiled.export_chrome_trace(str(path))
     averages = profiled.key_averages()
-    found = {"path": str(path)}
-    for name, beginnings in EVENTS.items():
-        found[name] = sum(e.count for e in averages if e.key.startswith(beginnings)) / count
-    found["table"] = "\n" + averages.table(f"self_{run.device.type}_time_total", row_limit=12)
-    return found
+    launches = sum(e.count for e in averages if e.key.startswith(LAUNCHES)) / count
+    table = "\n" + averages.table(f"self_{run.device.type}_time_total", row_limit=12)
+    return {"path": str(path), "launches": launches, "table": table}
 
 
 # -----------------------------------------------------------------------------
@@ -311,8 +288,13 @@ def print_part(part: dict | str) -> None:
     print("\n".join(lines), flush=True)
 
 
-def measured(args: argparse.Namespace, device: torch.device, tell: Callable) -> dict:
-    """Time the configurations; return the report. tell(part) prints a part when it is known."""
+def work(args: argparse.Namespace) -> None:
+    """Time the configurations, and print each part of the report when it is known."""
+    device, _, _ = train_gpt.start_device(args.configurations[0].hp.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    machine = f"{RANKS} x {name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    tell = (lambda _: None) if args.json else print_part
+    tell({"machine": machine})
     runs, windows = [], []
     for i, chosen in enumerate(args.configurations):
         runs.append(Timed(chosen, device))
@@ -325,31 +307,12 @@ def measured(args: argparse.Namespace, device: torch.device, tell: Callable) -> 
             tell("  ".join(titles))
         for row in rows:
             tell("  ".join(show(row.get(title, "")).rjust(len(title)) for title in titles))
-    report = {"runs": [run.report for run in runs], "windows": windows}
+    report = {"machine": machine, "runs": [run.report for run in runs], "windows": windows}
     if args.trace:
         report["trace"] = trace_steps(runs[0], args.trace)
         tell(report["trace"])
-    return report
-
-
-def work(args: argparse.Namespace) -> None:
-    """Measure what the flags ask for, and print it."""
-    device, _, _ = train_gpt.start_device(args.configurations[0].hp.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    git = f"git -C '{HERE}' describe --always --dirty --exclude='*' || echo unknown"
-    commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-    threads = torch.get_num_threads()
-    machine = f"{RANKS} x {name}, {threads} threads, torch {torch.__version__}, commit {commit}"
-    tell = (lambda _: None) if args.json else print_part
-    tell({"machine": machine})
-    if args.calibrate:
-        ceiling = matmul_tflops(device, 10.0)
-        report = {"ceiling": ceiling, "of_h100": ceiling / H100}
-        tell(report)
-    else:
-        report = measured(args, device, tell)
     if args.json:
-        print(json.dumps({"machine": machine, **report}, indent=1))
+        print(json.dumps(report, indent=1))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -362,7 +325,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vs", metavar="FLAGS", type=shlex.split, help="also time these flags")
     text = "profile N steps and write a trace [0]"
     parser.add_argument("--trace", type=int, default=0, metavar="N", help=text)
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine's matmuls")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     args, flags = parser.parse_known_args(argv)
     if args.steps < BLOCKS or args.trace < 0:

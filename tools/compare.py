@@ -35,7 +35,6 @@ import fcntl
 import json
 import math
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +125,7 @@ class Side:
             if any(word.split("=")[0] == flag for word in words):
                 raise UserError(f"--compare: {flag} is for both sides: leave it out of {text!r}")
         side = cls(name, (*common, *words), path)
-        new_run(path, list(side.flags))
+        settings_of(path, list(side.flags))
         return side
 
     def log(self, name: str, seed: int) -> Path:
@@ -138,9 +137,9 @@ class Side:
         UserError if the run fails."""
         log = self.log(name, seed)
         if not is_finished(log):
-            delete_run(log)
-            flags = [*WITHOUT, *self.flags, "--seed", str(seed), "--run_id", log.stem]
-            command = [sys.executable, str(LAUNCH), str(self.path), *flags]
+            delete_unfinished(log)
+            own = ["--seed", str(seed), "--run_id", log.stem]
+            command = [sys.executable, str(LAUNCH), str(self.path), *WITHOUT, *self.flags, *own]
             status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
             if status in (130, -signal.SIGINT):
                 raise KeyboardInterrupt
@@ -161,19 +160,14 @@ def is_finished(log: Path) -> bool:
         return False
 
 
-def delete_run(log: Path) -> None:
-    """Delete what an interrupted run has left. UserError if the run still lives: it holds a lock on
-    its log."""
-    if log.exists():
-        with log.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                remedy = "wait for its end, or choose another --run_id"
-                raise UserError(f"another process is writing {log}: {remedy}") from error
-            log.unlink()
-    log.with_suffix(".jsonl").unlink(missing_ok=True)
-    shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
+def delete_unfinished(log: Path) -> None:
+    """Delete the log of a run that has not finished. UserError if its process still lives."""
+    with log.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run locks its log
+        except BlockingIOError as error:
+            raise UserError(f"another process is writing {log}: choose another --run_id") from error
+    log.unlink()
 
 
 def begin(name: str, sides: list[Side], logs: list[Path], **plan) -> tqdm:
@@ -315,14 +309,11 @@ def parser_of(about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def new_run(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
+def settings_of(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
     """Return the settings of a script with these flags, and the record's name. UserError for bad
-    flags, and for those of old runs."""
+    flags."""
     run_class = script.load(path)
-    hp, record = script.core(run_class).parse_args(flags, run_class)
-    if hp.resume:
-        raise UserError(f"--resume is for {path.name}: here runs are new")
-    return hp, record
+    return script.core(run_class).parse_args(flags, run_class)
 
 
 def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:

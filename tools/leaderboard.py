@@ -2,7 +2,7 @@
 
     ./run.sh tools/leaderboard.py logs/*.txt                    a row for each run and each group
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
-    ./run.sh tools/leaderboard.py logs/A.txt logs/B.txt --diff  settings and source that differ
+    diff logs/A.txt logs/B.txt | less                           source and settings that differ
 
 Runs with the same source, flags (except the seed and the like), kernels, torch and GPUs are a
 group, which has a letter. The p of a group is that of the public leaderboard: a one-sided t-test
@@ -20,7 +20,6 @@ loss in the log (--field val_ema_loss).
 """
 
 import argparse
-import difflib
 import math
 import re
 import signal
@@ -45,10 +44,8 @@ OF_ONE_RUN |= {"val_loss_every", "save_every", "keep"}
 ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
 
 # The optimizer benchmark takes the standard deviation of a loss as 0.0013. For a result of n runs,
-# (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001. For two results, the
-# difference over sqrt(1/n1 + 1/n2) must be. By its README, 100 steps are worth 0.0045 of loss.
+# (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001.
 BENCHMARK_MARGIN = 0.004
-LOSS_OF_A_STEP = 0.0045 / 100
 
 # An interval and a verdict need this many runs of each group, or pairs of runs. Half of a 95 %
 # interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four, and 1.2
@@ -309,14 +306,6 @@ def margin(losses: list[float], target: float) -> float:
     return round(float((target - np.mean(losses)) * len(losses) ** 0.5), 9)
 
 
-def margin_over(old: list[Run], new: list[Run]) -> float:
-    """Return the benchmark's statistic of a new result against an old one. A lower loss and fewer
-    steps make the statistic larger."""
-    before = np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in old])
-    now = np.mean([r.loss + LOSS_OF_A_STEP * r.steps for r in new])
-    return float((before - now) / (1 / len(old) + 1 / len(new)) ** 0.5)
-
-
 # -----------------------------------------------------------------------------
 # What is printed and plotted
 
@@ -330,10 +319,8 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(zip(letters, groups.values(), strict=True))
 
 
-def print_leaderboard(groups: dict[str, list[Run]], target: float, diff: bool = False) -> None:
-    """Print a row for each run and each group, and compare groups of equal steps; with `diff`,
-    print how each group differs from the first one, too."""
-    (first, base), *others = groups.items()
+def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
+    """Print a row for each run and each group, and compare groups of equal steps."""
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
@@ -346,7 +333,7 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float, diff: bool = 
     of_benchmark = all(r.of_benchmark for runs in groups.values() for r in runs)
     rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd"]]
     if of_benchmark:
-        rows[0] += [f"({target:g} - loss) sqrt(n)", f"against {first}"]
+        rows[0].append(f"({target:g} - loss) sqrt(n)")
     rows[0].append("what")
     for letter, runs in groups.items():
         times, losses = columns(runs)
@@ -355,23 +342,16 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float, diff: bool = 
         row += [show_p(p_at_most(target, losses))]
         row += [show(np.mean(times), ".2f"), show(deviation(times), ".2f")]
         if of_benchmark:
-            over = "-" if runs is base else f"{margin_over(base, runs):+.5f}"
-            row += [f"{margin(losses, target):+.5f}", over]
+            row.append(f"{margin(losses, target):+.5f}")
         rows.append([*row, runs[0].name])
     print_table(rows)
     if of_benchmark:
         least = f"({target:g} - loss) sqrt(n) must be at least {BENCHMARK_MARGIN}"
         print(f"\nthe optimizer benchmark: {least}, for a number of runs fixed beforehand")
     for letter, runs in groups.items():
-        seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
-        if len(set(seeds)) < len(seeds):
-            print(f"\n{letter} has a seed twice: on a CPU, such runs are equal and count as one")
-    for letter, runs in others:
         like = next(name for name, other in groups.items() if other[0].steps == runs[0].steps)
         if like != letter:
             print(f"\n{sentence(groups[like], runs, (like, letter))}")
-        if diff:
-            print("\n".join(["", *differences(base[0], runs[0], (first, letter))]))
 
 
 def plot(groups: dict[str, list[Run]], path: Path) -> None:
@@ -408,25 +388,6 @@ def plot(groups: dict[str, list[Run]], path: Path) -> None:
     print(f"\nwrote {path}")
 
 
-def differences(a: Run, b: Run, names: tuple[str, str]) -> list[str]:
-    """Return how b differs from a, in lines: settings and machine as comments, which `patch` skips,
-    then a unified diff of the sources."""
-    lines = []
-    before, after = (
-        {**r.settings, "kernels": r.kernels, "torch": r.torch, "GPU": r.gpu} for r in (a, b)
-    )
-    for name in before | after:
-        old, new = before.get(name) or "-", after.get(name) or "-"
-        if old != new and name not in OF_ONE_RUN:
-            lines.append(f"# {name}: {old} -> {new}")
-    sources, others = {"": a.source, **a.files}, {"": b.source, **b.files}
-    for file in sources | others:
-        old, new = (part.get(file, "").splitlines() for part in (sources, others))
-        paths = [str(Path(name, file)) for name in names]
-        lines += difflib.unified_diff(old, new, *paths, lineterm="", n=2)
-    return lines
-
-
 def read_logs(
     paths: list[Path], program: str, at: int | None = None, name: str = "val_loss"
 ) -> tuple[list[Run], int]:
@@ -454,14 +415,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
     parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
-    parser.add_argument("--diff", action="store_true", help="print what differs from the first")
     args = parser.parse_args(argv)
     if args.at is not None and args.at < 1:
         parser.error("--at must be 1 or more")
     runs, skipped = read_logs(args.logs, parser.prog, args.at, args.field)
     groups = groups_of(runs)
     if groups:
-        print_leaderboard(groups, args.target, args.diff)
+        print_leaderboard(groups, args.target)
     if groups and args.plot:
         try:
             plot(groups, args.plot)

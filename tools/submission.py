@@ -5,8 +5,7 @@
 Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second group
 is the submission; a single group is a submission without a baseline. DIR gets:
 
-    README.md            statistics of all runs, what differs, how to repeat them
-    changes.diff         settings and source of the submission against those of the baseline
+    README.md            statistics of all runs, and which rules are met
     baseline/RUN.txt     logs of the baseline
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
@@ -106,19 +105,6 @@ def notes_of(parts: dict[str, list[Run]]) -> list[str]:
     return notes
 
 
-def commands(name: str, runs: list[Run]) -> list[str]:
-    """Return shell commands that repeat the runs of a group."""
-    script, first = f"{name}.py", runs[0]
-    if not first.settings:  # a public log
-        return [f"# {name}: start the source at the head of its logs as its project says"]
-    seeds = " ".join(r.settings["seed"] for r in runs)
-    flags = f"{script} --record {first.record}{first.flags}"
-    return [
-        f"# {name}: {script} is the source at the head of its logs",
-        f"for seed in {seeds}; do ./run.sh {flags} --seed $seed; done",
-    ]
-
-
 def check_alone(run: Run) -> None:
     """Raise UserError if the source in a log cannot run alone, as sources in public logs can. Then
     the log has parts with other files. The kernels' file counts only if the run used kernels."""
@@ -167,19 +153,15 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
     if notes:
         text += ["## Notes", "", *(f"- {note}" for note in notes), ""]
     text += ["## Statistics", "", "```", statistics.getvalue().strip(), "```", ""]
-    text += ["## How to repeat the runs", "", "```bash"]
     for name, runs in parts.items():
-        text += commands(name, runs)
         place = folder / name if len(parts) > 1 else folder
         place.mkdir(parents=True, exist_ok=True)
         for r in runs:
             shutil.copy2(r.path, place / f"{r.path.stem}.txt")
-    text += ["```", "", "## What changed", ""]
+    text += ["## What changed", ""]
     if len(parts) > 1:
-        diff = leaderboard.differences(parts[BASELINE][0], ours[0], (BASELINE, OURS))
-        (folder / "changes.diff").write_text("\n".join(diff) + "\n", "utf-8")
-        text += ["`changes.diff` has all of it.", ""]
-        text += [f"- `{line[2:]}`" for line in diff if line.startswith("# ")]
+        both = " ".join(f"{name}/{runs[0].path.stem}.txt" for name, runs in parts.items())
+        text += [f"A log begins with its source, machine, settings and flags: `diff {both}`"]
     (folder / "README.md").write_text("\n".join(text) + "\n", "utf-8")
     print("\n".join([f"\nwrote {folder}", *(f"- {line}" for line in (rule, *notes))]))
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
