@@ -15,17 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import language
-from runs import Program, before_step, console_of, error_of, rows, val_losses, wait_at_most
+from runs import Program, before_step, console_of, error_of, outcome, rows, wait_at_most
 
-from train_gpt import Run, load_checkpoint, main
+from train_gpt import main
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
 LAST = 40 if KILLS < 5 else 200
 RESUME = ["--resume", "on"]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_checkpoint(folder / f"logs/it/state_step{LAST:06}.pt", Run)["model"]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +34,10 @@ def flags(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(flags, tmp_path_factory) -> SimpleNamespace:
-    """Train undisturbed; return weights, losses and rows."""
+    """Train undisturbed; return the outcome."""
     folder = tmp_path_factory.mktemp("whole")
-    losses = val_losses(console_of(flags, folder))
-    found = rows(folder / "logs/it.jsonl")
-    return SimpleNamespace(folder=folder, weights=weights(folder), losses=losses, rows=found)
+    console_of(flags, folder)
+    return outcome(folder, LAST)
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +83,10 @@ def test_a_run_stopped_at_random_moments_ends_bit_identical(flags, whole, tmp_pa
     assert 0 < begun < LAST
     console_of([*flags, *RESUME], tmp_path)
     assert not list(tmp_path.glob("logs/it/*.tmp"))
-    for name, weight in whole.weights.items():
-        assert torch.equal(weights(tmp_path)[name], weight), name
-    found = rows(Path("logs/it.jsonl"))
-    expected = [row.copy() for row in whole.rows]
-    assert [row["step"] for row in found] == list(range(1, LAST + 1))
-    for row in (*found, *expected):
-        assert row.pop("ms") > 0 and row.pop("tokens_per_s") > 0
-    assert found == expected
+    found = outcome(tmp_path, LAST)
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+    assert found.rows == whole.rows
     assert Path("logs/it.txt").read_text().count("\nresumed at step") == KILLS
 
 
@@ -165,7 +156,8 @@ def test_another_number_of_ranks_takes_over(flags, whole, tmp_path):
     assert "stopped by SIGTERM after step 2" in run.text("out")
     out = console_of([*flags, *RESUME], tmp_path)
     assert re.search(r"resumed at step 2\d\n", out)
-    assert val_losses(out)[LAST] == pytest.approx(whole.losses[LAST], abs=1.5e-4)
+    loss = whole.rows[-1]["val_loss"]
+    assert outcome(tmp_path, LAST).rows[-1]["val_loss"] == pytest.approx(loss, abs=1.5e-4)
 
 
 def in_own_folder(words: list[str]) -> None:
