@@ -64,6 +64,8 @@ has_gpu() {
 has_torch() { # whether this Python can train without .venv, as in many containers
     "$1" - <<'EOF' 2>/dev/null
 import numpy, torch, tqdm
+if torch.cuda.is_available():
+    import huggingface_hub  # by which FineWeb is fetched
 assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 EOF
 }
@@ -177,7 +179,7 @@ tools | tools/* | ./tools/*)
     case "$tool $*" in
     tools/records*.txt*) setup_more tools ;; # leaderboard.py reads the log
     tools/records* | tools/bench* | tools/bundle*) setup ;;
-    tools/sample* | tools/hellaswag* | tools/evaluate*) setup_more data ;;
+    tools/sample* | tools/evaluate*) setup_more data ;;
     *) setup_more tools ;;
     esac
     exec "$python" "$here/$tool" "${@:2}"

@@ -1307,18 +1307,19 @@ def script_of(run: type["Run"]) -> Path:
     return Path(inspect.getfile(run)).resolve()
 
 
-def header(run: type["Run"], hp: Hyperparameters, device: torch.device) -> str:
+def header(run: type["Run"], hp: Hyperparameters) -> str:
     """Return how a log begins: the source of the started script alone, then versions, machine,
     settings, and the project's files that it imports. A line of 100 "=" follows each part."""
     script = script_of(run)
-    files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
-    others = sorted(path for path in files - {script} if path.parent in (script.parent, HERE))
-    command = "nvidia-smi" if device.type == "cuda" else "lscpu || sysctl machdep.cpu"
+    names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    files = {Path(name).resolve() for name in names if name} - {script}
+    others = sorted(p for p in files if p.is_file() and p.parent in (script.parent, HERE))
+    command = "nvidia-smi || lscpu || sysctl machdep.cpu"
     parts = [
         script.read_text("utf-8"),
         f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
         subprocess.run(command, shell=True, capture_output=True, text=True).stdout,
-        "\n".join(f"{name}: {show(value)}" for name, value in vars(hp).items()),
+        "\n".join([f"script: {script.name}", *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
     ]
     parts += [f"{path.name}:\n{path.read_text('utf-8')}" for path in others]
     return "\n".join(f"{part}\n{'=' * 100}" for part in parts)
@@ -1542,8 +1543,7 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
 def check_loss(loss: float, step: int) -> None:
     """Raise UserError if a loss is not finite. All ranks have the same loss, so all stop."""
     if not math.isfinite(loss):
-        remedy = "try lower learning rates, or --fp8 off"
-        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+        raise UserError(f"the loss is {loss} at step {step}: try lower rates, or --fp8 off")
 
 
 def finish_step(log, row: dict, hp, values: Tensor, arrival, since: float) -> tuple[float, float]:
@@ -1597,7 +1597,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     optimizers = run.optimizers_class(model, hp, rank, world_size)
 
     if log.is_new:
-        print(header(run, hp, device), file=log.file)
+        print(header(run, hp), file=log.file)
     flags = changed_flags(replace(hp, run_id="", resume=False), run.records[record])
     log(shlex.join(["record", record, *flags]))
     log(f"on {world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, log in {log.path}")

@@ -37,7 +37,7 @@ TABLE = [
     ("--resume on", "--resume on: say which run with --run_id NAME"),
     ("--resume on --run_id it --seed 2", "saved by train_gpt.py without this: train_gpt.py"),
     ("--resume on --run_id half", "is not an intact checkpoint of this program"),
-    ("--embed_lr 1e38", "the loss is nan at step 2: try lower learning rates, or"),
+    ("--embed_lr 1e38", "the loss is nan at step 2: try lower rates, or"),
 ]
 
 

@@ -1,68 +1,159 @@
-"""tools/evaluate.py: a checkpoint's loss and bits per byte, worked out in another way."""
+"""tools/evaluate.py: loss, bits per byte and HellaSwag's accuracies, computed in other ways."""
 
+import hashlib
+import json
 import math
+import random
+from pathlib import Path
 
 import evaluate
 import numpy as np
 import pytest
 import reference
 import torch
-from conftest import ROOT
-from runs import Program
+import train_gpt_track3
+from conftest import ROOT, at_window
+from runs import error_of
+from test_sample import END, at_windows, model, read_at_once  # noqa: F401
 
+import train_gpt
 from gpt2 import gpt2_encoding
 
 FLAGS = "--device cpu --val_seq_len 256 --val_tokens 2048 --norm_eps 0.0078125"
 LAYERS = [("long", 0, None), ("half", 1, None), ("half", 1, 1), ("long", 2, 0)]  # of the demo
 
 
-@pytest.fixture(scope="module")
-def expected(trained) -> str:
-    """Return the line of the trained model on 2048 tokens of the sample corpus: its loss in float64
-    from its specification, and the bits of that by the bytes that tiktoken decodes."""
+@pytest.mark.parametrize("published", [False, True])
+def test_loss_and_bits_per_byte_are_those_of_the_specification(
+    published, trained, tmp_path, capsys
+):
+    """In float64, on 2048 tokens, whose bytes tiktoken decodes. A published checkpoint has no
+    settings and names no script."""
+    path, words, author = trained.path, FLAGS, "train_gpt.py"
+    weights = torch.load(path, weights_only=True)["model"]
+    if published:
+        path, author = tmp_path / "state_step000008.pt", "a script that it does not name"
+        words = f"{FLAGS} --record demo --model_dim 32 --num_heads 2 --head_dim 16"
+        words += " --num_iterations 8"
+        of_compiled = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
+        torch.save({"step": 8, "code": "", "model": of_compiled, "optimizers": []}, path)
+    evaluate.main([str(path), *words.split()])
+    first, line = capsys.readouterr().out.splitlines()
+    assert first == f"{path}, saved by {author}"
+
     tokens = np.fromfile(ROOT / "data/kjv_val_000000.bin", "<u2", 2049, offset=1024)
     tokens = torch.from_numpy(tokens.astype(np.int64))
-    weights = torch.load(trained.path, weights_only=True)["model"]
-    weights = {name: weight.double() for name, weight in weights.items()}
-    losses = []
+    weights, total = {name: weight.double() for name, weight in weights.items()}, 0.0
     for start in range(0, 2048, 256):
-        piece = tokens[start : start + 257]
-        loss = reference.loss(weights, piece[:-1], piece[1:], 256, 2, 2025, LAYERS)
-        losses.append(loss.item())
+        x, y = tokens[start : start + 256], tokens[start + 1 : start + 257]
+        total += 256 * reference.loss(weights, x, y, 256, 2, 2025, LAYERS).item()
     text = [token for token in tokens[1:].tolist() if token != 50256]
-    size = len(gpt2_encoding().decode_bytes(text))
-    bits = sum(losses) * 256 / math.log(2) / size
-    return f"val_loss:{np.mean(losses):.5f} bits_per_byte:{bits:.5f} over 2048 tokens"
+    bits = total / math.log(2) / len(gpt2_encoding().decode_bytes(text))
+    loss_word, bits_word, *rest = line.split()
+    assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 2048, abs=2e-5)
+    assert float(bits_word.removeprefix("bits_per_byte:")) == pytest.approx(bits, abs=2e-5)
+    assert rest == ["over", "2048", "tokens"]
 
 
-def agree(line: str, expected: str) -> bool:
-    """Return whether two such lines differ by float32's rounding alone."""
-    found, wanted = (
-        [float(word.split(":")[1]) for word in text.split()[:2]] for text in (line, expected)
-    )
-    same_words = line.split()[2:] == expected.split()[2:]
-    return same_words and found == pytest.approx(wanted, abs=2e-5)
+# ---- HellaSwag
+
+WORDS = "the a cat dog river stone walks sings under over blue old house bird 7 quickly"
 
 
-def test_loss_and_bits_per_byte_are_those_of_the_specification(trained, expected, capsys):
-    evaluate.main([str(trained.path), *FLAGS.split()])
-    first, line = capsys.readouterr().out.splitlines()
-    assert first == f"{trained.path}, saved by train_gpt.py" and agree(line, expected)
+def made_up(path: Path, count: int, longest: int = 30) -> list[dict]:
+    """Write questions of random words; endings differ in length, and some labels are texts."""
+    rng = random.Random(0)
+
+    def phrase(least: int, most: int) -> str:
+        return " ".join(rng.choices(WORDS.split(), k=rng.randint(least, most)))
+
+    rows = []
+    for i in range(count):
+        label = rng.randrange(4)
+        endings = [phrase(2, 6) + "." for _ in range(4)]
+        rows.append({"ctx": phrase(2, longest), "endings": endings})
+        rows[-1]["label"] = str(label) if i % 3 else label
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
 
 
-def test_two_ranks_share_the_tokens_and_the_first_prints(trained, expected):
-    program = Program([trained.path, *FLAGS.split()], ranks=2, work=evaluate.main)
-    assert program.end() == [0, 0], program.text("err")
-    assert agree(program.text("out").splitlines()[1], expected) and not program.text("out", 1)
+@torch.no_grad()
+def test_packed_documents_have_the_scores_that_they_have_alone(model, monkeypatch):  # noqa: F811
+    """Behind three ends of text, which a fork's model needs to forget what it read before; and
+    however narrow the window of the last step was."""
+    monkeypatch.setattr(evaluate, "END_OF_TEXT", END)
+    rng = random.Random(0)
+    documents, starts, expected = [], [], []
+    for length in (70, 200, 33, 150, 90, 370, 5):
+        documents.append([END, *rng.choices(range(END), k=length)])
+        starts.append(rng.randint(1, length))
+        tokens = [END, END, END, *documents[-1]]
+        chances = read_at_once(model, tokens, at_windows(model, 1024)).log_softmax(1)
+        places = range(len(tokens))[3 + starts[-1] :]
+        scores = [chances[i - 1, tokens[i]].double().item() for i in places]
+        expected.append(sum(scores))
+    for size in (512, 1024):
+        monkeypatch.setitem(evaluate.SEQUENCE, "cpu", size)
+        now = at_windows(model, 128)
+        found = evaluate.log_likelihoods(model, documents, starts, now)
+        assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_published_checkpoint_needs_its_record(trained, expected, tmp_path, capsys):
-    """It has no settings of its own."""
-    weights = torch.load(trained.path, weights_only=True)["model"]
-    weights = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
-    path = tmp_path / "state_step000008.pt"
-    torch.save({"step": 8, "code": "import torch", "model": weights, "optimizers": []}, path)
-    sizes = "--record demo --model_dim 32 --num_heads 2 --head_dim 16 --num_iterations 8"
-    evaluate.main([str(path), *f"{sizes} {FLAGS}".split()])
-    first, line = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{path}, saved by a script") and agree(line, expected)
+def test_questions_are_fetched_once_and_only_whole_and_scored(
+    trained, tmp_path, monkeypatch, capsys
+):
+    """The expected accuracies are of one document at a time. Questions and labels are read anew."""
+    path, home = tmp_path / "data/hellaswag/hellaswag_val.jsonl", tmp_path / "home.jsonl"
+    rows = made_up(home, 15)
+    whole = home.read_bytes()
+    monkeypatch.setattr(evaluate, "HOME", home.as_uri())
+    monkeypatch.setattr(evaluate, "SHA256", hashlib.sha256(whole).hexdigest())
+    monkeypatch.setattr(evaluate, "HERE", tmp_path)
+    words = [trained.path, "--device", "cpu", "--hellaswag", "--limit", "12"]
+    home.write_bytes(whole.replace(b"river", b"rivet"))
+    status, err = error_of(words, capsys, evaluate.main)
+    assert status == 1 and "has SHA-256" in err and not path.exists()
+    home.write_bytes(whole)
+    evaluate.main(list(map(str, words)))
+    home.unlink()
+    evaluate.main(list(map(str, words)))
+    line, again = [text for text in capsys.readouterr().out.splitlines() if "acc" in text]
+    assert line == again and path.read_bytes() == whole
+
+    saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
+    scorer = train_gpt.GPT(saved["hyperparameters"]).eval()
+    scorer.load_state_dict(saved["model"])
+    encode = gpt2_encoding().encode_ordinary
+    by_sum = by_mean = 0
+    for row in rows[:12]:
+        sums, means = [], []
+        for ending in row["endings"]:
+            tokens = encode(f"{row['ctx']} {ending}")
+            padded = torch.tensor([50256, *tokens] + [0] * (127 - len(tokens)))
+            with torch.no_grad():
+                x = scorer.hidden(padded, at_window(256, scorer.hp))
+                scores = scorer.lm_head.logits(x).log_softmax(1)
+            scores = scores[range(len(tokens)), tokens][len(encode(row["ctx"])) :]
+            sums.append(scores.sum().item())
+            means.append(scores.mean().item())
+        by_sum += sums.index(max(sums)) == int(row["label"])
+        by_mean += means.index(max(means)) == int(row["label"])
+    error = (by_mean / 12 * (1 - by_mean / 12) / 12) ** 0.5
+    expected = f"acc {by_sum / 12:.4f}  acc_norm {by_mean / 12:.4f}  standard error {error:.4f}"
+    assert line == f"{expected}, 12 questions"
+
+
+def test_what_cannot_be_scored_is_refused(trained, tmp_path, capsys):
+    """A file of other rows; and a model whose questions would see each other."""
+    made_up(tmp_path / "it.jsonl", 2)
+    with (tmp_path / "it.jsonl").open("a") as file:
+        file.write('{"ctx": "a", "endings": ["b"], "label": 0}\n')
+    words = [trained.path, "--hellaswag", tmp_path / "it.jsonl", "--device", "cpu"]
+    status, err = error_of(words, capsys, evaluate.main)
+    assert status == 1 and "it.jsonl:3: not a HellaSwag question (IndexError" in err
+    hp = train_gpt_track3.Run.records["demo"]
+    of_track3 = {"script": "train_gpt_track3.py", "record": "demo", "model": {}}
+    torch.save(of_track3 | {"hyperparameters": dict(vars(hp))}, tmp_path / "it.pt")
+    words[0] = tmp_path / "it.pt"
+    status, err = error_of(words, capsys, evaluate.main)
+    assert status == 1 and "its model has no document mask" in err

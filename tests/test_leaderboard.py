@@ -14,10 +14,8 @@ from scipy import stats
 
 RULE = "=" * 100
 FLAGS = " --muon_lr 0.06"
-SMI = """| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
-|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:18:00.0 Off |                    0 |
-| N/A   32C    P0             69W /  700W |       4MiB /  81559MiB |      0%      Default |"""
-GPUS = "\n".join(SMI.format(i=i) for i in range(8))
+GPU = "|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:18:00.0 Off |             0 |"
+GPUS = "\n".join(GPU.format(i=i) for i in range(8))
 
 
 def ours(
@@ -109,93 +107,27 @@ def rows_of(out: str) -> list[list[str]]:
     return [re.split(r"  +", line) for line in lines if not line.startswith("group")]
 
 
-def test_rows_of_our_log_and_of_public_logs(board):
-    """x.txt lies in a record's folder, but has other steps than the record."""
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def test_our_logs_and_public_ones_are_read(board):
+    """x.txt lies in a record's folder, but has other steps than the record. z.txt is a public log
+    without a source, and with seconds."""
     folder = "2025-01-26_BatchSize"
     files = {"a.txt": ours(), f"{folder}/x.txt": of_2024(), f"{folder}/y.txt": of_2025()}
+    files["z.txt"] = "step:2/2 val_loss:3.27888 train_time:618.893s step_avg:196.60ms\n"
     status, out, err = board(files)
     assert (status, err) == (0, "")
     gpu, memory, record = "8 x NVIDIA H100 80GB HBM3", "29898/44552", "2025-01-26_BatchSize"
     torch24, torch25 = "2.6.0.dev20241119+cu124", "2.7.0.dev20250125+cu126"
-    a, x, y = files
-    assert rows_of(out)[:3] == [
-        ["A", record, "2.13.0", gpu, "4", "3.28000", "0.4", "100.00", memory, a],
-        ["B", "x", torch24, gpu, "1875", "3.2783", "301.8", "161.84", "-", x],
-        ["C", record, torch25, gpu, "1770", "3.2808", "176.0", "100.00", memory, y],
+    a, x, y, z = files
+    assert rows_of(out)[:4] == [
+        ["A", record, "2.13.0", gpu, "4", "3.28000", "0.40", "100.00", memory, a],
+        ["B", "x", torch24, gpu, "1875", "3.2783", "301.82", "161.84", "-", x],
+        ["C", record, torch25, gpu, "1770", "3.2808", "176.00", "100.00", memory, y],
+        ["D", "z", "-", "-", "2", "3.27888", "618.89", "196.60", "-", z],
     ]
-
-
-def test_a_group_of_three_has_the_figures_worked_out_by_hand(board):
-    """Losses 3.1, 3.2, 3.4: mean 3.23333, deviation sqrt(0.046667 / 2) = 0.15275. Times 4, 5, 9 s:
-    mean 6, deviation sqrt(14 / 2) = 2.6. t = (3.2333 - 3.28) / (0.1528 / sqrt(3)) = -0.5291, and
-    with two degrees of freedom p = 1/2 - 0.5291 / (2 sqrt(2 + 0.5291^2)) = 0.325. For a target of
-    3.2, t = 0.3780, and p = 0.629."""
-    runs = zip((3.1, 3.2, 3.4), (1000, 1250, 2250), strict=True)
-    files = {f"{i}.txt": ours(loss, ms, flags=f" --seed {i}") for i, (loss, ms) in enumerate(runs)}
-    group = rows_of(board(files)[1])[-1]
-    assert group == ["A", "3", "3.23333", "0.15275", "0.325", "6.0", "2.6", "2025-01-26_BatchSize"]
-    assert rows_of(board(files, "--target", 3.2)[1])[-1][4] == "0.629"
-
-
-def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
-    a_losses, b_losses = [3.2780, 3.2790, 3.2772, 3.2785], [3.2795, 3.2785, 3.2801, 3.2790, 3.2791]
-    a_ms, b_ms = [101.0, 101.3, 100.8, 101.1], [99.0, 99.4, 99.1, 98.9, 99.2]
-    files = {f"a{i}.txt": ours(*x) for i, x in enumerate(zip(a_losses, a_ms, strict=True))}
-    b_runs = enumerate(zip(b_losses, b_ms, strict=True))
-    files |= {f"b{i}.txt": ours(*x, flags=f"{FLAGS} --seed {i}") for i, x in b_runs}
-    status, out, _ = board(files)
-    assert status == 0 and rows_of(out)[-1][-1] == "2025-01-26_BatchSize --muon_lr 0.06"
-    of_loss = stats.ttest_ind(b_losses, a_losses, equal_var=False)
-    a_ms, b_ms = ([round(4 * x) for x in ms] for ms in (a_ms, b_ms))  # as whole ms in a log
-    of_time = stats.ttest_ind(b_ms, a_ms, equal_var=False)
-    higher, slower = np.mean(b_losses) - np.mean(a_losses), np.mean(b_ms) - np.mean(a_ms)
-    by = of_loss.confidence_interval().high - higher
-    slower_by = of_time.confidence_interval().high - slower
-    percent = 100 / np.mean(a_ms)
-    assert out.splitlines()[-1] == (
-        f"B is {-percent * slower:.1f} % ± {percent * slower_by:.1f} % faster than A; "
-        f"its loss is {higher:.4f} ± {by:.4f} higher; "
-        f"the difference in loss is not significant (p = {of_loss.pvalue:.3f}); "
-        "--compare tests after each pair of runs"
-    )
-
-
-def test_groups_of_three_runs_are_too_few_for_a_verdict(board):
-    last = board(group("a") | group("b", FLAGS))[1].splitlines()[-1]
-    assert "3 and 3 runs are too few" in last and "significant" not in last
-
-
-def test_losses_of_runs_of_other_lengths_are_not_compared(board):
-    files = group("a") | group("b", ms=80.0, steps=6)
-    last = board(files)[1].splitlines()[-1]
-    text = "B has 6 steps, A 4: their losses are not compared; B is "
-    assert last.startswith(text) and last.endswith(" % slower than A")
-
-
-def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
-    again = ours(3.1, ms=200).split("log in logs/a.txt\n")[1].split("step:1/4")[1]
-    again = "step:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:1/4" + again
-    out = board({"a.txt": ours(3.28) + again})[1]
-    assert [row[5:7] for row in rows_of(out)[:-1]] == [["3.10000", "0.8"]]
-    assert [*leaderboard.read_log(Path("a.txt")).curve] == [0, 1, 2, 4]
-    assert rows_of(board({"a.txt": ours(3.28) + again}, "--at", 1)[1])[0][5] == "3.5"
-
-
-def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
-    files = {
-        "a.txt": ours(),
-        "b.txt": ours(flags=" --seed 5 --val_loss_every 4"),
-        "c.txt": ours(source="import numpy"),
-        "d.txt": ours(flags=FLAGS),
-        "e.txt": ours(torch="2.11.0"),
-        "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
-        "g.txt": ours(kernels="relu2 xxt"),
-        "h.txt": ours(files=FILES),
-    }
-    groups = [row[0] for row in rows_of(board(files)[1])]
-    assert groups == [*"AABCDEFG", *"ABCDEFG"]
-    plain, more = (leaderboard.read_log(Path(name)) for name in ("a.txt", "h.txt"))
-    assert (more.settings, more.torch, more.gpu) == (plain.settings, plain.torch, plain.gpu)
 
 
 def test_a_log_of_a_run_is_read_with_its_files(trained):
@@ -205,23 +137,12 @@ def test_a_log_of_a_run_is_read_with_its_files(trained):
     assert run.settings["model_dim"] == "32" and run.record == "demo" and run.steps == 8
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "line"),
-    [
-        (" \n\n", "", "skipped bad.txt: is empty"),
-        (ours().replace("val_loss:3.28000", "val_loss:nan"), "", "has a loss of nan at step 4"),
-        (ours().split("step:4/4")[0], "", "is truncated: it ends at step 3 of 4"),
-        (None, "bad.txt", "skipped bad.txt: No such file"),
-        (None, "--plot out.foo", "could not plot out.foo: "),
-    ],
-)
-def test_what_cannot_be_used_is_named_in_one_line(board, content, flags, line):
-    """The good run is shown."""
-    bad = {} if content is None else {"bad.txt": content}
-    status, out, err = board({"good.txt": ours()} | bad, *flags.split())
-    message = f"{status}\n" if isinstance(status, str) else err  # a status of text is printed
-    assert status and message.count("\n") == 1 and message.startswith("leaderboard.py: ")
-    assert line in message and len(rows_of(out)) == 2  # a row for the run and one for its group
+def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
+    again = ours(3.1, ms=200).split("log in logs/a.txt\n")[1].split("step:1/4")[1]
+    again = "step:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:1/4" + again
+    out = board({"a.txt": ours(3.28) + again})[1]
+    assert [row[5:7] for row in rows_of(out)[:-1]] == [["3.10000", "0.80"]]
+    assert [*leaderboard.read_log(Path("a.txt")).curve] == [0, 1, 2, 4]
 
 
 @settings(max_examples=200, deadline=None)
@@ -241,45 +162,104 @@ def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, dat
     assert run.loss == 3.28 and run.steps in (4, 1770, 1875)
 
 
-def test_plot_draws_all_runs_and_the_published_curve(board, monkeypatch):
-    from matplotlib import figure
-
-    figures, save = [], figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k)
-    )
-    board({"a.txt": ours(), "b.txt": ours(3.3)}, "--plot", "out.png")
-    assert Path("out.png").exists()
-    over_time, over_steps = (axis.get_lines() for axis in figures[0].axes)
-    assert over_steps[0].get_xydata().tolist() == [[0, 10.8258], [2, 5.28], [4, 3.28]]
-    for lines, last in ((over_time, 176.0), (over_steps, 1770)):
-        _, _, published = lines
-        assert published.get_xydata()[-1].tolist() == [last, 3.2808]
+PAGE = f"# It shows a run\n\n```\n{ours().split(RULE)[-1]}```\n"
 
 
-def test_diff_prints_settings_and_source_that_differ(board, tmp_path):
-    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
-    board({"a.txt": ours(), "b.txt": ours(source="import torch\nx = 1", flags=FLAGS)})
-    status, out, _ = board({}, "--diff", a, b)
-    assert status == 0
-    assert [line.split() for line in out.splitlines()[:2]] == [
-        ["setting", "a.txt", "b.txt"],
-        ["muon_lr", "0.05", "0.06"],
+@pytest.mark.parametrize(
+    ("content", "flags", "line"),
+    [
+        (" \n\n", "", "skipped bad.txt: has no line of a step"),
+        (PAGE, "", "skipped bad.txt: has no line of a step"),
+        (ours().replace("val_loss:3.28000", "val_loss:nan"), "", "has a loss of nan at step 4"),
+        (ours().split("step:4/4")[0], "", "is truncated: it ends at step 3 of 4"),
+        (None, "bad.txt", "skipped bad.txt: No such file"),
+        (None, "--plot out.foo", "could not plot out.foo: "),
+    ],
+)
+def test_what_cannot_be_used_is_named_in_one_line(board, content, flags, line):
+    """The good run is shown."""
+    bad = {} if content is None else {"bad.txt": content}
+    status, out, err = board({"good.txt": ours()} | bad, *flags.split())
+    message = f"{status}\n" if isinstance(status, str) else err  # a status of text is printed
+    assert status and message.count("\n") == 1 and message.startswith("leaderboard.py: ")
+    assert line in message and len(rows_of(out)) == 2  # a row for the run and one for its group
+
+
+# -----------------------------------------------------------------------------
+# Statistics
+
+
+def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
+    files = {
+        "a.txt": ours(),
+        "b.txt": ours(flags=" --seed 5 --val_loss_every 4"),
+        "c.txt": ours(source="import numpy"),
+        "d.txt": ours(flags=FLAGS),
+        "e.txt": ours(torch="2.11.0"),
+        "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
+        "g.txt": ours(kernels="relu2 xxt"),
+        "h.txt": ours(files=FILES),
+    }
+    groups = [row[0] for row in rows_of(board(files)[1])]
+    assert groups == [*"AABCDEFG", *"ABCDEFG"]
+    plain, more = (leaderboard.read_log(Path(name)) for name in ("a.txt", "h.txt"))
+    assert (more.settings, more.torch, more.gpu) == (plain.settings, plain.torch, plain.gpu)
+
+
+def test_a_group_of_three_has_the_figures_worked_out_by_hand(board):
+    """Losses 3.1, 3.2, 3.4: mean 3.23333, deviation sqrt(0.046667 / 2) = 0.15275. Times 4, 5, 9 s:
+    mean 6, deviation sqrt(14 / 2) = 2.65. t = (3.2333 - 3.28) / (0.1528 / sqrt(3)) = -0.5291, and
+    with two degrees of freedom p = 1/2 - 0.5291 / (2 sqrt(2 + 0.5291^2)) = 0.325. For a target of
+    3.2, t = 0.3780, and p = 0.629."""
+    runs = zip((3.1, 3.2, 3.4), (1000, 1250, 2250), strict=True)
+    files = {f"{i}.txt": ours(loss, ms, flags=f" --seed {i}") for i, (loss, ms) in enumerate(runs)}
+    group = rows_of(board(files)[1])[-1]
+    numbers = ["3", "3.23333", "0.15275", "0.325", "6.00", "2.65"]
+    assert group == ["A", *numbers, "2025-01-26_BatchSize"]
+    assert rows_of(board(files, "--target", 3.2)[1])[-1][4] == "0.629"
+
+
+def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
+    """Not with longer runs."""
+    a_losses, b_losses = [3.2780, 3.2790, 3.2772, 3.2785], [3.2795, 3.2785, 3.2801, 3.2790, 3.2791]
+    a_ms, b_ms = [101.0, 101.3, 100.8, 101.1], [99.0, 99.4, 99.1, 98.9, 99.2]
+    files = group("longer", ms=80.0, steps=6)
+    files |= {f"a{i}.txt": ours(*x) for i, x in enumerate(zip(a_losses, a_ms, strict=True))}
+    b_runs = enumerate(zip(b_losses, b_ms, strict=True))
+    files |= {f"b{i}.txt": ours(*x, flags=f"{FLAGS} --seed {i}") for i, x in b_runs}
+    status, out, _ = board(files)
+    assert status == 0 and rows_of(out)[-1][-1] == "2025-01-26_BatchSize --muon_lr 0.06"
+    of_loss = stats.ttest_ind(b_losses, a_losses, equal_var=False)
+    a_ms, b_ms = ([round(4 * x) for x in ms] for ms in (a_ms, b_ms))  # as whole ms in a log
+    of_time = stats.ttest_ind(b_ms, a_ms, equal_var=False)
+    higher, slower = np.mean(b_losses) - np.mean(a_losses), np.mean(b_ms) - np.mean(a_ms)
+    by = of_loss.confidence_interval().high - higher
+    slower_by = of_time.confidence_interval().high - slower
+    percent = 100 / np.mean(a_ms)
+    assert [line for line in out.splitlines() if "faster" in line or "slower" in line] == [
+        f"C is {-percent * slower:.1f} % ± {percent * slower_by:.1f} % faster than B; "
+        f"its loss is {higher:.4f} ± {by:.4f} higher; "
+        f"the difference in loss is not significant (p = {of_loss.pvalue:.3f}); "
+        "--compare tests after each pair of runs"
     ]
-    changed = [line for line in out.splitlines()[5:] if line[:1] in ("+", "-")]
-    assert changed == ["+x = 1"] and " import torch" in out.splitlines()
 
 
-def test_public_logs_in_seconds_or_without_a_source_are_read(tmp_path):
-    """As in the optimizer benchmark, and in some early logs."""
-    steps = ["step:0/2 val_loss:10.82580 train_time:0.030s step_avg:nanms"]
-    steps += ["step:2/2 val_loss:3.27888 train_time:618.893s step_avg:196.60ms", ""]
-    with_source, without = tmp_path / "a.txt", tmp_path / "b.txt"
-    with_source.write_text(f"import torch\n{RULE}\nRunning PyTorch 2.9.0\n" + "\n".join(steps))
-    without.write_text("\n".join(steps).replace("618.893s", "618893ms").replace("0.030s", "30ms"))
-    for path, source in ((with_source, "import torch"), (without, "")):
-        run = leaderboard.read_log(path)
-        assert run.source == source and run.curve == {0: (10.8258, 0.03), 2: (3.27888, 618.893)}
+def test_groups_of_three_runs_are_too_few_for_a_verdict(board):
+    last = board(group("a") | group("b", FLAGS))[1].splitlines()[-1]
+    assert "3 and 3 runs are too few" in last and "significant" not in last
+
+
+def test_plot_draws_all_runs_and_the_published_curve(board, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: drawn.append(f) or save(f, *a, **k))
+    board({"a.txt": ours(), "b.txt": ours(3.3)}, "--plot", "out.png")
+    over_time, over_steps = (axis.get_lines() for axis in drawn[0].axes)
+    assert Path("out.png").exists() and len(over_time) == 3
+    assert over_steps[0].get_xydata().tolist() == [[0, 10.8258], [2, 5.28], [4, 3.28]]
+    assert over_steps[2].get_xydata()[-1].tolist() == [1770, 3.2788]
+    assert over_time[2].get_xydata()[-1].tolist() == [179.83, 3.2788]
 
 
 # -----------------------------------------------------------------------------
@@ -303,38 +283,6 @@ def of_benchmark(*trials: str, source: str = "import os") -> str:
     return "\n".join([source, RULE, software, RULE, *trials])
 
 
-def benchmark_rows(out: str) -> list[list[str]]:
-    """Return the rows of the benchmark's table."""
-    lines = out.split("benchmark's statistic")[1].splitlines()[2:]
-    return [line.split() for line in lines if line]
-
-
-def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
-    """A trial begins where the step decreases, even if there is no line of step 0."""
-    losses = [3.2771, 3.2802, 3.2785]
-    log = of_benchmark(
-        trial({0: 10.8, 125: 3.4, 250: losses[0]}, 250),
-        trial({0: 10.8, 125: 3.4, 250: losses[1]}, 250),
-        trial({125: 3.4, 250: losses[2]}, 250),
-    )
-    status, out, err = board({"a.txt": log})
-    mean = sum(losses) / 3
-    assert (status, err) == (0, "")
-    assert [row[4] for row in rows_of(out) if "a.txt" in row[-1]] == ["250"] * 3
-    assert "8 x NVIDIA H100 80GB HBM3" in out and f"  {mean:.5f}  " in out
-    assert benchmark_rows(out) == [
-        ["A", "3", "250", f"{mean:.5f}", f"{(3.28 - mean) * 3**0.5:+.5f}", "-"]
-    ]
-
-
-@pytest.mark.parametrize(("flags", "loss"), [("--at 2690 --field val_ema_loss", 3.278), ("", 3.27)])
-def test_a_result_may_be_claimed_before_the_last_step_and_for_another_loss(flags, loss, board):
-    log = of_benchmark(trial({2690: 3.282, 2900: 3.27}, 2900, " handoff:keep"))
-    status, out, err = board({"a.txt": log}, *flags.split())
-    assert (status, err) == (0, "")
-    assert benchmark_rows(out)[0][1:4] == ["1", "2690" if flags else "2900", f"{loss:.5f}"]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [  # mean, runs and steps of two results, and what the benchmark's README computes of them
@@ -342,10 +290,25 @@ def test_a_result_may_be_claimed_before_the_last_step_and_for_another_loss(flags
         ((3.2778, 16, 3250), (3.2785, 10, 3210), 0.0027),
     ],
 )
-def test_a_result_against_an_older_one_is_as_the_benchmark_computes_it(old, new, expected, board):
+def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(old, new, expected, board):
+    """A trial begins where the step decreases, even if there is no line of step 0."""
     logs = {}
     for name, (loss, count, steps) in (("old", old), ("new", new)):
-        trials = [trial({0: 10.8, steps: loss}, steps)] * count
+        trials = [trial({125: 3.4, steps: loss}, steps)] * count
         logs[f"{name}.txt"] = of_benchmark(*trials, source=name)
-    _, out, _ = board(logs)
-    assert float(benchmark_rows(out)[1][-1]) == pytest.approx(expected, abs=6e-5)
+    status, out, err = board(logs)
+    rows = rows_of(out)
+    assert (status, err) == (0, "") and "8 x NVIDIA H100 80GB HBM3" in rows[0]
+    assert [row[4] for row in rows[:-2]] == [str(old[2])] * old[1] + [str(new[2])] * new[1]
+    for row, (loss, count, _) in zip(rows[-2:], (old, new), strict=True):
+        assert row[1:3] == [str(count), f"{loss:.5f}"]
+        assert row[-3] == f"{(3.28 - loss) * count**0.5:+.5f}"
+    assert float(rows[-1][-2]) == pytest.approx(expected, abs=6e-5)
+
+
+@pytest.mark.parametrize(("flags", "loss"), [("--at 2690 --field val_ema_loss", 3.278), ("", 3.27)])
+def test_a_result_may_be_claimed_before_the_last_step_and_for_another_loss(flags, loss, board):
+    log = of_benchmark(trial({2690: 3.282, 2900: 3.27}, 2900, " handoff:keep"))
+    status, out, err = board({"a.txt": log}, *flags.split())
+    assert (status, err) == (0, "")
+    assert rows_of(out)[0][4:6] == ["2690" if flags else "2900", f"{loss:.5f}"]

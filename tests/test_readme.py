@@ -116,15 +116,15 @@ def test_the_gain_of_a_head_scales_its_columns_of_the_output_projection(with_gai
     torch.testing.assert_close(plain.hidden(tokens, now), model.hidden(tokens, now))
 
 
-def test_the_gains_learn_as_scalars_do(with_gain, tiny):
+def test_the_gains_learn_as_scalars_do(with_gain, tiny, randomize):
     """Adam's first step has the size of the learning rate, whatever the gradient."""
     on = with_gain.Hyperparameters(**{**vars(tiny), "head_gain": True, "batch_seqs": 1})
-    model = with_gain.GPT(on)
-    optimizers = with_gain.Optimizers(model, on)
-    for name, p in model.named_parameters():
-        if name.endswith("gain"):
-            p.grad.fill_(1e-3)
+    model = randomize(with_gain.GPT(on))
+    gains = [p for name, p in model.named_parameters() if name.endswith("gain")]
+    before = [p.detach().clone() for p in gains]
+    tokens = torch.arange(tiny.seq_len)[None] * 7 % tiny.vocab_size
     now = train_gpt.Moment(0, on)
-    optimizers.step(now)
-    for block in model.blocks:
-        torch.testing.assert_close(block.attn.gain, torch.full((2,), 1 - on.scalar_lr * now.lr))
+    with_gain.train_step(model, with_gain.Optimizers(model, on), tokens, tokens, now)
+    for p, old in zip(gains, before, strict=True):
+        wanted = torch.full_like(old, on.scalar_lr * now.lr)
+        torch.testing.assert_close((p - old).abs(), wanted)

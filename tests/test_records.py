@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,6 @@ SOURCE = (HERE / "train_gpt.py").read_text()
 
 def parse_args(words: list[str]):
     return train_gpt.parse_args(words, Run)
-
-
-# ---- Records
 
 
 # The published settings, as flags.
@@ -68,28 +64,12 @@ def test_help_names_every_setting_with_its_default(capsys):
 
 
 def test_a_record_s_name_may_be_shortened():
-    for name in ("2025", "2025-01-26", "2025-01-26_BatchSize"):
-        assert parse_args(["--record", name])[1] == "2025-01-26_BatchSize"
-
-
-# ---- Flags
+    assert parse_args(["--record", "2025"])[1] == "2025-01-26_BatchSize"
 
 
 def test_on_a_cpu_the_demo_is_the_default():
     hp, _ = parse_args(["--device", "cpu"])
     assert hp == replace(RECORDS["demo"], device="cpu")
-    assert Path(hp.train_files).is_absolute() and Path(hp.train_files).parent == HERE / "data"
-
-
-def test_flags_reach_the_settings():
-    words = "--record 2025-01-26_BatchSize --fp8 off --adam_betas 0.9 0.99 --w_s 32 --num_layers 6"
-    hp, record = parse_args(words.split())
-    assert record == "2025-01-26_BatchSize"
-    assert (hp.fp8, hp.adam_betas, hp.w_s, hp.num_layers) == (False, (0.9, 0.99), 32.0, 6)
-    assert hp.seq_len == 49152
-
-
-# ---- Published results
 
 
 def test_published_curves_agree_with_the_records_and_the_official_results():
@@ -103,10 +83,6 @@ def test_published_curves_agree_with_the_records_and_the_official_results():
             assert losses == sorted(losses)[::-1] and times == sorted(times) and times[0] == 0
         *steps, last = map(int, row["losses"])
         assert abs(row["losses"][str(last)] - row["mean"]) <= 2 * row["deviation"]
-        if "deviations" in row:  # all runs are public, and the curve is their mean
-            assert row["deviations"].keys() == row["losses"].keys()
-            assert row["losses"][str(last)] == row["mean"]
-            assert row["deviations"][str(last)] == row["deviation"]
         # Until 2026-01-04 the official minutes are the logs' within 0.14 s. Later ones are counted
         # on from record to record, and lie 1.07, 1.29 and -1.13 s above the logs' mean.
         error = 0.2 if name < "2026-01-05" else 1.3

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import small_fork
 import torch
+import train_gpt_2026
 from runs import SCRIPT, STEP, error_of, rows, val_losses
 
 import train_gpt
@@ -99,7 +100,7 @@ def test_without_flags_and_without_a_gpu_the_demo_trains_on_the_sample(
     assert losses[0] == round(math.log(50304), 5) and losses[4] < 10.3
 
 
-@pytest.mark.parametrize("run", [train_gpt.Run, small_fork.Run])
+@pytest.mark.parametrize("run", [train_gpt.Run, small_fork.Run, train_gpt_2026.Run])
 def test_every_setting_is_a_flag_with_a_help_text(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as stop:
@@ -110,7 +111,7 @@ def test_every_setting_is_a_flag_with_a_help_text(run, capsys, monkeypatch):
     assert flags.keys() == {"record", *vars(default)}
     for name, value in vars(default).items():
         shown = re.escape(f"[{train_gpt.show(value)}]")
-        assert re.search(rf" [a-z0-9].* {shown}$", flags[name]), name
+        assert re.search(rf" [a-z0-9Y].* {shown}$", flags[name]), name
 
 
 def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):

@@ -1,33 +1,40 @@
-"""Edited copies of train_gpt.py and forks that import it: how tools find, import and start them."""
+"""Copies of train_gpt.py, forks that import it, and checkpoints: how tools find and start them."""
 
 import contextlib
 import shutil
 import sys
 from pathlib import Path
 
+import evaluate
 import launch
 import pytest
 import script
-from runs import SCRIPT, Program, run, val_losses
+import torch
+from runs import SCRIPT, Program, error_of, run, val_losses
 
 import train_gpt
 from train_gpt import HERE, UserError
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
-SMALL_FORK = HERE / "tests" / "small_fork.py"
 RULE = "=" * 100
+pytestmark = pytest.mark.usefixtures("modules")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """Forget the modules of a test's folder, because other tests' scripts have the same names, and
-    their functions that have twins."""
-    if gpu_kernels := sys.modules.get("gpu_kernels"):
-        monkeypatch.setattr(gpu_kernels, "PLAIN", dict(gpu_kernels.PLAIN))
+    """Forget a test's scripts, and give the project's modules of their names back. Functions with
+    twins are known by name, too."""
+    for name in ("path", "meta_path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    before = dict(sys.modules)
+    if "gpu_kernels" in before:
+        plain = dict(before["gpu_kernels"].PLAIN)
+        monkeypatch.setattr(before["gpu_kernels"], "PLAIN", plain)
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+    sys.modules.update(before)
 
 
 @pytest.fixture
@@ -45,79 +52,47 @@ def copy(tmp_path) -> Path:
 @pytest.fixture
 def fork(tmp_path) -> Path:
     """Return a fork that imports train_gpt.py, alone in another folder."""
-    return Path(shutil.copy(SMALL_FORK, tmp_path / "its_own.py"))
-
-
-# ---- Finding a script
+    return Path(shutil.copy(HERE / "tests" / "small_fork.py", tmp_path / "its_own.py"))
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("words", "expected"),
     [
-        ("train_gpt.py", SCRIPT),
+        ("", SCRIPT),
+        ("logs/x/state_step000128.pt", SCRIPT),
+        ("train_gpt.py --seed 3", SCRIPT),
         ("train_gpt_2026.py", FRONTIER),
-        ("its_own.py", "its_own.py"),
+        ("forks/train_gpt_2026.py", FRONTIER),
+        ("its_own.py --seed 3", "its_own.py"),
         ("~/mine/train_gpt.py", "mine/train_gpt.py"),
     ],
 )
 def test_a_script_is_a_path_or_a_name_in_the_project_in_forks_or_here(
-    name, expected, copy, fork, tmp_path, monkeypatch
+    words, expected, copy, fork, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert script.find(name) == tmp_path / expected
+    rest = [word for word in words.split() if not word.endswith(".py")]
+    assert script.take_script(words.split()) == (tmp_path / expected, rest)
 
 
-def test_a_script_that_does_not_exist_is_said_with_those_that_do():
-    said = "there is no script no_such.py:.* such as train_gpt.py, forks/train_gpt_2026.py"
-    with pytest.raises(UserError, match=said):
+def test_a_missing_or_ambiguous_script_is_said_with_those_that_exist(copy, monkeypatch):
+    monkeypatch.chdir(copy.parent)
+    with pytest.raises(UserError, match="there is no script no_such.py:.* such as train_gpt.py, f"):
         script.find("no_such.py")
+    with pytest.raises(UserError, match=f"{copy} and {SCRIPT}: name one with its folder"):
+        script.find("train_gpt.py")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected", "rest"),
-    [
-        ("", SCRIPT, ""),
-        ("logs/x/state_step000128.pt", SCRIPT, "logs/x/state_step000128.pt"),
-        ("its_own.py --seed 3", "its_own.py", "--seed 3"),
-        ("x.pt --script=its_own.py --seed 3", "its_own.py", "x.pt --seed 3"),
-    ],
-)
-def test_the_script_is_the_first_word_or_that_of_a_flag(
-    words, expected, rest, fork, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert script.take_script(words.split()) == (tmp_path / expected, rest.split())
-
-
-# ---- Importing it
-
-
-def test_a_fork_keeps_the_project_s_functions(fork):
-    assert script.load(Path(SCRIPT)) is train_gpt.Run
-    for path in (fork, FRONTIER):
+def test_a_fork_has_the_project_s_functions_and_a_copy_its_own(fork, copy):
+    for path in (Path(SCRIPT), FRONTIER, fork, copy):
         run_class = script.load(path)
-        assert issubclass(run_class, train_gpt.Run) and run_class is not train_gpt.Run
-        assert script.core(run_class) is train_gpt
-        assert script.load(path) is run_class
-        assert train_gpt.script_of(run_class) == path
-
-
-def test_an_edited_copy_is_a_module_of_its_own(copy, tmp_path):
-    """So are two copies of one name."""
-    other = Path(shutil.copy(copy, tmp_path))
-    for path in (copy, other):
-        run_class = script.load(path)
+        assert train_gpt.script_of(run_class) == path and script.load(path) is run_class
         core = script.core(run_class)
-        assert not issubclass(run_class, train_gpt.Run) and core.Run is run_class
-        assert core is not train_gpt and Path(core.__file__) == path
-        assert train_gpt.script_of(run_class) == path
-        hp, _ = core.parse_args(["--device", "cpu"], run_class)
-        assert hp.muon_lr == 0.2
+        assert Path(core.__file__) == (path if path == copy else Path(SCRIPT))
         with pytest.raises(UserError, match="--seq_len 5: must be"):
             core.parse_args(["--seq_len", "5"], run_class)
-    assert script.load(copy) is not script.load(other)
-    assert sys.modules["train_gpt"] is train_gpt
+    assert core.parse_args([], run_class)[0].muon_lr == 0.2
 
 
 def test_a_script_imports_what_lies_beside_it_rather_than_the_project_s(fork, monkeypatch):
@@ -130,9 +105,11 @@ def test_a_script_imports_what_lies_beside_it_rather_than_the_project_s(fork, mo
 
 def test_modules_of_another_project_are_not_mixed_with_these(fork, copy):
     """Python, started with that script, would import its own project's."""
-    shutil.copy(copy, fork.parent)
-    with pytest.raises(UserError, match=f"{fork} imports .*, which is not {SCRIPT}: rename train_"):
-        script.load(fork)
+    (copy.parent / "forks").mkdir()
+    for place in (copy.parent, copy.parent / "forks"):
+        path = Path(shutil.copy(fork, place))
+        with pytest.raises(UserError, match=f"{path} imports {copy}, which is not {SCRIPT}"):
+            script.load(path)
 
 
 # ---- Starting it
@@ -183,3 +160,56 @@ def test_several_processes_find_the_project_from_a_fork_elsewhere(
     assert done.returncode == 0, done.stderr
     assert "on 2 x CPU" in done.stdout
     assert val_losses(done.stdout) == pytest.approx(alone, abs=1.5e-4)
+
+
+# ---- The checkpoint that a tool reads
+
+
+@pytest.fixture
+def saved(trained, tmp_path, monkeypatch):
+    """Return save(name, **changed): it writes the trained checkpoint, changed, under logs/."""
+    monkeypatch.chdir(tmp_path)
+    state = torch.load(trained.path, weights_only=True)
+
+    def save(name: str, **changed) -> Path:
+        path = Path("logs", name, "state_step000008.pt")
+        path.parent.mkdir(parents=True)
+        torch.save(state | changed, path)
+        return path
+
+    save.settings = state["hyperparameters"]
+    return save
+
+
+def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(saved, fork, capsys):
+    """Of a path the name alone counts: a checkpoint cannot choose a file elsewhere."""
+    saved("first")
+    shutil.copy(SCRIPT, "copy_of_it.py")
+    used = saved("used", script=f"{fork.parent}/elsewhere/copy_of_it.py")
+    saved("lost", script="no_longer_there.py")
+    saved("words", hyperparameters=saved.settings | {"vocab_size": 512})
+    saved("half").write_bytes(used.read_bytes()[:9999])
+    evaluate.main(["--device", "cpu"])
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{used}, saved by {fork.parent}/elsewhere/copy_of_it.py\nval_loss")
+    lines = shown.err.splitlines()
+    assert len(lines) == 3 and all(line.endswith("; trying an older one") for line in lines)
+    evaluate.main(["--run_id", "first", "--device", "cpu"])
+    evaluate.main(["--script", SCRIPT, "--device", "cpu"])
+    assert capsys.readouterr().out.count("logs/first/state_step000008.pt, saved by train_gpt") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no checkpoint under logs/: train a model first, or name one"),
+        ("logs/none.pt", "there is no checkpoint logs/none.pt"),
+        ("--seed 3 it.pt", "it.pt: name the checkpoint first, before all flags"),
+        ("logs/lost/state_step000008.pt", "was saved by lost.py; there is no script lost.py"),
+    ],
+)
+def test_without_a_checkpoint_a_tool_ends_with_one_line(words, message, saved, capsys):
+    if "lost" in words:
+        saved("lost", script="lost.py")
+    status, err = error_of(words.split(), capsys, evaluate.main)
+    assert status == 1 and err.startswith("evaluate.py: error: ") and message in err

@@ -10,9 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
-import hellaswag
 import pytest
 import torch
 import train_gpt_track3 as track
@@ -21,7 +19,7 @@ from runs import Program, console_of, error_of, rows, val_losses
 from train_gpt_track3 import RECORDS, Hyperparameters, Optimizers, Run
 
 import train_gpt
-from train_gpt import HERE, UserError, train_step
+from train_gpt import HERE, train_step
 
 MUON, ADAMW = RECORDS["muon"], RECORDS["adamw"]
 OWN = re.search(
@@ -272,13 +270,6 @@ def test_published_curves_are_those_of_the_public_logs():
 def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsys):
     status, err = error_of(flags.split(), capsys, main)
     assert status == 1 and err.startswith(f"train_gpt_track3.py: error: {message}")
-
-
-def test_hellaswag_refuses_a_model_whose_questions_would_see_each_other(monkeypatch):
-    args, saved = SimpleNamespace(limit=0), SimpleNamespace(hp=MUON, path="it.pt")
-    monkeypatch.setattr(hellaswag, "parse_with_checkpoint", lambda parser, argv: (args, saved))
-    with pytest.raises(UserError, match="it.pt cannot be scored: its model has no document mask"):
-        hellaswag.parse([])
 
 
 # -----------------------------------------------------------------------------

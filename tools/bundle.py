@@ -46,20 +46,21 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 '''
 
 
-def bundle(path: Path) -> str:
-    """Return the source of a script and all that it imports of the project; UserError."""
-    _, *others = script.sources(path)
-    source = path.read_text("utf-8")
+def bundle(path: Path, wrapper: str = "") -> str:
+    """Return the source of a script and all that it imports of the project. A wrapper is source
+    that stands at the end and can import the script. UserError if it cannot be one file."""
+    modules, source = script.sources(path), wrapper
+    if not wrapper:
+        source = modules.pop(0).read_text("utf-8")
     if "\nfrom __future__" in source:
         raise UserError(f"{path} imports from __future__, which must begin a file")
     about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-    modules = ", ".join(other.name for other in others) or "none"
-    whole = BEGINNING.format(name=path.name, about=about, modules=modules)
-    for other in others:
-        text = other.read_text("utf-8")
-        if "'''" in text:
-            raise UserError(f"{other} has three ' in a row, which end a source here: change them")
-        whole += f"Bundled({other.stem!r}, r'''\n{text}''')\n\n"
+    names = ", ".join(module.name for module in modules) or "none"
+    whole = BEGINNING.format(name=path.name, about=about, modules=names)
+    for module in modules:
+        # Three ' would end the string, so they are a string of their own.
+        text = module.read_text("utf-8").replace("'''", "''' \"'''\" r'''")
+        whole += f"Bundled({module.stem!r}, r'''\n{text}''')\n\n"
     return whole + source
 
 

@@ -171,8 +171,6 @@ def delete_run(log: Path) -> None:
             except BlockingIOError as error:
                 remedy = "wait for its end, or choose another --run_id"
                 raise UserError(f"another process is writing {log}: {remedy}") from error
-            except OSError:  # a disk without locks
-                pass
             log.unlink()
     log.with_suffix(".jsonl").unlink(missing_ok=True)
     shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints

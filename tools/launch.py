@@ -7,7 +7,6 @@ SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs.
 """
 
 import argparse
-import importlib.util
 import os
 import shlex
 import signal
@@ -28,31 +27,18 @@ from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError, as_program
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
 
 
-def take_runs(flags: list[str]) -> tuple[int, list[str]]:
-    """Return N of --runs N (0 without that flag), and the other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--runs", nargs="?", const="(nothing)")
-    args, others = parser.parse_known_args(flags)
-    if args.runs is None:
-        return 0, others
-    if not (args.runs.isdecimal() and int(args.runs)):
-        raise UserError(f"--runs {args.runs}: must be a number of runs")
-    return int(args.runs), others
-
-
 def processes(batch_seqs: int, gpus: int) -> int:
     """Return the number of processes: NPROC, or else the most that GPUs and equal shares of the
     batch allow. UserError for an NPROC that is impossible."""
-    shares = [n for n in range(1, batch_seqs + 1) if batch_seqs % n == 0]
-    wanted = os.environ.get("NPROC", "")
-    if wanted:
-        if not (wanted.isdecimal() and int(wanted) in shares):
-            reason = f"{batch_seqs} sequences can be shared by {', '.join(map(str, shares))}"
-            raise UserError(f"NPROC={wanted}: {reason} processes")
-        if gpus and int(wanted) > gpus:
-            raise UserError(f"NPROC={wanted}: this machine has {gpus} GPUs")
+    most = gpus or batch_seqs  # without a GPU, NPROC may be any number that divides the batch
+    possible = [n for n in range(1, most + 1) if batch_seqs % n == 0]
+    if wanted := os.environ.get("NPROC"):
+        if wanted not in map(str, possible):
+            numbers = ", ".join(map(str, possible))
+            reason = f"{gpus} GPUs and --batch_seqs {batch_seqs} allow {numbers}"
+            raise UserError(f"NPROC={wanted}: {reason}")
         return int(wanted)
-    count = max(n for n in shares if n <= max(gpus, 1))
+    count = possible[-1] if gpus else 1
     if gpus > count:
         note = f"{gpus} GPUs cannot share {batch_seqs} sequences evenly: using {count}"
         print(f"run.sh: {note}", file=sys.stderr)
@@ -76,43 +62,34 @@ def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
     return shards
 
 
-def fetch_fineweb(shards: int) -> None:
-    """Fetch the missing shards; install huggingface-hub first if this Python lacks it."""
-    folder = f"{HERE}/.venv/hub"
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
-    if not (importlib.util.find_spec("huggingface_hub") or os.path.exists(folder)):
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
-        if subprocess.run([*pip, "huggingface-hub"]).returncode:
-            raise UserError("pip could not install huggingface-hub: see its message above")
-    command = [sys.executable, f"{HERE}/cached_fineweb.py", str(shards)]
-    if status := subprocess.run(command, env=environment).returncode:
+def call(command: list[str]) -> None:
+    """Run a program of the project; if it fails, exit with its status."""
+    if status := subprocess.run([sys.executable, *command]).returncode:
         sys.exit(status)
 
 
-def train(
-    hp: Hyperparameters, record: str, flags: list[str], path: Path, run_class: type[Run]
-) -> None:
+def train(path: Path, run_class: type[Run], flags: list[str]) -> None:
     """Train in this process, or replace it by torchrun if several are needed."""
+    core = script.core(run_class)
+    hp, record = core.parse_args(flags, run_class)
     gpus = 0 if hp.device == "cpu" else torch.cuda.device_count()
     count = processes(hp.batch_seqs, gpus)
     if gpus and hp.train_files.startswith(FINEWEB):
-        fetch_fineweb(shards_needed(hp, run_class))
-    if count == 1:
-        core = script.core(run_class)
-        if core.__name__ != "train_gpt":
-            del sys.modules["train_gpt"]  # else the log of a copy would list it as imported
-        if not (hp.run_id or hp.resume):
-            hp = replace(hp, run_id=script.new_name())
-        core.train(run_class, hp, record)
-        say_what_next(hp, core.checkpoints(Path("logs", hp.run_id)))
-        return
-    # On CPUs, processes share the cores; on GPUs, one thread each is enough.
-    threads = 1 if gpus else max(1, os.cpu_count() // count)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # A script in another folder must find the project's modules.
-    os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, str(path), *flags])
+        call([f"{HERE}/cached_fineweb.py", str(shards_needed(hp, run_class))])
+    if count > 1:
+        # On CPUs, processes share the cores; on GPUs, one thread each is enough.
+        threads = 1 if gpus else max(1, os.cpu_count() // count)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        # A script in another folder must find the project's modules.
+        os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        os.execv(sys.executable, [sys.executable, *torchrun, str(path), *flags])
+    if core.__name__ != "train_gpt":
+        del sys.modules["train_gpt"]  # else the log of a copy would list it as imported
+    if not (hp.run_id or hp.resume):
+        hp = replace(hp, run_id=script.new_name())
+    core.train(run_class, hp, record)
+    say_what_next(hp, core.checkpoints(Path("logs", hp.run_id)))
 
 
 def say_what_next(hp: Hyperparameters, saved: list[Path]) -> None:
@@ -125,41 +102,44 @@ def say_what_next(hp: Hyperparameters, saved: list[Path]) -> None:
         print("compare with published runs:", shlex.join([run_sh, "tools/records.py", log]))
 
 
-def repeat(count: int, hp: Hyperparameters, flags: list[str], path: Path) -> None:
+def repeat(count: int, path: Path, run_class: type[Run], flags: list[str]) -> None:
     """Make `count` runs with consecutive seeds, then print their statistics. Weights are saved only
     if the flags ask for it."""
+    hp, _ = script.core(run_class).parse_args(flags, run_class)
     name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
-    seeds = range(hp.seed, hp.seed + count)
     signal.signal(signal.SIGINT, lambda *_: None)  # the run handles Ctrl-C: it saves and ends
     print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
-    for seed in seeds:
-        own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
-        command = [sys.executable, __file__, str(path), "--keep", "0", *flags, *own]
-        if status := subprocess.run(command).returncode:
-            sys.exit(status)
-    logs = [f"logs/{name}_seed{seed}.txt" for seed in seeds]
-    sys.exit(subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode)
+    logs = []
+    for seed in range(hp.seed, hp.seed + count):
+        run_id = f"{name}_seed{seed}"
+        own = ["--seed", str(seed), "--run_id", run_id]
+        call([__file__, str(path), "--keep", "0", *flags, *own])
+        logs.append(f"logs/{run_id}.txt")
+    call([f"{HERE}/tools/leaderboard.py", *logs])
 
 
 def start(words: list[str], path: Path, run_class: type[Run]) -> None:
-    """Run a script with these words of the command line."""
-    count, flags = take_runs(words)
-    hp, record = script.core(run_class).parse_args(flags, run_class)
-    if count:
-        repeat(count, hp, flags, path)
+    """Train with these words of the command line, once or --runs times."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = script.fail
+    parser.add_argument("--runs", type=int)
+    args, flags = parser.parse_known_args(words)
+    if args.runs is None:
+        train(path, run_class, flags)
+    elif args.runs < 1:
+        raise UserError(f"--runs {args.runs}: must be 1 or more")
     else:
-        train(hp, record, flags, path, run_class)
-
-
-def find_and_start() -> None:
-    """Find the script and start it. Its errors name it."""
-    path, words = script.take_script(sys.argv[1:])
-    run_class = script.load(path)
-    script.core(run_class).as_program(path.name, lambda: start(words, path, run_class))
+        repeat(args.runs, path, run_class, flags)
 
 
 def main() -> None:
-    """Run the command line."""
+    """Find the script and start it. Errors after that name the script."""
+
+    def find_and_start() -> None:
+        path, words = script.take_script(sys.argv[1:])
+        run_class = script.load(path)
+        script.core(run_class).as_program(path.name, lambda: start(words, path, run_class))
+
     as_program("run.sh", find_and_start)
 
 

@@ -39,16 +39,16 @@ class Memory:
         self.attend = attend
         self.keys = self.values = None
 
-    def __call__(self, q, k, v, mask: Tensor, *rest) -> Tensor:
-        """Attend with n new tokens, (1, H, n, D), under a mask (n, T) over the T newest; `rest` is
-        for `attend`. Keys are cached as the layer computes them: a fork's `attend` may take parts
-        of a key from the token before, which must still be cached then."""
+    def __call__(self, q, k, v, mask: Tensor, scale: float) -> Tensor:
+        """Attend with n new tokens, (1, H, n, D), under a mask (n, T) over the T newest. Keys are
+        cached as the layer computes them: a fork's `attend` may take parts of a key from the token
+        before, which must still be cached then."""
         if self.keys is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         visible = mask.size(1)
         self.keys, self.values = k[:, :, -visible:], v[:, :, -visible:]
-        return self.attend(q, self.keys, self.values, mask, *rest)
+        return self.attend(q, self.keys, self.values, mask, scale)
 
 
 class Decoder:
@@ -84,22 +84,6 @@ class Decoder:
         for layer, memory in self.memories.items():
             layer.attend = memory.attend  # the layer's own, without the memory
         return model.lm_head.logits(x[-1:])[0]
-
-
-class Rereader:
-    """The same without a cache: the whole text is computed again for each token."""
-
-    def __init__(self, model: GPT, now: Moment):
-        self.model, self.now, self.tokens = model, now, []
-
-    def __call__(self, tokens: list[int]) -> Tensor:
-        """Return the logits (V,) after these tokens, which follow those before."""
-        self.tokens += tokens
-        blocks = self.tokens + [0] * (-len(self.tokens) % BLOCK)
-        device = self.model.lm_head.weight.device
-        x = self.model.hidden(torch.tensor(blocks, dtype=torch.int32, device=device), self.now)
-        last = len(self.tokens) - 1
-        return self.model.lm_head.logits(x[last : last + 1])[0]
 
 
 # -----------------------------------------------------------------------------
@@ -143,7 +127,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: no randomness [0.8]")
     parser.add_argument("--top_k", type=int, default=50, help="tokens to draw from, 0: all [50]")
     parser.add_argument("--seed", type=int, help="the same seed repeats the text [random]")
-    parser.add_argument("--no_cache", action="store_true", help="compute all again for each token")
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if min(args.n, args.tokens) < 1 or not min(args.temperature, args.top_k) >= 0:
         raise UserError("--n and --tokens must be at least 1, --temperature and --top_k at least 0")
@@ -165,14 +148,13 @@ def sample(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     def pick(logits: Tensor) -> int:
         return choose(logits[: encoding.n_vocab], args.temperature, args.top_k, generator)
 
-    print(f"{checkpoint.path}, --seed {seed}", file=sys.stderr, flush=True)
-    reader = Rereader if args.no_cache else Decoder
+    print(f"{checkpoint}; --seed {seed}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     for i in range(args.n):
         if i:
             print("-" * 80)
         print(args.prompt, end="")
-        tokens = generate(reader(model, checkpoint.now), prompt, args.tokens, pick)
+        tokens = generate(Decoder(model, checkpoint.now), prompt, args.tokens, pick)
         for text in text_of(tokens, encoding):
             print(text, end="", flush=True)
         print()

@@ -24,22 +24,16 @@ OWN = Path(train_gpt.__file__).resolve()  # the default script
 
 
 def find(name: str | Path) -> Path:
-    """Return the path of a script. A file name without a folder is looked for in the project, in
-    forks/ and in the current folder. UserError if no script is found, or more than one."""
+    """Return the path of a script, which is looked for in the current folder, in the project and in
+    forks/. UserError if no script is found, or if several have that file name."""
     path = Path(name).expanduser()
-    if path.name == str(name):
-        places = [folder / name for folder in (HERE, HERE / "forks", Path.cwd())]
-    elif path.parent == Path("forks") and not path.exists():
-        places = [HERE / path]
-    else:
-        places = [path]
-    found = list(dict.fromkeys(path.resolve() for path in places if path.is_file()))
+    places = [folder / path for folder in (Path.cwd(), HERE, HERE / "forks")]
+    found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
     if not found or path.suffix != ".py":
         known = ", ".join(show(path) for path in (OWN, *sorted(HERE.glob("forks/*.py"))))
         raise UserError(f"there is no script {name}: name one by its path, such as {known}")
-    if len(found) > 1:
-        paths = " and ".join(map(str, found))
-        raise UserError(f"there are {paths}: name one with its folder")
+    if len(found) > 1 and path.name == str(name):
+        raise UserError(f"there are {' and '.join(map(str, found))}: name one with its folder")
     return found[0]
 
 
@@ -48,16 +42,48 @@ def show(script: Path) -> str:
     return str(script).removeprefix(f"{HERE}/")
 
 
+def take_script(words: list[str]) -> tuple[Path, list[str]]:
+    """Return the script to work on, and the other words: it is the first word if that ends in .py,
+    or else train_gpt.py. UserError if it cannot be found."""
+    if words and words[0].endswith(".py"):
+        return find(words[0]), list(words[1:])
+    return OWN, list(words)
+
+
+def sources(path: Path) -> list[Path]:
+    """Return a script, and the files beside it or in the project that it imports, directly or
+    indirectly. They need not be imported, or importable, here."""
+    folders = [path.parent, HERE]
+    if path.parent.name == "forks":
+        folders.insert(1, path.parents[1])
+    found = [path]
+    for file in found:  # found grows in the loop
+        names = re.findall(r"^ *(?:import|from) (\w+)", file.read_text("utf-8"), re.MULTILINE)
+        for name in sorted(set(names)):
+            there = [folder / f"{name}.py" for folder in folders]
+            there = [place for place in there if place.exists()][:1]
+            found += [place for place in there if place not in found]
+    return found
+
+
 def load(path: Path) -> type[train_gpt.Run]:
-    """Import a script and return its class Run. UserError if it does not define one."""
+    """Import a script and return its class Run. UserError if it does not define one, or if it would
+    import another file than this process has imported under that name."""
     if path == OWN:
         return train_gpt.Run
     name = path.stem
     while getattr(sys.modules.get(name), "__file__", str(path)) != str(path):
-        name += "_"  # another file's module has this name, such as an edited copy's
+        name += "_"  # another file's module has this name, such as train_gpt.py's
     if name not in sys.modules:
-        check_imports(path)
-        import_file(path, name)
+        for other in sources(path)[1:]:
+            imported = getattr(sys.modules.get(other.stem), "__file__", str(other))
+            if Path(imported).resolve() != other:
+                remedy = f"rename {other.name}, or use the tools of its own project"
+                raise UserError(f"{path} imports {other}, which is not {imported}: {remedy}")
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent))
+        spec.loader.exec_module(sys.modules[name])
     run_class = getattr(sys.modules[name], "Run", None)
     if getattr(run_class, "__module__", None) != name:
         raise UserError(f'{path} has no Run of its own: "class Run(train_gpt.Run)" is wanted')
@@ -66,72 +92,10 @@ def load(path: Path) -> type[train_gpt.Run]:
     return run_class
 
 
-def sources(path: Path) -> list[Path]:
-    """Return a script, and the files beside it or in the project that it imports, directly or
-    indirectly. They need not be imported, or importable, here."""
-    found = [path]
-    for file in found:  # found grows in the loop
-        names = re.findall(r"^ *(?:import|from) (\w+)", file.read_text("utf-8"), re.MULTILINE)
-        for name in sorted(set(names)):
-            places = [path.with_name(f"{name}.py"), HERE / f"{name}.py"]
-            there = [place for place in places if place.exists()][:1]
-            found += [place for place in there if place not in found]
-    return found
-
-
-def check_imports(path: Path) -> None:
-    """Raise UserError if the script, started by Python, would import a file that differs from the
-    module of that name in this process. A process has one module of a name."""
-    above = [path.parent.parent] if path.parent.name == "forks" else []
-    for other in sources(path)[1:]:
-        imported = getattr(sys.modules.get(other.stem), "__file__", None)
-        if imported is None:
-            continue
-        for place in (folder / other.name for folder in (path.parent, *above)):
-            if place.exists() and place.read_bytes() != Path(imported).read_bytes():
-                remedy = f"rename {place.name}, or use the tools of its own project"
-                raise UserError(f"{path} imports {place}, which is not {imported}: {remedy}")
-
-
-def import_file(path: Path, name: str) -> None:
-    """Import a file as a module of that name. Its own imports are looked for beside it first, then
-    in the project."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    before = list(sys.path)
-    sys.path[:0] = [str(path.parent), str(HERE)]
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path[:] = before
-
-
 def core(run_class: type[train_gpt.Run]) -> ModuleType:
     """Return the module that defines Run's base class: train_gpt, or an edited copy of it."""
     root = next(one for one in reversed(run_class.__mro__) if hasattr(one, "records"))
     return sys.modules[root.__module__]
-
-
-def take_script(argv: list[str]) -> tuple[Path, list[str]]:
-    """Return the script to work on, and the other words: that of --script, or the first word if it
-    ends in .py, or the project's train_gpt.py. UserError if it cannot be found."""
-    rest = list(argv)
-    for i, word in enumerate(rest):
-        if word == "--script":
-            if i + 1 == len(rest):
-                raise UserError("--script wants a path, or the name of a file")
-            name = rest[i + 1]
-            del rest[i : i + 2]
-            return find(name), rest
-        if word.startswith("--script="):
-            return find(rest.pop(i).removeprefix("--script=")), rest
-    if rest and rest[0].endswith(".py"):
-        return find(rest.pop(0)), rest
-    return OWN, rest
 
 
 def fail(message: str):
@@ -156,6 +120,10 @@ class Checkpoint:
     saved: dict
     hp: Hyperparameters
     run_class: type[train_gpt.Run]
+
+    def __str__(self) -> str:
+        script = self.saved.get("script", "a script that it does not name")
+        return f"{self.path}, saved by {script}"
 
     @property
     def now(self) -> Moment:
@@ -189,19 +157,31 @@ def script_that_saved(path: Path) -> Path:
         raise UserError(f"{path} was saved by {name}; {error}") from error
 
 
-def newest_checkpoint(run_id: str, path: Path | None) -> tuple[Path, dict, type[train_gpt.Run]]:
-    """Return the newest checkpoint under logs/ that can be read, of a run or of all runs ("*"),
-    its content, and the Run of the script that saved it: of the script `path` if that is given.
-    UserError if there is none."""
+def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
+    """Return a checkpoint's content, and the Run of `script`, or else of the script that saved it.
+    UserError if the file or the script is missing, or if its tokens are not GPT-2's."""
+    if not path.is_file():
+        raise UserError(f"there is no checkpoint {path}")
+    run_class = load(script or script_that_saved(path))
+    saved = core(run_class).load_checkpoint(path, run_class)
+    words = getattr(saved.get("hyperparameters"), "vocab_size", END_OF_TEXT + 1)
+    if words <= END_OF_TEXT:
+        raise UserError(f"{path}: {words} tokens are not GPT-2's vocabulary")
+    return saved, run_class
+
+
+def newest(run_id: str, script: Path | None) -> tuple[Path, dict, type[train_gpt.Run]]:
+    """Return the path of the newest checkpoint under logs/ that can be read, of a run or of all
+    runs ("*"), and what `read` returns. With `script`, it must have saved the checkpoint. UserError
+    if there is none."""
     found = list(Path("logs").glob(f"{run_id}/state_step*.pt"))
-    found.sort(key=lambda checkpoint: checkpoint.stat().st_mtime_ns, reverse=True)
+    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     reason = "train a model first, or name one"
-    for checkpoint in found:
+    for path in found:
         try:
-            run_class = load(path or script_that_saved(checkpoint))
-            saved = core(run_class).load_checkpoint(checkpoint, run_class)
-            if path is None or saved.get("script", path.name) == path.name:
-                return checkpoint, saved, run_class
+            saved, run_class = read(path, script)
+            if script is None or saved.get("script", script.name) == script.name:
+                return path, saved, run_class
         except UserError as error:
             reason = str(error)
             print(f"{reason}; trying an older one", file=sys.stderr)
@@ -233,18 +213,14 @@ def parse_with_checkpoint(
     parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
     parser.add_argument("--run_id", default="*", help="take the newest one of this run [of all]")
     words = list(sys.argv[1:] if argv is None else argv)
-    wanted = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     args, flags = parser.parse_known_args(words)
     for word in flags:
         if word.endswith(".pt"):
             raise UserError(f"{word}: name the checkpoint first, before all flags")
-    path = find(args.script) if args.script else None
-    if wanted is None:
-        wanted, saved, run_class = newest_checkpoint(args.run_id, path)
+    script = find(args.script) if args.script else None
+    if path is None:
+        path, saved, run_class = newest(args.run_id, script)
     else:
-        run_class = load(path or script_that_saved(wanted))
-        saved = core(run_class).load_checkpoint(wanted, run_class)
-    hp = settings_of(saved, run_class, flags)
-    if hp.vocab_size <= END_OF_TEXT:
-        raise UserError(f"{wanted}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
-    return args, Checkpoint(wanted, saved, hp, run_class)
+        saved, run_class = read(path, script)
+    return args, Checkpoint(path, saved, settings_of(saved, run_class, flags), run_class)

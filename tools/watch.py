@@ -2,16 +2,14 @@
 
     ./run.sh tools/watch.py                             the newest run under logs/, until it ends
     ./run.sh tools/watch.py logs/RUN.txt                a certain run, live or finished
-    ./run.sh tools/watch.py logs/RUN.txt --png run.png  plot it into a picture
 
 Reads the log and the .jsonl beside it, which has a row per step. On FineWeb, the record's published
-losses are plotted, too. If the output is not a terminal, the plot is printed once. A run
-counts as ended if its log has not been written for ten minutes.
+losses are plotted, too. If the output is not a terminal, the plot is printed once. Pictures of runs
+are made by tools/leaderboard.py --plot.
 """
 
 import argparse
 import json
-import math
 import shutil
 import statistics
 import sys
@@ -25,7 +23,6 @@ import records
 from leaderboard import Run, read_log
 
 RECENT = 25  # steps whose median is the speed
-QUIET_S = 600  # a live run writes more often, unless it compiles for so long
 
 
 def look(path: Path) -> tuple[Run, list[dict]]:
@@ -78,21 +75,6 @@ def curves(run: Run, rows: list[dict]) -> dict[str, tuple[list[int], list[float]
     return lines
 
 
-def loss_axis(lines: dict[str, tuple[list[int], list[float]]]) -> tuple[float, float, list[float]]:
-    """Return both ends and the ticks of the axis of losses. The axis is logarithmic, because the
-    last losses lie close together, far below the first ones."""
-    losses = [loss for _, losses in lines.values() for loss in losses]
-    low, high = min(losses) / 1.02, max(losses) * 1.02
-    unit = 10 ** math.floor(math.log10(high - low))
-    step = next(unit * part for part in (0.2, 0.5, 1, 2) if high - low <= 8 * unit * part)
-    ticks = []
-    for halves in range(math.ceil(2 * low / step), math.floor(2 * high / step) + 1):
-        tick = step * halves / 2
-        if halves % 2 == 0 or tick < high / 2:  # there is room for halves at low losses
-            ticks.append(tick)
-    return low, high, ticks
-
-
 def last_step(run: Run, rows: list[dict]) -> int:
     """Return the last step that the run has reported."""
     return rows[-1]["step"] if rows else max(run.curve)
@@ -133,53 +115,16 @@ def view(run: Run, rows: list[dict], idle: float, width: int, height: int) -> st
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, max(height - len(text) - 1, 8))
+    plotext.yscale("log")  # the last losses lie close together, far below the first ones
     for name, (steps, losses) in lines.items():
         mark, color = looks[name]
-        heights = [math.log(loss) for loss in losses]
         if name == "training":
-            plotext.plot(steps, heights, color=color, marker="braille")
+            plotext.plot(steps, losses, color=color, marker="braille")
         else:
-            plotext.scatter(steps, heights, color=color, marker=mark)
-    low, high, ticks = loss_axis(lines)
-    plotext.ylim(math.log(low), math.log(high))
-    plotext.yticks([math.log(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
+            plotext.scatter(steps, losses, color=color, marker=mark)
     plotext.xlim(0, run.steps)
     plotext.xticks([run.steps * i // 4 for i in range(5)])
     return "\n".join([*text, plotext.build()])
-
-
-def draw(run: Run, rows: list[dict], path: Path) -> None:
-    """Plot losses and ms/step over steps into a picture file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True, layout="constrained")
-    lines = curves(run, rows)
-    looks = {
-        "training": {"color": "0.6", "linewidth": 1},
-        "published": {"color": "C3", "marker": "o", "markersize": 8, "fillstyle": "none"},
-        "validation": {"color": "C0", "marker": "o", "markersize": 5},
-    }
-    for name, line in lines.items():
-        style = "-" if name == "training" else "none"  # the others are far apart
-        axes[0].plot(*line, linestyle=style, label=name, **looks[name])
-    low, high, ticks = loss_axis(lines)
-    axes[0].set(ylabel="loss (log scale)", yscale="log", ylim=(low, high))
-    axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes[0].set_yticks([], minor=True)
-    axes[0].legend()
-    timed = [row for row in rows if "ms" in row]
-    axes[1].plot([row["step"] for row in timed], [row["ms"] for row in timed], linewidth=1)
-    axes[1].set_ylim(0, 1.05 * axes[1].get_ylim()[1])
-    axes[1].set_ylabel("ms/step")
-    for axis in axes:
-        axis.set(xlabel="step", xlim=(-0.02 * run.steps, 1.02 * run.steps))
-        axis.grid(alpha=0.3)
-    figure.suptitle(textwrap.fill(summary(run, rows, 0)[0], 120), fontsize="medium")
-    figure.savefig(path, dpi=110)
-    print(f"wrote {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -187,7 +132,6 @@ def main(argv: list[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("log", nargs="?", type=Path, help="the run's log [the newest under logs/]")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead")
     parser.add_argument("--interval", type=float, default=2, help="seconds between updates [2]")
     args = parser.parse_args(argv)
     if not args.interval > 0:
@@ -196,25 +140,20 @@ def main(argv: list[str] | None = None) -> None:
     if not logs:
         sys.exit("watch.py: no log under logs/: name one")
     path = max(logs, key=lambda log: log.stat().st_mtime) if len(logs) > 1 else logs[0]
-    live = sys.stdout.isatty() and not args.png
-    goes_on = True
-    while goes_on:
+    live, ended = sys.stdout.isatty(), False
+    while not ended:
         try:
-            idle = time.time() - path.stat().st_mtime
-            goes_on = idle < QUIET_S
             run, rows = look(path)
-            if args.png:
-                return draw(run, rows, args.png)
-            text = view(run, rows, idle, *shutil.get_terminal_size())
-            goes_on = goes_on and run.steps not in run.curve
+            text = view(run, rows, time.time() - path.stat().st_mtime, *shutil.get_terminal_size())
+            ended = run.steps in run.curve
         except (ValueError, OSError) as error:
-            text = f"{path} {error}"
+            text = f"{path}: {getattr(error, 'strerror', None) or error}"
             if not live:
                 sys.exit(f"watch.py: {text}")
         print(f"\x1b[H\x1b[J{text}" if live else plotext.uncolorize(text), flush=True)
         if not live:
             break
-        if goes_on:
+        if not ended:
             time.sleep(args.interval)
 
 

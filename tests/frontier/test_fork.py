@@ -1,8 +1,6 @@
 """forks/train_gpt_2026.py as a fork by import: what it leaves alone, and how it is started."""
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,38 +10,10 @@ from runs import run, val_losses
 from train_gpt_2026 import RECORDS, Hyperparameters, Run
 
 import train_gpt
-from frontier.small_runs import LAST, A, D, checkpoint, main
+from frontier.small_runs import LAST, A, D, checkpoint
 from train_gpt import HERE, UserError, load_checkpoint
 
 SCRIPT = HERE / "forks/train_gpt_2026.py"
-
-
-# -----------------------------------------------------------------------------
-# What an import does
-
-
-def objects() -> dict[str, int]:
-    """Return which object each name of train_gpt.py is, each name of its classes, each record."""
-    found = {name: id(value) for name, value in vars(train_gpt).items()}
-    for name, value in vars(train_gpt).items():
-        if isinstance(value, type) and value.__module__ == "train_gpt":
-            found |= {f"{name}.{own}": id(of) for own, of in vars(value).items()}
-    return found | {f"record {name}": id(hp) for name, hp in train_gpt.RECORDS.items()}
-
-
-def test_an_import_of_the_fork_changes_nothing_of_train_gpt(monkeypatch, capsys):
-    """Neither its records nor its GPT nor its tables; and it prints nothing."""
-    before, settings = objects(), repr(train_gpt.RECORDS)
-    spec = importlib.util.spec_from_file_location("again", SCRIPT)
-    again = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "again", again)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(again)
-    assert again.t is train_gpt and again.Run.records is not train_gpt.Run.records
-    assert objects() == before and repr(train_gpt.RECORDS) == settings
-    assert list(train_gpt.RECORDS) == list(train_gpt.Run.records)
-    assert not set(RECORDS) & set(train_gpt.RECORDS) - {"demo"}
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_default_is_that_of_train_gpt():
@@ -86,26 +56,6 @@ def test_the_demo_is_2026_03_06_made_small():
     assert windows == sorted(windows) and windows[0] < windows[-2] < windows[-1] == 512
 
 
-# -----------------------------------------------------------------------------
-# The command line, and what a run writes
-
-
-def test_help_names_every_setting_and_record(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: train_gpt_2026.py [--record NAME]")
-    flags = dict(re.findall(r"(?ms)^  --(\w+) (.*?)\n(?=  --|\Z)", text))
-    default = RECORDS[Run.default_record]
-    assert flags.keys() == {"record", *vars(default)}
-    for name, value in vars(default).items():
-        shown = re.escape(f"[{train_gpt.show(value)}]")
-        assert re.search(rf" [a-z0-9Y].* {shown}$", flags[name]), name
-    assert ", ".join(RECORDS) in flags["record"]
-
-
 def test_under_torchrun_two_ranks_equal_one(flags, whole, tmp_path):
     """The script, by its path, in another folder."""
     done = run([*flags[D], "--keep", "0"], ranks=2, script=str(SCRIPT), cwd=tmp_path)
@@ -120,16 +70,6 @@ def test_the_log_begins_with_the_fork_and_has_what_it_imports_in_named_parts(who
     for name in ("train_gpt.py", "gpu_kernels.py"):
         assert f"{name}:\n{(HERE / name).read_text()}" in parts[4:-1]
     assert re.search(r"^step:8/8 val_loss", parts[-1], re.M)
-
-
-# -----------------------------------------------------------------------------
-# Checkpoints
-
-
-def test_a_checkpoint_names_its_script(whole):
-    state = torch.load(whole(D).folder / checkpoint(LAST), weights_only=True)
-    assert state["script"] == "train_gpt_2026.py" and state["record"] == D
-    assert {"stages", "bigram_rows"} < state["hyperparameters"].keys()
 
 
 def test_each_script_refuses_the_others_checkpoints_and_names_the_script(whole, trained):
