@@ -1,31 +1,36 @@
-"""Shards and the loader against plain numpy slices of the stream."""
+"""Shards and the loader against plain numpy slices of the stream, and the fork's sequences that
+begin with documents against documents dealt out one by one."""
 
 import hashlib
+import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import train_gpt_2026
+from conftest import shard
+from frontier import reference_2026 as exact
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from train_gpt_2026 import Hyperparameters, Moment
 
 from gpt2 import gpt2_encoding
 from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard, plan_batches
 
+END_OF_TEXT = 50256
 CPU = torch.device("cpu")
 
-
-def test_shard_is_read_back(write_shard):
-    tokens = np.array([50256, 0, 65535, 12])
-    shard = load_data_shard(write_shard("a.bin", tokens))
-    assert shard.dtype == torch.uint16 and shard.tolist() == tokens.tolist()
+# -----------------------------------------------------------------------------
+# Shards, and batches of one length
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         ({"magic": 1}, r"1040 bytes begin with \[1, 1, 8\], expected \[20240520, 1, 8\]"),
-        ({"version": 2}, r"begin with \[20240520, 2, 8\], expected \[20240520, 1, 8\]"),
         ({"count": 9}, r"1040 bytes begin with \[20240520, 1, 9\], expected \[20240520, 1, 8\]"),
         ({"cut": 2}, r"1038 bytes begin with \[20240520, 1, 8\], expected \[20240520, 1, 7\]"),
-        ({"cut": 1}, "its 1039 bytes"),
         ({"cut": 1030}, r"10 bytes begin with \[20240520, 1\]"),
         ({"cut": 1040}, "its 0 bytes"),
         ({"count": 0, "cut": 16}, "its 1024 bytes"),
@@ -48,8 +53,8 @@ def test_ranks_together_see_the_stream_in_order(
     """From any step on, and over the end of the stream. A batch lies in one shard: 98 tokens are
     enough for two batches of 48, 97 and 50 for one."""
     shards = np.split(np.arange(471), np.cumsum([98, 97, 49, 50]))
-    for i, shard in enumerate(shards):
-        write_shard(f"s{i}.bin", shard)
+    for i, tokens in enumerate(shards):
+        write_shard(f"s{i}.bin", tokens)
     batch_seqs = per_rank * world_size
     batch = batch_seqs * seq_len
     expected = []
@@ -78,27 +83,6 @@ def test_what_has_no_batch_is_refused_at_once(tmp_path, write_shard):
     for epochs in (0, 1, 3):
         with pytest.raises(UserError, match="has 0 batches of 8 x 8 .* longest has 65 tokens"):
             plan_batches(path, 8, 8, 1, epochs)
-
-
-def test_a_plan_of_ones_own_makes_sequences_of_pieces_and_a_length_for_each_step(write_shard):
-    stream = np.random.default_rng(0).integers(0, 50257, 330)
-    path = str(write_shard("a.bin", stream))
-
-    def plan(shards, seq_len, batch_seqs):
-        """Two sequences of step + 1 tokens and, ten tokens from their start, three more."""
-        for step in range(8):
-            begins = 40 * step, 40 * step + 20
-            yield shards[0], [[(i, i + step + 1), (i + 10, i + 13)] for i in begins]
-
-    planned = plan_batches(path, 8, 2, 8, plan=plan)
-    for rank in range(2):
-        batches = list(distributed_data_generator(planned, rank, 2, CPU))
-        assert len(batches) == 8
-        for step, (inputs, targets) in enumerate(batches):
-            begin = 40 * step + 20 * rank
-            pieces = stream[begin : begin + step + 1], stream[begin + 10 : begin + 13]
-            row = np.concatenate(pieces)[None]
-            assert np.array_equal(inputs, row[:, :-1]) and np.array_equal(targets, row[:, 1:])
 
 
 def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, tmp_path):
@@ -138,3 +122,99 @@ def test_sample_corpus_is_the_bible_in_gpt2_tokens():
     assert "In the beginning God created the heaven and the earth.\nAnd the earth was" in text
     chapters = encoding.decode(val.tolist()).split("<|endoftext|>")[1:]
     assert len(chapters) == 99 and not any(chapter in text for chapter in chapters)
+
+
+# -----------------------------------------------------------------------------
+# The fork's sequences
+
+# Tokens of each document of each shard, without its end of text; some documents are empty.
+documents = st.one_of(st.integers(0, 2), st.integers(0, 40))
+sizes = st.lists(st.lists(documents, max_size=60), min_size=1, max_size=3)
+fuzzed = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def planned(pattern, batch_seqs: int, steps: list[tuple[int, int]], count: int) -> list:
+    """Return the batches of a run of `count` steps, as planned. `steps` are the tokens of a
+    sequence and the tokens at which documents are cut (0: they are not), in turn."""
+    hp = Hyperparameters(align_to_documents=True, batch_seqs=batch_seqs, num_iterations=count)
+    moments = [Moment(step, hp) for step in range(count + 1)]
+    for now, (length, longest) in zip(moments, itertools.cycle(steps), strict=False):
+        now.seq_len, now.longest = length, longest
+    plan = partial(train_gpt_2026.plan, moments=moments, hp=hp)
+    return plan_batches(str(pattern), 64, batch_seqs, count, plan=plan)
+
+
+def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
+    """Compare what 1, 2 and 4 ranks read, put together, with batches_of(shard, step): the batches
+    of a shard, from a step on. There are no more batches."""
+    for old in folder.glob("*.bin"):
+        old.unlink()
+    word, expected = itertools.count(1), []
+    for i, documents in enumerate(sizes):
+        tokens = [7, 7]  # it begins within a document
+        for size in documents:
+            tokens += [END_OF_TEXT, *(next(word) for _ in range(size))]
+        shard(folder / f"s{i}.bin", tokens)
+        expected += batches_of(tokens, len(expected)) if documents else []
+    pattern = folder / "s*.bin"
+    with pytest.raises(UserError, match=f"has {len(expected)} batches of 4 x 64 tokens"):
+        planned(pattern, 4, steps, len(expected) + 1)
+    if not expected:
+        return
+    plan = planned(pattern, 4, steps, len(expected))
+    for size in (1, 2, 4):
+        ranks = [
+            distributed_data_generator(plan, rank, size, CPU, start_step) for rank in range(size)
+        ]
+        for batch, *parts in zip(expected[start_step:], *ranks, strict=True):
+            inputs, targets = (torch.cat(both).tolist() for both in zip(*parts, strict=True))
+            assert list(zip(inputs, targets, strict=True)) == batch
+
+
+@fuzzed
+@given(sizes, st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25))), st.integers(0, 3))
+def test_sequences_are_the_beginnings_of_documents(tmp_path, sizes, steps, start_step):
+    """Lengths and caps may change at any step; a run may go on at any."""
+    steps = [(16, 24), *steps]
+
+    def batches_of(tokens, step):
+        lengths, caps = zip(*(steps[i % len(steps)] for i in range(step, step + 60)), strict=True)
+        return exact.batches_b(tokens, lengths, caps, 4)
+
+    compare(sizes, steps, batches_of, start_step, tmp_path)
+
+
+@fuzzed
+@given(sizes, st.integers(1, 32), st.integers(0, 3))
+def test_sequences_of_row_a_begin_with_documents_and_cut_none(tmp_path, sizes, length, start_step):
+    def batches_of(tokens, _):
+        return exact.batches_a(tokens, length, 4)
+
+    compare(sizes, [(length, 0)], batches_of, start_step, tmp_path)
+
+
+@pytest.mark.parametrize("skipped", [[], [4]])
+def test_row_a_leaves_a_shard_by_where_the_next_document_begins(skipped, write_shard):
+    """From there on, 9 tokens lie ahead: no more than two batches and a token."""
+    tokens = [END_OF_TEXT, 1, 2, 3, *skipped, *[END_OF_TEXT, 5, 6, 7] * 2, END_OF_TEXT]
+    path = write_shard("s.bin", tokens)
+    assert len(planned(path, 1, [(4, 0)], 1)) == len(exact.batches_a(tokens, 4, 1)) == 1
+    with pytest.raises(UserError, match="has 1 batches"):
+        planned(path, 1, [(4, 0)], 2)
+
+
+def test_without_documents_a_batch_has_the_stages_length(write_shard):
+    """One shard, whose tokens are their positions."""
+    hp = Hyperparameters(num_iterations=6, batch_seqs=2, seq_len=128, stages="length=1,length=3")
+    path = str(write_shard("s.bin", range(2560)))
+    plan = train_gpt_2026.Run.planner([Moment(step, hp) for step in range(7)], hp)
+    batches = distributed_data_generator(plan_batches(path, 128, 2, 5, plan=plan), 0, 1, CPU)
+    position = 0
+    for length, (inputs, targets) in zip([128] * 3 + [384] * 2, batches, strict=True):
+        assert inputs.flatten().tolist() == list(range(position, position + 2 * length))
+        assert inputs.shape == (2, length) and torch.equal(targets, inputs + 1)
+        position += 2 * length
+    with pytest.raises(UserError, match="has 5 batches of 2 x 128"):
+        plan_batches(path, 128, 2, 6, plan=plan)

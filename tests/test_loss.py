@@ -1,4 +1,4 @@
-"""The chunked head and loss against float64, and gradients that are summed in place."""
+"""The chunked head and loss of both scripts against float64, and gradients summed in place."""
 
 import math
 from collections import Counter
@@ -7,68 +7,128 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
+import train_gpt_2026
 from reference import relative_error
+from torch._dynamo.backends.debugging import eager
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from train_gpt import GPT, Head, Moment, Optimizers
+import train_gpt
 
 WIDTH, VOCAB = 48, 1024
+SHIFTED = (23.0, 5.0, 7.5)  # of records since September 2025: 23 sigmoid((logit + 5) / 7.5)
+SUMMED = {"logit_sigmoid": SHIFTED, "loss_sum": True}
 
 
-@pytest.fixture
-def case(tiny):
-    """Return make(tokens, ...): an input, a head whose logits reach far into the cap, targets."""
-
-    def make(tokens: int, dtype=torch.float32, **settings):
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
-        head = Head(replace(tiny, model_dim=WIDTH, vocab_size=VOCAB, **settings))
-        head.weight.data = torch.randn(VOCAB, WIDTH, generator=generator) * 3
-        return x, head, torch.randint(0, VOCAB, (tokens,), generator=generator)
-
-    return make
+def case(script, tokens: int, dtype=torch.float32, **settings):
+    """Return an input, a head whose logits reach far into the cap, and targets."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
+    head = script.Head(script.Hyperparameters(model_dim=WIDTH, vocab_size=VOCAB, **settings))
+    head.weight.data = torch.randn(VOCAB, WIDTH, generator=generator) * 3
+    targets = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    targets[-1] = 0
+    return x, head, targets
 
 
-def in_float64(x, head, targets, dtype=torch.float32):
-    """Return the loss and the gradients of the input and of the weight, in dtype at first."""
-    x64, w64 = (t.detach().to(dtype).double().requires_grad_() for t in (x, head.weight))
-    loss = reference.softcapped_loss(x64 @ w64.T, targets, head.softcap)
-    loss.backward()
-    return loss.item(), x64.grad, w64.grad
+def objective(x, weight, targets, settings, shares) -> tuple:
+    """Return, in float64, the mean loss of the next token, and the gradients of the sum over tokens
+    of each target's loss, times its share. Targets beyond the end are none."""
+    x64, w64 = (t.detach().to(x.dtype).double().requires_grad_() for t in (x, weight))
+    cap = settings.get("logit_sigmoid", settings.get("logit_softcap"))
+    chances = torch.log_softmax(reference.soft_capped(x64 @ w64.T, cap), dim=1)
+    total = 0.0
+    for k, share in enumerate(shares):
+        total -= share * chances[: len(targets) - k].gather(1, targets[k:, None]).sum()
+    total.backward()
+    mean = -chances[range(len(targets)), targets].mean().item()
+    return mean, x64.grad, w64.grad
 
 
-@pytest.mark.parametrize("tokens, cap", [(1, 5.0), (255, 15.0), (256, 30.0), (600, 38.0)])
-def test_chunked_loss_and_its_summed_gradients_equal_the_unchunked_ones(tokens, cap, case):
-    """Tokens are fewer, as many and more than a chunk's 256."""
-    x, head, targets = case(tokens, logit_softcap=cap)
-    value, grad_x, grad_w = in_float64(x, head, targets)
+CASES = []
+for tokens, softcap in ((1, 5.0), (255, 15.0), (256, 30.0), (600, 38.0)):
+    CASES.append((train_gpt, tokens, {"logit_softcap": softcap}, (1.0,)))
+for form in ({"logit_softcap": 15.0}, {"logit_sigmoid": SHIFTED}, SUMMED):
+    CASES.append((train_gpt_2026, 600, form, (1.0,)))
+for shares in ((1.0, 0.4), (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)):
+    CASES.append((train_gpt_2026, 600, SUMMED, shares))
+
+
+@pytest.mark.parametrize(("script", "tokens", "settings", "shares"), CASES)
+def test_chunked_loss_and_its_summed_gradients_equal_float64(script, tokens, settings, shares):
+    """Tokens are fewer, as many and more than a chunk's 256. The value is the mean loss of the next
+    token alone; gradients are those of a weighted sum, or of its mean over tokens."""
+    x, head, targets = case(script, tokens, **settings)
     with torch.no_grad():
-        loss = head.loss(x.detach(), targets)
-    assert loss.item() == pytest.approx(value, rel=1e-6) and head.weight.grad is None
+        unlearned = head.loss(x.detach(), targets).item()
+    assert head.weight.grad is None
+    value, grad_x, grad_w = objective(x, head.weight, targets, settings, shares)
+    assert unlearned == pytest.approx(value, rel=1e-6)
+    divisor = 1 if "loss_sum" in settings else tokens
+    more = () if script is train_gpt else (shares,)
     for count in (1, 2):
-        loss = head.loss(x, targets)
+        loss = head.loss(x, targets, *more)
         loss.backward()
         assert loss.item() == pytest.approx(value, rel=1e-6)
-        assert relative_error(x.grad, count * grad_x) < 2e-5
-        assert relative_error(head.weight.grad, count * grad_w) < 2e-5
+        assert relative_error(x.grad, count * grad_x / divisor) < 2e-5
+        assert relative_error(head.weight.grad, count * grad_w / divisor) < 2e-5
 
 
-def test_bfloat16_input_as_on_a_gpu(case):
-    x, head, targets = case(300, torch.bfloat16)
+def test_bfloat16_input_as_on_a_gpu():
+    settings = {"logit_softcap": 15.0}
+    x, head, targets = case(train_gpt, 300, torch.bfloat16, **settings)
     loss = head.loss(x, targets)
     loss.backward()
-    value, grad_x, grad_w = in_float64(x, head, targets, torch.bfloat16)
+    value, grad_x, grad_w = objective(x, head.weight, targets, settings, (1.0,))
     assert loss.item() == pytest.approx(value, rel=2e-3)
     assert x.grad.dtype == torch.bfloat16 and head.weight.grad.dtype == torch.float32
-    assert relative_error(x.grad, grad_x) < 1e-2
-    assert relative_error(head.weight.grad, grad_w) < 1e-2
+    assert relative_error(x.grad, grad_x / 300) < 1e-2
+    assert relative_error(head.weight.grad, grad_w / 300) < 1e-2
 
 
-def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pass(case):
-    x, head, targets = case(8)
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 0.5, 0.25)])
+def test_compiled_loss_equals_float64(shares, compile_with, monkeypatch):
+    """As captured for a compiler, of 32 tokens."""
+    compile_with(eager)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    x, head, targets = case(train_gpt_2026, 32, **SUMMED)
+    loss = head.loss(x, targets, shares)
+    loss.backward()
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    value, grad_x, grad_w = objective(x, head.weight, targets, SUMMED, shares)
+    assert loss.item() == pytest.approx(value, rel=2e-7)
+    assert relative_error(x.grad, grad_x) < 1e-6
+    assert relative_error(head.weight.grad, grad_w) < 1e-6
+
+
+def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pass():
+    x, head, targets = case(train_gpt, 8)
     with pytest.raises(RuntimeError, match="call backward.. on the loss itself"):
         (head.loss(x, targets) / 8).backward()
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "constant"),
+    [
+        (train_gpt, {"logit_softcap": 30.0}, 30.0),
+        (train_gpt_2026, {"logit_softcap": 15.0}, 15.0),
+        (train_gpt_2026, {"logit_sigmoid": SHIFTED}, 0.0),
+    ],
+)
+def test_logits_are_soft_capped(script, settings, constant):
+    """And larger by a constant, which softmax does not see."""
+    x, head, _ = case(script, 256, **settings)
+    with torch.no_grad():
+        logits, raw = head.logits(x), x.double() @ head.weight.double().T
+    assert logits.shape == (256, VOCAB) and logits.dtype == torch.float32
+    cap = settings.get("logit_sigmoid", settings.get("logit_softcap"))
+    expected = reference.soft_capped(raw, cap)
+    torch.testing.assert_close(logits.double() - constant, expected, rtol=0, atol=2e-5)
+
+
+# -----------------------------------------------------------------------------
+# What is made of a table's size
 
 
 class NewShapes(TorchDispatchMode):
@@ -92,44 +152,57 @@ class NewShapes(TorchDispatchMode):
         self.shapes = []
 
 
-def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence(tiny):
+def with_bigrams(tiny, **changed):
+    """Return settings of the fork, with another table, and three targets a token at first."""
+    own = {"layers": train_gpt_2026.LAYERS_2025_SKIPS, "stages": "targets=1/.5/.25,targets=1"}
+    return train_gpt_2026.Hyperparameters(**vars(tiny) | own | changed, bigram_rows=777)
+
+
+@pytest.mark.parametrize("script", [train_gpt, train_gpt_2026])
+def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence(script, tiny):
     """Not even for a moment."""
     hp = replace(tiny, vocab_size=640, head_dim=32)
-    model = GPT(hp)
-    Optimizers(model, hp)
-    tokens = torch.randint(0, 640, (385,))
-    inputs, targets = tokens[:-1].int(), tokens[1:]
-    now = Moment(0, hp)
+    hp = hp if script is train_gpt else with_bigrams(hp)
+    model, tokens = script.GPT(hp), torch.randint(0, 640, (385,))
+    script.Optimizers(model, hp)
     with NewShapes() as watch:
-        model(inputs, targets, now).backward()
-    assert (640, hp.model_dim) not in watch.shapes
-    assert (640, hp.num_heads * hp.head_dim) not in watch.shapes  # of value tables
+        model(tokens[:-1].int(), tokens[1:], script.Moment(0, hp)).backward()
+    tables = {(rows, hp.model_dim) for rows in (640, 777)} | {(640, hp.num_heads * hp.head_dim)}
+    assert not tables & set(watch.shapes)
     logits = [shape for shape in watch.shapes if shape[-1:] == (640,)]
-    chunk_len = model.lm_head.chunk_len(torch.device("cpu"))
-    assert logits and max(shape[0] for shape in logits) == chunk_len < 384
+    assert logits and max(shape[0] for shape in logits) == 256 < 384
 
 
-def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(tiny):
-    """On one rank, whose share of a table is the table."""
-    hp = replace(tiny, vocab_size=640, batch_seqs=1)
-    model = GPT(hp)
-    tokens = torch.randint(0, 640, (129,))
-    optimizers = Optimizers(model, hp)
+@pytest.mark.parametrize("rule", ["", "torch", "cautious"])
+def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, tiny, monkeypatch):
+    """On one rank, whose share of a table is the table. The fork's cautious rule itself, which
+    makes some until it is compiled, is left out; its tables are bfloat16 here, as on a GPU."""
+    script, hp = train_gpt, replace(tiny, vocab_size=640, batch_seqs=1)
+    if rule:
+        script, hp = train_gpt_2026, with_bigrams(hp, adam_rule=rule)
+    model, tokens = script.GPT(hp), torch.randint(0, 640, (129,))
+    if rule == "cautious":
+        for table in model.tables():
+            table.bfloat16()
+        monkeypatch.setattr(script, "cautious_adam_", lambda *_: None)
+    optimizers = script.Optimizers(model, hp)
     for step in range(3):
-        model(tokens[:-1].int(), tokens[1:], Moment(step, hp)).backward()
+        now = script.Moment(step, hp)
+        model(tokens[:-1].int(), tokens[1:], now).backward()
         with NewShapes() as watch:
-            optimizers.step(Moment(step, hp))
+            optimizers.step(now)
         made = Counter(math.prod(shape) for shape in watch.shapes if math.prod(shape) >= 640 * 32)
-        moments = {640 * 32: 2 * 2, 3 * 640 * 32: 2}  # of embedding and head; of three for values
+        # Of embedding and head; of three tables of values, and in the fork of bigrams with them.
+        moments = {640 * 32: 2 * 2, (3 * 640 + 777 * bool(rule)) * 32: 2}
         assert made == (moments if step == 0 else {}), step
         assert not model.embed.weight.grad.any()
 
 
 def test_bfloat16_table_sums_its_gradient_in_float32(tiny):
     """1000 equal tokens of gradient 1/1024: a bfloat16 sum would stop growing at 0.25."""
-    model = GPT(tiny)
+    model = train_gpt.GPT(tiny)
     model.embed.bfloat16()
-    Optimizers(model, tiny)
+    train_gpt.Optimizers(model, tiny)
     rows = model.embed(torch.ones(1000, dtype=torch.int32))
     (rows.float() / 1024).sum().backward()
     torch.testing.assert_close(model.embed.weight.grad[1], torch.full((32,), 1000 / 1024))

@@ -1,5 +1,6 @@
-"""Both attention masks against a brute-force T x T mask, and the two attention paths."""
+"""The attention masks against a brute-force T x T mask, and the two attention paths."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,28 +8,13 @@ import torch
 from conftest import at_window
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_loss import NewShapes
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from train_gpt_2026 import first_visible  # train_gpt.py's, but for the rule "distance"
 
-from train_gpt import (
-    BLOCK,
-    END_OF_TEXT,
-    GPT,
-    attend,
-    block_lists,
-    first_visible,
-    flex_mask,
-    make_mask,
-)
+from train_gpt import BLOCK, END_OF_TEXT, GPT, attend, block_lists, flex_mask, make_mask
 
 LENGTH = 4 * BLOCK
-
-
-def tokens_with_documents(starts) -> torch.Tensor:
-    tokens = torch.zeros(LENGTH, dtype=torch.int32)
-    tokens[list(starts)] = END_OF_TEXT
-    return tokens
 
 
 def brute_force(tokens: torch.Tensor, window: int, rule: str) -> torch.Tensor:
@@ -38,9 +24,10 @@ def brute_force(tokens: torch.Tensor, window: int, rule: str) -> torch.Tensor:
     document = (tokens == END_OF_TEXT).cumsum(0)
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
-        first = 0 if rule == "blocks" else max(i - window + 1, 0)
+        reach = {"blocks": i, "tokens": window - 1, "distance": max(window // BLOCK, 1) * BLOCK}
+        first = max(i - reach[rule], 0)
         visible[i, first : i + 1] = document[first : i + 1] == document[i]
-    if rule == "tokens":
+    if rule != "blocks":
         return visible
     kept = torch.zeros_like(visible)
     for q in range(blocks):  # the nearest blocks that survive causality and the document test
@@ -89,13 +76,16 @@ windows = st.one_of(st.integers(1, 700), st.sampled_from([BLOCK * b for b in ran
 ENDLESS = 3 * 10**9  # as int32, which positions are, it would be negative
 
 
-@settings(max_examples=20, deadline=None)
-@given(starts=starts, window=windows, rule=st.sampled_from(["blocks", "tokens"]))
+@settings(max_examples=30, deadline=None)
+@given(starts=starts, window=windows, rule=st.sampled_from(["blocks", "tokens", "distance"]))
 @example(starts={0, 300}, window=ENDLESS, rule="blocks")
 @example(starts={0, 300}, window=ENDLESS, rule="tokens")
+@example(starts={0, 300}, window=ENDLESS, rule="distance")
 @example(starts={0, 300}, window=100, rule="blocks")
 def test_masks_equal_brute_force(starts, window, rule):
-    tokens = tokens_with_documents(starts)
+    """A distance counts whole blocks."""
+    tokens = torch.zeros(LENGTH, dtype=torch.int32)
+    tokens[list(starts)] = END_OF_TEXT
     expected = brute_force(tokens, window, rule)
     first = first_visible(tokens, torch.tensor(window), rule)
     dense, mask = make_mask(first), flex_mask(*block_lists(first))
@@ -138,18 +128,6 @@ def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, ra
     check_flex_attention("eager", tiny, randomize)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes how many elements the largest tensor has that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.elements = max([self.elements, *(t.numel() for t in made)])
-        return result
-
-
 @pytest.mark.parametrize(
     ("length", "rule", "blocks"), [(262144, "blocks", 14), (65536, "tokens", 15)]
 )
@@ -158,8 +136,8 @@ def test_block_mask_needs_no_square_of_tokens(length, rule, blocks):
     tensor has the four lists of blocks that the mask consists of."""
     tokens = torch.zeros(length, dtype=torch.int32)
     tokens[::5000] = END_OF_TEXT
-    with LargestTensor() as largest:
+    with NewShapes() as watch:
         mask = flex_mask(*block_lists(first_visible(tokens, torch.tensor(1792), rule)))
-    assert largest.elements <= 4 * (length // BLOCK) ** 2
+    assert max(map(math.prod, watch.shapes)) <= 4 * (length // BLOCK) ** 2
     counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
     assert len(counts) == length // BLOCK and counts.max() == blocks and counts[0] == 1

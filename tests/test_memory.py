@@ -1,16 +1,19 @@
-"""What a compiled model keeps for its backward pass, counted in the graphs that a GPU would run.
+"""What compiled models keep for their backward passes, counted in the graphs that a GPU would run.
 
 The graphs are captured on a CPU, in bfloat16 and with FlexAttention, and are never run.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import at_window
+import train_gpt_2026
+from frontier.small_runs import LAYERS, D
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import flex_attention
+from train_gpt_2026 import RECORDS, Hyperparameters
 
 import train_gpt
 
@@ -47,7 +50,6 @@ def graphs(compile_with, monkeypatch):
     backend = aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
     )
-
     compile_with(backend)
     monkeypatch.setattr(train_gpt.compiled, "allowed", True)
     monkeypatch.setattr(train_gpt, "make_mask", train_gpt.block_lists)
@@ -55,27 +57,13 @@ def graphs(compile_with, monkeypatch):
     return made, called
 
 
-def on_a_gpu(hp: train_gpt.Hyperparameters) -> train_gpt.GPT:
+def on_a_gpu(script, hp):
     """Return the layers of a record, narrower, as they would be compiled on a GPU."""
-    narrow = replace(hp, model_dim=128, num_heads=2, head_dim=64, vocab_size=1024)
-    model = train_gpt.GPT(narrow)
+    sizes = {"model_dim": 128, "num_heads": 2, "head_dim": 64, "vocab_size": 1024}
+    model = script.GPT(replace(hp, **sizes))
     for table in model.tables():
         table.bfloat16()
     return model
-
-
-def kept_by(hp, width: int) -> float:
-    """Return the bytes that layers keep for each token. BENCHMARKS.md has them of 49152 tokens."""
-    rows = train_gpt.layer_table(hp)
-    layers, attending = len(rows), sum(row.window != "none" for row in rows)
-    # The normed input; q, k, v; rotated q and k; the mixed v; the result; the stream after it.
-    of_attention = 1 + 3 + 2 + 1 + 1 + 1
-    # The normed input; what ReLU gives, and its squares, each four times as wide (the Triton twin
-    # keeps the squares alone); the layer's output.
-    of_mlp = 1 + 4 + 4 + 1
-    # What attention's softmax and the norms divided by, in float32: of q and k a head each.
-    floats = attending * (hp.num_heads + 1 + 2 * hp.num_heads) + layers
-    return 2 * width * (attending * of_attention + layers * of_mlp) + 4 * floats
 
 
 def kept(called: list, tokens: int) -> float:
@@ -87,19 +75,38 @@ def kept(called: list, tokens: int) -> float:
     return sum(v.nbytes for v in values if tokens in v.shape) / tokens
 
 
-def layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated: bool) -> None:
-    """Check that a record's layers are compiled once for each of so many kinds, which differ in
-    value embeddings, skip connection and attention. Validation has other lengths.
+def kept_by_the_record_of_2025(heads: int, width: int) -> float:
+    """Return the bytes that 12 layers keep for each token, 11 of them with attention. BENCHMARKS.md
+    has them of 49152 tokens."""
+    # The normed input; q, k, v; rotated q and k; the mixed v; the result; the stream after it.
+    of_attention = 1 + 3 + 2 + 1 + 1 + 1
+    # The normed input; what ReLU gives, and its squares, each four times as wide (the Triton twin
+    # keeps the squares alone); the layer's output.
+    of_mlp = 1 + 4 + 4 + 1
+    # What attention's softmax and the norms divided by, in float32: of q and k a head each.
+    floats = 11 * (heads + 1 + 2 * heads) + 12
+    return 2 * width * (11 * of_attention + 12 * of_mlp) + 4 * floats
 
-    Backward passes take one gradient, but for the layer that gives its v to others.
-    """
-    model = on_a_gpu(train_gpt.RECORDS[record])
+
+@pytest.mark.parametrize(
+    ("record", "kinds", "giving_v", "evaluated"),
+    [("2024-11-24_WindowWarmup", 3, 1, True), ("2025-01-26_BatchSize", 5, 0, False)],
+)
+def test_equal_layers_are_compiled_once_and_keep_what_is_counted(
+    record, kinds, giving_v, evaluated, graphs
+):
+    """Once for each kind: these differ in value embeddings, skip connection and attention. Backward
+    passes take one gradient, but for the layer that gives its v to others. Validation has sequences
+    of another length."""
+    model = on_a_gpu(train_gpt, train_gpt.RECORDS[record])
     made = []
     for window in (128, 256, 640, 512):
-        now = at_window(window, model.hp)
+        now = train_gpt.Moment(0, model.hp)
+        now.window = window
         hidden = model.train().hidden(torch.arange(640, dtype=torch.int32), now)
         if not made and not giving_v:
-            assert kept(graphs[1], 640) == pytest.approx(kept_by(model.hp, 128), rel=1e-3)
+            expected = kept_by_the_record_of_2025(heads=2, width=128)
+            assert kept(graphs[1], 640) == pytest.approx(expected, rel=1e-3)
         hidden.sum().backward()
         if evaluated:
             with torch.no_grad():
@@ -110,12 +117,51 @@ def layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated: bool) -
     assert [len(tangents) for tangents in graphs[0] if tangents].count(2) == giving_v
 
 
-@pytest.mark.parametrize(
-    ("record", "kinds", "giving_v", "evaluated"),
-    [("2024-11-24_WindowWarmup", 3, 1, True), ("2025-01-26_BatchSize", 5, 0, False)],
-)
-def test_equal_layers_are_compiled_once_and_keep_what_is_counted(
-    record, kinds, giving_v, evaluated, graphs
-):
-    """tests/slow also validates the record of 2025."""
-    layers_are_compiled_once(record, kinds, giving_v, graphs, evaluated)
+# -----------------------------------------------------------------------------
+# The fork
+
+
+def test_four_layers_of_the_fork_are_a_graph_and_new_windows_make_no_other(graphs):
+    """At moments with other windows and rotary tables, nothing new is compiled."""
+    hp = replace(RECORDS[D], layers=LAYERS[D], num_layers=5, bigram_rows=1024)
+    model, made = on_a_gpu(train_gpt_2026, hp), []
+    last = model.hp.num_iterations
+    for step in (0, last // 3 + 9, 2 * last // 3 + 9, last - 1):
+        now = train_gpt_2026.Moment(step, model.hp)
+        model.train().hidden(torch.arange(640, dtype=torch.int32), now).sum().backward()
+        made.append(len(graphs[0]))
+    # Masks; angles; smear with bigrams, and two graphs of layers, each forward and backward.
+    assert made == [8] * 4
+
+
+def test_the_fork_keeps_less_where_memory_is_small(graphs, monkeypatch):
+    """Of a layer with attention and one without. Normed inputs, and rotated q and k are then made
+    again."""
+    hp, found = replace(Hyperparameters(), num_layers=2, layers="long+v0,none+x0"), []
+    for small in (False, True):
+        answer = torch.compiler.assume_constant_result(lambda *given, small=small: small)
+        monkeypatch.setattr(train_gpt_2026, "memory_is_small", answer)
+        torch._dynamo.reset()
+        graphs[1].clear()
+        model = on_a_gpu(train_gpt_2026, hp)
+        now = train_gpt_2026.Moment(0, model.hp)
+        model.hidden(torch.arange(256, dtype=torch.int32), now)
+        found.append(kept(graphs[1], 256))
+    # q, k, v; the mixed v; attention's result; the stream after it; x0; the last norm's result.
+    # Of both layers what ReLU gives, its squares, and the output.
+    activations = 3 + 1 + 1 + 1 + 1 + 1 + 2 * (4 + 4 + 1)
+    floats = 2 + 2  # of two heads; what the first and the last norm divided by
+    assert found[1] == pytest.approx(2 * 128 * activations + 4 * floats, rel=1e-3)
+    assert found[1] < 0.85 * found[0]
+
+
+def test_a_card_of_24_gb_has_small_memory_and_one_of_80_has_not(monkeypatch):
+    """And then the head takes fewer tokens at a time."""
+    head = train_gpt_2026.Head(replace(Hyperparameters(), model_dim=16))
+    gpu = torch.device("cuda", 0)
+    for gigabytes, chunk in ((24, 8192), (40, 16384), (80, 16384)):
+        card = SimpleNamespace(total_memory=gigabytes << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        assert train_gpt_2026.memory_is_small(gpu) == (gigabytes == 24)
+        assert head.chunk_len(gpu) == chunk
+        assert train_gpt_2026.memory_is_small(gpu, 262144)

@@ -1,17 +1,17 @@
-"""The whole model against a float64 reference, and its published names and initial weights."""
+"""The whole model against a float64 reference, its published names and initial weights, and the
+rows of --layers of both scripts. tests/frontier/test_rows.py has the fork's model."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import reference
 import torch
-import torch.nn.functional as F
+import train_gpt_2026
 from conftest import at_window
 from reference import relative_error
 
 import train_gpt
-from train_gpt import GPT, RECORDS, Layer, UserError, layer_table
+from train_gpt import GPT, RECORDS, Layer, UserError
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
 RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], model_dim=64, num_heads=2, head_dim=32)
@@ -73,29 +73,6 @@ def test_any_layer_table_equals_the_float64_reference(randomize, small_vocabular
     compare_with_float64(randomize(GPT(hp)), 256, 2025, layers=rows)
 
 
-@pytest.mark.parametrize("record", PUBLISHED)
-def test_each_record_begins_at_ln_50304(record):
-    """The zero head hides all but the padded vocabulary's size."""
-    hp = replace(RECORDS[record], model_dim=64, num_heads=2, head_dim=32)
-    with torch.no_grad():
-        loss = GPT(hp)(*sequence(128, 50256), train_gpt.Moment(0, hp)).item()
-    assert round(loss, 4) == 10.8258 == round(math.log(50304), 4)
-
-
-def test_logits_are_soft_capped_and_give_the_loss(randomize, small_vocabulary):
-    """softmax does not see that the model's are larger by the cap."""
-    model = randomize(GPT(replace(RECORD, vocab_size=512, logit_softcap=30.0))).eval()
-    inputs, targets = sequence(256)
-    now = at_window(256, model.hp)
-    with torch.no_grad():
-        logits, loss = model.lm_head.logits(model.hidden(inputs, now)), model(inputs, targets, now)
-        raw = model.hidden(inputs, now).double() @ model.lm_head.weight.double().T
-    assert logits.shape == (256, 512) and logits.dtype == torch.float32
-    expected = reference.soft_capped(raw, 30.0)
-    torch.testing.assert_close(logits.double() - 30, expected, rtol=0, atol=1e-5)
-    assert loss.item() == pytest.approx(F.cross_entropy(expected, targets).item(), abs=1e-5)
-
-
 def test_full_size_model_has_the_published_names_and_shapes():
     with torch.device("meta"):
         model = GPT(RECORDS["2025-01-26_BatchSize"])
@@ -131,44 +108,107 @@ def test_initial_weights_are_the_published_ones(hp, bound):
     assert w["skip_weights"].tolist() == [1] * 6
 
 
-def test_num_layers_keeps_the_ends_of_the_table():
-    rows = [(row.window, row.values) for row in layer_table(replace(RECORD, num_layers=6))]
-    assert rows[:3] == [("long", "0"), ("short", "1"), ("short", "2")]
-    assert rows[3:] == [("short", "0"), ("short", "1"), ("long", "2")]
+def test_without_any_technique_the_fork_is_the_model_of_train_gpt(tiny):
+    """First weights are equal; losses of four steps and of a validation, and the last weights, are
+    but for rounding. Adam's epsilon leaves rounding small."""
+    bare = {"layers": train_gpt_2026.LAYERS_2025_SKIPS}
+    bare = train_gpt_2026.Hyperparameters(**vars(tiny) | bare)
+    tokens = torch.randint(0, 512, (2, 129), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1].int(), tokens[:, 1:]
+    device, found = torch.device("cpu"), []
+    for run, hp in ((train_gpt.Run, tiny), (train_gpt_2026.Run, bare)):
+        hp = replace(hp, batch_seqs=2, adam_eps=1e-6)
+        model = train_gpt.build(run, hp, device)
+        initial = {name: weight.clone() for name, weight in model.state_dict().items()}
+        optimizers = run.optimizers_class(model, hp)
+        losses = []
+        for step in range(4):
+            result = train_gpt.train_step(model, optimizers, *batch, run.moment(step, hp))
+            losses.append(result[0].item())
+        losses.append(train_gpt.evaluate(model, batch, run.moment(4, hp), device))
+        found.append((initial, losses, model.state_dict()))
+    (expected_initial, expected_losses, expected_last), (initial, losses, last) = found
+    torch.testing.assert_close(initial, expected_initial, rtol=0, atol=0)
+    assert losses == pytest.approx(expected_losses, abs=1e-6) and losses[4] < losses[0] - 0.5
+    torch.testing.assert_close(last, expected_last, rtol=0, atol=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# Rows of --layers
+
+
+def rows_of(script, layers: str = "", **settings) -> tuple:
+    """Return the layer table of these rows, or of the default record's."""
+    if layers:
+        settings = {"num_layers": layers.count(",") + 1, "layers": layers} | settings
+    return script.layer_table(script.Hyperparameters(**settings))
 
 
 def test_the_layers_of_each_record_are_the_reference_s():
     windows = {"long": "long", "half": "short", None: "none"}
     for name in PUBLISHED:
-        expected = [
-            Layer(windows[window], None if values is None else str(values))
-            for window, values, _ in reference.LAYERS[int(name[:4])]
-        ]
-        assert list(layer_table(RECORDS[name])) == expected
+        rows = reference.LAYERS[int(name[:4])]
+        rows = [(windows[w], None if v is None else str(v), skip) for w, v, skip in rows]
+        expected = [Layer(window, values) for window, values, _ in rows]
+        assert list(train_gpt.layer_table(RECORDS[name])) == expected
+    assert list(rows_of(train_gpt_2026)) == [train_gpt_2026.Layer(*row) for row in rows]
 
 
-def four_layers(last: str) -> tuple[Layer, ...]:
-    return layer_table(replace(RECORDS["demo"], num_layers=4, layers=f"long,long,long,{last}"))
+def test_num_layers_keeps_the_ends_of_the_table():
+    """Of an odd number, the upper half is the smaller one."""
+    for script, count in ((train_gpt, 6), (train_gpt_2026, 6), (train_gpt_2026, 5)):
+        table = rows_of(script)
+        assert rows_of(script, num_layers=count) == table[:3] + table[3 - count :]
 
 
-def test_a_layer_is_its_window_and_its_values():
-    for last in ("long", "short", "none"):
-        assert four_layers(last)[3] == Layer(last, None)
-    for values in ("0", "9", "first"):
-        assert four_layers(f"short+v{values}")[3] == Layer("short", values)
+LAYERS_2026 = {
+    "long": train_gpt_2026.Layer("long"),
+    "none+x2": train_gpt_2026.Layer("none", skip_from=2),
+    "short+v9": train_gpt_2026.Layer("short", "9"),
+    "short+v1+x1": train_gpt_2026.Layer("short", "1", 1),
+    "none+backout": train_gpt_2026.Layer("none", backout=True),
+    "short+pair": train_gpt_2026.Layer("short", paired=True),
+    "long+v7+x2+in0+pair+backout": train_gpt_2026.Layer("long", "7", 2, 0, True, True),
+}
 
 
-NO_LAYERS = ["", "wide", " long", "v0", "long+", "long+V0", "long+v10", "long+x0", "long+v0+v1"]
+def test_a_layer_is_its_window_and_its_words():
+    expected = Layer("short", "first"), Layer("none"), Layer("long", "9"), Layer("short")
+    assert rows_of(train_gpt, "short+vfirst,none,long+v9,short") == expected
+    for row, layer in LAYERS_2026.items():
+        assert rows_of(train_gpt_2026, f"long,long,long,{row}", paired_heads=True)[3] == layer
+    assert not rows_of(train_gpt_2026, "long,long,long,short+pair")[3].paired
 
 
-@pytest.mark.parametrize("text", [*NO_LAYERS, "none+v0"])
-def test_what_is_no_layer_is_refused_with_the_form_of_a_row(text):
-    with pytest.raises(UserError, match="is not a layer; a row is long, short or none") as error:
-        four_layers(text)
-    assert repr(text) in str(error.value)
+NO_LAYERS = ["", "wide", " long", "v0", "long+", "long+v10", "long+v0+v1", "long+V0"]
+NO_LAYERS_2026 = [*NO_LAYERS, "long+x-1", "long+x0x1", "long+x0+x1", "long+x1+v1"]
+NO_LAYERS_2026 += ["long+pair+pair", "long+long", "+long"]
+ABSENT = ["none+v0", "none+in1", "none+in0", "none+pair", "long+x3", "long+in3", "long+x9"]
+CASES = [(train_gpt, row, "is not a layer") for row in [*NO_LAYERS, "long+x0", "none+v0"]]
+CASES += [(train_gpt_2026, row, "is not a layer") for row in NO_LAYERS_2026]
+CASES += [(train_gpt_2026, row, "cannot be layer 3") for row in ABSENT]
 
 
-@pytest.mark.parametrize("count", [3, 6])
-def test_num_layers_is_even_and_at_most_the_rows(count):
-    with pytest.raises(UserError, match=f"--num_layers {count}: must be even, and at most the 4"):
-        layer_table(replace(RECORDS["demo"], num_layers=count, layers="long,long,long,long"))
+@pytest.mark.parametrize(("script", "row", "reason"), CASES)
+def test_what_is_no_layer_is_refused(script, row, reason):
+    with pytest.raises(UserError, match=reason) as error:
+        rows_of(script, f"long,long,long,{row}")
+    assert repr(row) in str(error.value)
+
+
+def test_only_the_upper_half_adds_outputs():
+    with pytest.raises(UserError, match="'long[+]x0' cannot be layer 1"):
+        rows_of(train_gpt_2026, "long,long+x0,long,long")
+
+
+@pytest.mark.parametrize(
+    ("script", "count", "rule"),
+    [
+        (train_gpt, 3, "must be even, and at most the 4 rows"),
+        (train_gpt, 6, "must be even, and at most the 4 rows"),
+        (train_gpt_2026, 5, "--layers has 4"),
+    ],
+)
+def test_num_layers_is_at_most_the_rows(script, count, rule):
+    with pytest.raises(UserError, match=f"--num_layers {count}: {rule}"):
+        rows_of(script, "long,long,long,long", num_layers=count)

@@ -1,14 +1,15 @@
 """Which parameter learns by what, the update rules against float64, and what ranks share."""
 
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+import train_gpt_2026
+from runs import Program
 from torch._dynamo.backends.debugging import aot_eager
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_gpt
 from train_gpt import (
@@ -76,19 +77,6 @@ def expected_group(name: str, p: torch.Tensor) -> str:
     if "embed" in name:
         return "values" if "value" in name else "embed"
     return "scalar" if p.ndim < 2 else "muon"
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_each_parameter_of_each_record_is_in_the_one_group_that_is_expected(record):
-    with torch.device("meta"):
-        model = GPT(RECORDS[record])
-    optimizers = Optimizers(model, model.hp)
-    found = Counter()
-    for group, rows in optimizers.groups:
-        assert group.rule is (muon if group.name == "muon" else adam)
-        found.update((p, group.name) for p, *_ in rows.views)
-    named = model.named_parameters()
-    assert found == Counter((p, expected_group(name, p)) for name, p in named)
 
 
 def test_a_parameter_that_is_not_in_exactly_one_group_is_named(tiny, monkeypatch):
@@ -173,56 +161,7 @@ def test_steps_equal_a_float64_loop_over_single_parameters(damped, tiny, randomi
 
 
 # -----------------------------------------------------------------------------
-# What ranks share: they are threads here, and in tests/test_ranks.py processes
-
-
-@pytest.fixture
-def on_ranks(monkeypatch):
-    """Return run(n, work): it returns what work(0), ..., work(n - 1) return, which call collectives
-    together. Memory that nobody has written is NaN."""
-    here = threading.local()
-    given = {}
-    done = SimpleNamespace(wait=lambda: None)
-
-    def exchange(tensor: torch.Tensor) -> list[torch.Tensor]:
-        here.barrier.wait()
-        given[here.rank] = tensor.clone()
-        here.barrier.wait()
-        return [given[rank] for rank in range(here.barrier.parties)]
-
-    def reduce_scatter(output, tensor, async_op):
-        shares = sum(exchange(tensor)).split(len(output))
-        output.copy_(shares[here.rank])
-        return done
-
-    def all_gather(output, tensor, async_op):
-        output.copy_(torch.cat(exchange(tensor)))
-        return done
-
-    def all_reduce(tensor, async_op):
-        tensor.copy_(sum(exchange(tensor)))
-        return done
-
-    def run(count: int, work) -> list:
-        barrier = threading.Barrier(count, timeout=120)
-
-        def as_rank(rank: int):
-            here.rank, here.barrier = rank, barrier
-            try:
-                return work(rank)
-            except BaseException:
-                barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(as_rank, range(count)))
-
-    monkeypatch.setattr(train_gpt, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(train_gpt, "all_gather", all_gather)
-    monkeypatch.setattr(train_gpt.dist, "all_reduce", all_reduce)
-    torch.use_deterministic_algorithms(True)
-    yield run
-    torch.use_deterministic_algorithms(False)
+# What ranks share; tests/test_ranks.py has whole runs
 
 
 def by_rows(rows, lr, now, hp):
@@ -235,122 +174,111 @@ def by_rows(rows, lr, now, hp):
     rows.own.sub_(rows.grad / (rows.state["rows"] + now.step + 1).sqrt(), alpha=lr)
 
 
-@pytest.mark.parametrize("rule", [muon, by_rows])
-@pytest.mark.parametrize("counts", [(1, 3, 8, 1), (2, 2, 5, 1)])
-def test_a_run_goes_on_with_any_number_of_ranks(rule, counts, on_ranks, tiny, monkeypatch):
-    """A step on each of these numbers of ranks, with all saved between them, against four steps of
-    one rank. Five ranks have less than one matrix each of the four of the MLPs' shapes; eight ranks
-    have one micro-batch each."""
-    hp = replace(tiny, grad_clip=1e9)  # every step has norms
+def muon_or_by_rows(rows, lr, now, hp):
+    rule = by_rows if rows.name == "muon 32x32" else muon
+    return rule(rows, lr, now, hp)
 
+
+class OwnOptimizers(Optimizers):
+    @staticmethod
     def groups_of(model, hp):
         groups = parameter_groups(model, hp)
-        return [replace(g, rule=rule) if g.name == "muon" else g for g in groups]
+        return [replace(g, rule=muon_or_by_rows) if g.name == "muon" else g for g in groups]
 
-    monkeypatch.setattr(Optimizers, "groups_of", staticmethod(groups_of))
 
-    def stepped(ranks, moments, weights, state):
-        def work(rank):
-            model = GPT(hp)
-            model.load_state_dict(weights)
-            optimizers = Optimizers(model, hp, rank, ranks)
-            optimizers.load_state_dict(state)
-            for now in moments:
-                for name, grad in made_up_gradients(model, now.step).items():
-                    part = 2 * (rank + 1) / (ranks * (ranks + 1))  # all parts make one
-                    model.get_parameter(name).grad.copy_(part * grad)
-                optimizers.begin_last_backward(now)
-                (norm,) = optimizers.step(now)
-            return model.state_dict(), optimizers.state_dict(), norm
+def some_steps(words: list[str], hp, moments: list[Moment], start: str, end: str) -> None:
+    """As a rank, go on from the file `start`, and write what this rank has at the end."""
+    _, rank, ranks = train_gpt.start_device("cpu")
+    weights, state, _ = torch.load(start)
+    model = GPT(hp)
+    model.load_state_dict(weights)
+    optimizers = OwnOptimizers(model, hp, rank, ranks)
+    optimizers.load_state_dict(state)
+    for now in moments:
+        for name, grad in made_up_gradients(model, now.step).items():
+            part = 2 * (rank + 1) / (ranks * (ranks + 1))  # all parts make one
+            model.get_parameter(name).grad.copy_(part * grad)
+        optimizers.begin_last_backward(now)
+        (norm,) = optimizers.step(now)
+    torch.save((model.state_dict(), optimizers.state_dict(), norm), f"{end}{rank}")
 
-        found = on_ranks(ranks, work)
-        weights, state, _ = found[0]
-        for equal, *_ in found:
-            assert all(torch.equal(equal[name], weights[name]) for name in weights)
-        return weights, state, torch.stack([norm for *_, norm in found]).norm()
 
-    initial = GPT(tiny).state_dict()
-    expected, state, norm = stepped(1, MOMENTS, initial, {})
-    found, again = initial, {}
-    for count, now in zip(counts, MOMENTS, strict=True):
-        found, again, norm_again = stepped(count, [now], found, again)
+def test_a_run_goes_on_with_any_number_of_ranks(tiny, tmp_path, monkeypatch):
+    """A step on 3, 8, 5 and 1 ranks, with all saved between them, against four steps of one rank.
+    Five ranks have less than one matrix each of the four of the MLPs' shapes."""
+    monkeypatch.chdir(tmp_path)
+    hp = replace(tiny, grad_clip=1e9)  # every step has norms
+    torch.save((GPT(hp).state_dict(), {}, None), "start")
+    some_steps([], hp, MOMENTS, "start", "alone")
+    weights, state, norm = torch.load("alone0")
+    before = "start"
+    for ranks, now in zip((3, 8, 5, 0), MOMENTS, strict=True):
+        work = partial(some_steps, hp=hp, moments=[now], start=before, end=f"{now.step}_")
+        program = Program([], ranks, work)
+        assert program.end() == [0] * max(ranks, 1), program.text("err")
+        before = f"{now.step}_0"
+        found, again, norm_again = torch.load(before)
+        for rank in range(1, ranks):
+            others, _, other_norm = torch.load(f"{now.step}_{rank}")
+            assert all(torch.equal(others[name], found[name]) for name in found)
+            assert other_norm == norm_again
     torch.testing.assert_close(norm_again, norm)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, weights, rtol=0, atol=1e-5)
     torch.testing.assert_close(again, state, rtol=1e-5, atol=1e-6)
-    if rule is by_rows:
-        kept = again["muon 32x32"]
-        assert kept["rows"].shape == (16, 32, 1) and kept["count"] == len(MOMENTS)
-
-
-# -----------------------------------------------------------------------------
-# When gradients leave
+    kept = again["muon 32x32"]
+    assert kept["rows"].shape == (16, 32, 1) and kept["count"] == len(MOMENTS)
 
 
 @pytest.fixture
-def batch(tiny):
-    """Return inputs and targets of two micro-batches."""
-    tokens = torch.randint(0, 512, (2, 129), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1].int(), tokens[:, 1:]
+def first_of_two():
+    """Be the first of two ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
 
-@pytest.fixture
-def model(tiny, randomize):
-    """Return a model of six layers, two of them without attention."""
-    layers = "long+v0,short,none,short,long,none"
-    hp = replace(tiny, num_layers=6, layers=layers, batch_seqs=2)
-    return randomize(GPT(hp))
-
-
-def leaving(model, batch, monkeypatch, optimizers_class=Optimizers, now=None, events=None) -> list:
-    """Return the names of groups and messages as gradients leave, in a step of the first of two
-    ranks, and "begins" and "ended", of the last backward pass. They are appended to events."""
-    optimizers = optimizers_class(model, model.hp, 0, 2)
-    begin, step, send = optimizers.begin_last_backward, optimizers.step, Rows.send
-    events = [] if events is None else events
-
-    def alone(output, tensor, async_op):
-        """A collective in which the other rank has zeros."""
-        common = min(len(output), len(tensor))
-        output.zero_()[:common] = tensor[:common].clone()
-        return SimpleNamespace(wait=lambda: None)
-
-    def noted(rows, message):
-        events.append((rows.name, message))
-        send(rows, message)
-
-    def noted_begin(now):
-        begin(now)
-        events.append("begins")
-
-    def noted_step(now):
-        events.append("ended")
-        return step(now)
-
-    for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(train_gpt, name, alone)
-    done = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(train_gpt.dist, "all_reduce", lambda tensor, async_op: done)
-    monkeypatch.setattr(Rows, "send", noted)
-    optimizers.begin_last_backward, optimizers.step = noted_begin, noted_step
-    train_gpt.train_step(model, optimizers, *batch, now or Moment(0, model.hp))
-    return events
-
-
-def test_gradients_leave_in_the_order_of_the_groups_and_matrices_during_the_last_backward_pass(
-    model, batch, compile_with, monkeypatch
+@pytest.mark.parametrize(
+    ("script", "tied_frac", "first", "last"),
+    [
+        (train_gpt, None, ["head"], ["embed", "values", "scalar"]),
+        (train_gpt_2026, 0.0, ["head"], ["embed", "values", "scalar"]),
+        (train_gpt_2026, 1.0, [], ["head", "values", "scalar"]),
+    ],
+)
+def test_gradients_leave_when_they_are_complete(
+    script, tied_frac, first, last, tiny, first_of_two, compile_with, monkeypatch
 ):
-    """A message has eight matrices at least: two layers' of attention, then those of the two
-    below. Layers are compiled one at a time, by a backend that needs no C++ compiler."""
-    compile_with(aot_eager)
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
-    events, layer = [], ("layer", 0)
-    model.blocks[0].lambdas.register_post_accumulate_grad_hook(lambda p: events.append(layer))
-    leaving(model, batch, monkeypatch, events=events)
-    begins, ended = events.index("begins"), events.index("ended")
-    assert events[:begins] == [layer, ("head 32", 0)]
+    """Those of matrices during the last backward pass, the upper layers' before the first layer's
+    are there, also where layers are compiled. A message has eight matrices at least."""
+    hp = replace(tiny, num_layers=6, batch_seqs=2, layers="long+v0,short,none,short,long,none")
+    if script is train_gpt_2026:
+        layers = "long+v0,short,none,short,long+x1,none+x0"
+        hp = script.Hyperparameters(**vars(hp) | {"layers": layers}, tied_frac=tied_frac)
+    else:
+        compile_with(aot_eager)  # it needs no C++ compiler
+        monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    model, events = script.GPT(hp), []
+    optimizers = script.Optimizers(model, hp, 0, 2)
+
+    def note(owner, name, event_of):
+        function = getattr(owner, name)
+
+        def noted(*arguments):
+            events.append(event_of(*arguments))
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(Rows, "send", lambda rows, message: rows.name.split()[0])
+    note(optimizers, "begin_last_backward", lambda now: "backward")
+    note(optimizers, "step", lambda now: "step")
+    model.blocks[0].lambdas.register_post_accumulate_grad_hook(lambda p: events.append("layer 0"))
+    tokens = torch.randint(0, 512, (2, 129), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1].int(), tokens[:, 1:]
+    train_gpt.train_step(model, optimizers, *batch, script.Moment(0, hp))
+    begins, ended = events.index("backward"), events.index("step")
+    assert events[:begins] == ["layer 0"] and events[ended + 1 :] == last
     during = events[begins + 1 : ended]
-    assert during.index(("muon 32x32", 0)) < during.index(layer)
-    names = {"muon 32x32", "muon 32x128", "muon 128x32", "layer"}
-    assert len(during) == 5 and {name for name, _ in during} == names
-    names = [name for name, _ in events[ended + 1 :]]
-    assert [name.split()[0] for name in names] == ["embed", "values", "scalar"]
+    assert during[: len(first)] == first
+    matrices = during[len(first) :]
+    assert sorted(matrices) == ["layer 0"] + 4 * ["muon"] and matrices[0] == "muon"

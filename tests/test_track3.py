@@ -2,7 +2,6 @@
 shows."""
 
 import importlib
-import json
 import math
 import re
 import shutil
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import train_gpt_track3 as track
-from conftest import language
-from runs import Program, console_of, error_of, rows, val_losses
+from reference import relative_error
+from runs import Program, console_of, error_of, rows
 from train_gpt_track3 import RECORDS, Hyperparameters, Optimizers, Run
 
 import train_gpt
@@ -26,28 +25,7 @@ OWN = re.search(
     r"```python\n([^`]*train_gpt_track3.*?)```", (HERE / "forks/README.md").read_text("utf-8"), re.S
 )[1]
 main = partial(train_gpt.main, run=Run)
-
-
-@pytest.fixture
-def small() -> Hyperparameters:
-    """Return a very small demo with two contexts in each of two micro-batches."""
-    return replace(
-        RECORDS["demo"],
-        vocab_size=256,
-        model_dim=32,
-        head_dim=16,
-        num_layers=2,
-        context_len=128,
-        seq_len=256,
-        batch_seqs=2,
-        val_seq_len=256,
-        val_tokens=512,
-    )
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
-
+SIZES = {"vocab_size": 256, "model_dim": 32, "num_heads": 2, "head_dim": 16, "num_layers": 2}
 
 # -----------------------------------------------------------------------------
 # Model
@@ -92,11 +70,10 @@ def loss_of_context(w: dict, hp: Hyperparameters, tokens, targets) -> torch.Tens
 
 
 @pytest.mark.parametrize("float32_gains", [False, True])
-def test_loss_and_gradients_are_those_of_the_specification(
-    float32_gains, small, randomize, monkeypatch
-):
-    """Gradients are of the sum over the whole batch."""
-    hp = replace(small, float32_gains=float32_gains)
+def test_loss_and_gradients_are_those_of_the_specification(float32_gains, randomize, monkeypatch):
+    """Gradients are of the sum over the whole batch: two micro-batches of two contexts."""
+    contexts = {"context_len": 128, "seq_len": 256, "batch_seqs": 2}
+    hp = replace(RECORDS["demo"], **SIZES, **contexts, float32_gains=float32_gains)
     model = randomize(track.GPT(hp))
     weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
     tokens = torch.randint(256, (2, 257), generator=torch.Generator().manual_seed(0))
@@ -145,7 +122,7 @@ def test_first_weights_have_the_published_distributions(hp):
 
 
 # -----------------------------------------------------------------------------
-# Schedule
+# Schedule and rules
 
 
 @pytest.mark.parametrize("hp", [MUON, ADAMW], ids=["muon", "adamw"])
@@ -160,18 +137,10 @@ def test_rates_are_flat_for_three_tenths_and_then_fall_to_zero(hp):
         assert now.momentum == pytest.approx(0.95, rel=1e-12)
 
 
-def validated(hp: Hyperparameters) -> list[int]:
-    return [step for step in range(hp.num_iterations + 1) if Run.moment(step, hp).validate]
-
-
 def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():
-    assert validated(MUON) == [*range(0, 2925, 125), *range(2925, 3251, 25)]
-    assert set(range(0, 5626, 125)) <= set(validated(ADAMW))
-    assert validated(replace(MUON, val_loss_every=0)) == [3250]
-
-
-# -----------------------------------------------------------------------------
-# Rules
+    moments = [Run.moment(step, MUON) for step in range(3251)]
+    found = [now.step for now in moments if now.validate]
+    assert found == [*range(0, 2925, 125), *range(2925, 3251, 25)]
 
 
 def polar(g: torch.Tensor) -> torch.Tensor:
@@ -184,76 +153,51 @@ def polar(g: torch.Tensor) -> torch.Tensor:
     return max(1, g.size(0) / g.size(1)) ** 0.5 * (u * s) @ vh
 
 
-class AdamW:
-    """AdamW of one tensor in float64, as its paper writes it."""
-
-    def __init__(self, lr, betas, decay):
-        self.lr, self.betas, self.decay = lr, betas, decay
-        self.first = self.second = 0.0
-
-    def __call__(self, w, g, step, factor):
-        lr, (b1, b2) = self.lr * factor, self.betas
-        self.first = b1 * self.first + (1 - b1) * g
-        self.second = b2 * self.second + (1 - b2) * g**2
-        first, second = self.first / (1 - b1**step), self.second / (1 - b2**step)
-        return w - lr * self.decay * w - lr * first / (second.sqrt() + 1e-10)
+def adamw(w, g, state: dict, step: int, lr: float, betas, decay: float):
+    """Return the weights after a step of AdamW, as its paper writes it."""
+    for key, power, beta in (("first", 1, betas[0]), ("second", 2, betas[1])):
+        state[key] = beta * state.get(key, 0.0) + (1 - beta) * g**power
+    first = state["first"] / (1 - betas[0] ** step)
+    second = state["second"] / (1 - betas[1] ** step)
+    return w - lr * decay * w - lr * first / (second.sqrt() + 1e-10)
 
 
-class Muon:
-    """Muon of one matrix in float64."""
+def muon(w, g, state: dict, step: int, lr: float):
+    """Return a matrix after a step of Muon."""
+    state["momentum"] = 0.95 * state.get("momentum", 0.0) + 0.05 * g
+    update = polar(0.05 * g + 0.95 * state["momentum"])
+    return w * (1 - lr * 0.05) - lr * update
 
-    momentum = 0.0
 
-    def __call__(self, w, g, step, factor):
-        self.momentum = 0.95 * self.momentum + 0.05 * g
-        update = polar(0.05 * g + 0.95 * self.momentum)
-        return w * (1 - factor * 0.025 * 0.05) - factor * 0.025 * update
+# Learning rates of the embedding, of the head and of vectors, and their decay.
+ADAMS = {"muon": (0.7, 0.004, 0.015, 0.001), "adamw": (0.3, 1 / 320, 0.01, 0.0)}
 
 
 @pytest.mark.parametrize("record", ["muon", "adamw"])
-def test_three_steps_are_those_of_single_tensors_in_float64(record, small, randomize):
-    own = RECORDS[record]
-    sizes = ("vocab_size", "model_dim", "num_heads", "head_dim", "num_layers", "batch_seqs")
-    hp = replace(own, **{name: getattr(small, name) for name in sizes})
+def test_three_steps_are_those_of_single_tensors_in_float64(record, randomize):
+    hp = replace(RECORDS[record], **SIZES, batch_seqs=2)
     model = randomize(track.GPT(hp))
     optimizers, generator = Optimizers(model, hp), torch.Generator().manual_seed(0)
-    rule_of = {}
-    for name, p in model.named_parameters():
-        decay = 0.001 if record == "muon" else 0.0
-        lrs = {"muon": (0.7, 0.004, 0.015), "adamw": (0.3, 1 / 320, 0.01)}[record]
-        lr = lrs[2]
-        if p.ndim == 2:
-            lr = lrs[0] if name.startswith("embed") else lrs[1]
-        rule_of[name] = AdamW(lr, (0.8, 0.95), decay)
-        if name.startswith("blocks") and p.ndim == 2:
-            rule_of[name] = Muon() if record == "muon" else AdamW(0.0015, (0.9, 0.95), 0.1)
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
-    for step in (0, 1, 2):
+    states = {name: {} for name in expected}
+    embed, head, vector, decay = ADAMS[record]
+    for step in (1, 2, 3):
         now = Run.moment(step, hp)
-        now.lr = 1 - 0.25 * step
+        now.lr = 1.25 - 0.25 * step
         for name, p in model.named_parameters():
-            g = torch.randn(p.shape, generator=generator)
-            p.grad.copy_(g * hp.batch_seqs)
-            expected[name] = rule_of[name](expected[name], g.double(), step + 1, now.lr)
+            grad = torch.randn(p.shape, generator=generator)
+            p.grad.copy_(grad * hp.batch_seqs)
+            case = expected[name], grad.double(), states[name], step
+            if not (name.startswith("blocks") and p.ndim == 2):
+                lr = vector if p.ndim == 1 else embed if name.startswith("embed") else head
+                expected[name] = adamw(*case, now.lr * lr, (0.8, 0.95), decay)
+            elif record == "adamw":
+                expected[name] = adamw(*case, now.lr * 0.0015, (0.9, 0.95), 0.1)
+            else:
+                expected[name] = muon(*case, now.lr * 0.025)
         optimizers.step(now)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-4, atol=2e-5)
-
-
-# -----------------------------------------------------------------------------
-# What is published
-
-
-def test_published_curves_are_those_of_the_public_logs():
-    found = json.loads((HERE / "tools" / "published.json").read_text("utf-8"))
-    muon, adamw = found["muon"], found["adamw"]
-    losses = {0: 10.82584, 125: 4.58541, 1000: 3.65307, 3225: 3.27931, 3250: 3.27866}
-    assert {step: muon["losses"][str(step)] for step in losses} == losses
-    assert (muon["mean"], muon["deviation"], muon["runs"]) == (3.27866, 0.00134, 10)
-    assert list(adamw["losses"]) == [str(step) for step in range(0, 5626, 125)]
-    assert adamw["mean"] == adamw["losses"]["5625"] == 3.27903 and adamw["runs"] == 1
-    for row, last in ((muon, "3250"), (adamw, "5625")):
-        assert row["seconds"][last] == pytest.approx(60 * row["minutes"], abs=0.05)
 
 
 # -----------------------------------------------------------------------------
@@ -277,13 +221,6 @@ def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsy
 
 
 @pytest.fixture
-def flags(tmp_path, monkeypatch) -> list[str]:
-    monkeypatch.chdir(tmp_path)
-    words = [*language(tmp_path), "--num_iterations", "4", "--save_every", "2", "--keep", "9"]
-    return [*words, "--context_len", "128", "--adam_eps", "1e-6", "--muon_lr", "0.002"]
-
-
-@pytest.fixture
 def own(tmp_path, monkeypatch):
     """Return main of README's file, beside a copy of the fork in a folder of its own."""
     monkeypatch.setattr(track, "muon", track.muon)  # given back at the end
@@ -295,38 +232,34 @@ def own(tmp_path, monkeypatch):
     del sys.modules["my_optimizer"]
 
 
-def outcome(folder: Path) -> tuple[dict, list]:
-    """Return what the last whole checkpoint has, and train and validation losses."""
-    saved = torch.load(folder / "logs/it/state_step000004.pt", weights_only=True)["model"]
+def trained(words: list[str], folder: Path, own) -> tuple[dict, list]:
+    """Train, and return the last weights, and each step's training and validation loss."""
+    console_of(words, folder, own)
+    weights = torch.load(folder / "logs/it/state_step000004.pt", weights_only=True)["model"]
     found = rows(folder / "logs/it.jsonl")
-    return saved, [(row["train_loss"], row.get("val_loss")) for row in found if row["step"]]
+    return weights, [(row["train_loss"], row.get("val_loss")) for row in found if row["step"]]
 
 
-def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path, monkeypatch):
-    """After step 2 it is resumed bit for bit, with a state of a shape of its own."""
-    folders = {name: tmp_path / name for name in ("one", "two", "resumed")}
-    for folder in folders.values():
-        folder.mkdir()
-    words = [*flags, "--run_id", "it"]
-    console = console_of(words, folders["one"], own)
-    assert list(val_losses(console)) == [0, 2, 4]
-    weights, losses = outcome(folders["one"])
-
-    state = folders["one"] / "logs/it/state_step000002.pt"
-    kept = torch.load(state, weights_only=True)["optimizers"]["muon 256x64"]
-    assert {name: tuple(value.shape) for name, value in kept.items()} == {
-        "first": (4, 256, 64),
-        "second": (4, 256, 1),
-    }
-    (folders["resumed"] / "logs/it").mkdir(parents=True)
-    shutil.copy(state, folders["resumed"] / "logs/it")
-    console_of([*words, "--resume", "on"], folders["resumed"], own)
-    again, last_losses = outcome(folders["resumed"])
-    assert last_losses == losses[2:]
-    assert all(torch.equal(again[name], value) for name, value in weights.items())
-
-    monkeypatch.chdir(folders["two"])
+def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path):
+    """After step 2 it is resumed bit for bit, with a state of a shape of its own; on two ranks it
+    is the same up to rounding."""
+    words = [*flags, "--run_id", "it", "--save_every", "2", "--keep", "9"]
+    words += ["--context_len", "128", "--adam_eps", "1e-6", "--muon_lr", "0.002"]
     two = Program(words, ranks=2, work=own)
     assert two.end() == [0, 0], two.text("err")
-    for row, alone in zip(outcome(folders["two"])[1], losses, strict=True):
-        assert row == pytest.approx(alone, abs=1e-4)
+    folders = [tmp_path / name for name in ("one", "resumed")]
+    for folder in folders:
+        (folder / "logs/it").mkdir(parents=True)
+    weights, losses = trained(words, folders[0], own)
+    of_two = rows(tmp_path / "logs/it.jsonl")[1:]
+    for row, (train_loss, _) in zip(of_two, losses, strict=True):
+        assert row["train_loss"] == pytest.approx(train_loss, abs=1e-4)
+
+    name = "logs/it/state_step000002.pt"
+    kept = torch.load(folders[0] / name, weights_only=True)["optimizers"]["muon 256x64"]
+    shapes = {key: tuple(value.shape) for key, value in kept.items()}
+    assert shapes == {"first": (4, 256, 64), "second": (4, 256, 1)}
+    shutil.copy(folders[0] / name, folders[1] / name)
+    again, last_losses = trained([*words, "--resume", "on"], folders[1], own)
+    assert last_losses == losses[2:]
+    assert all(torch.equal(again[name], value) for name, value in weights.items())

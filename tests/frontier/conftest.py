@@ -7,7 +7,6 @@ import pytest
 import reference
 import train_gpt_2026
 from runs import console_of, val_losses
-from test_memory import graphs  # noqa: F401 (a fixture of train_gpt.py's)
 from train_gpt_2026 import Hyperparameters, Moment
 
 import train_gpt

@@ -1,16 +1,12 @@
-"""The frontier's demo at its full size, all records on the sample, and what layers keep."""
+"""The frontier's demo at its full size, and all records on the sample."""
 
 import os
 
 import pytest
-import torch
-import train_gpt_2026
 from frontier.small_runs import main
-from frontier.test_memory import kept_by, on_a_gpu
 from frontier.test_run import SMALL
 from runs import run, val_losses
-from test_memory import graphs, kept  # noqa: F401
-from train_gpt_2026 import RECORDS, Hyperparameters, Moment
+from train_gpt_2026 import RECORDS
 
 from train_gpt import HERE
 
@@ -40,14 +36,6 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     assert list(alone) == list(together) == [0, 5, 10, 15, 20]
     for step in alone:
         assert together[step] == pytest.approx(alone[step], abs=2e-4)
-
-
-def test_all_layers_of_2025_keep_what_is_counted_where_memory_is_small(graphs, monkeypatch):  # noqa: F811
-    answer = torch.compiler.assume_constant_result(lambda device, tokens=0: True)
-    monkeypatch.setattr(train_gpt_2026, "memory_is_small", answer)
-    model = on_a_gpu(Hyperparameters())
-    model.hidden(torch.arange(256, dtype=torch.int32), Moment(1770, model.hp))
-    assert kept(graphs[1], 256) == pytest.approx(kept_by(model.hp, True, 128), rel=1e-3)
 
 
 LAYERS = "--layers short+v1,long+v2,short+backout,none+x1"

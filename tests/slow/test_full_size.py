@@ -1,4 +1,4 @@
-"""The records at their full size: against float64, and compiled once."""
+"""The records at their full size, against float64."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import reference
 import torch
 from conftest import at_window
-from test_memory import graphs, layers_are_compiled_once  # noqa: F401
 from test_model import PUBLISHED, sequence
 
 from train_gpt import GPT, RECORDS, get_window_size, layer_table
@@ -28,7 +27,3 @@ def test_full_size_records_equal_the_float64_reading(year, randomize):
             expected = reference.loss(weights, inputs.long(), targets, window, 6, year).item()
             assert loss == pytest.approx(expected, abs=2e-5)
             assert abs(loss - math.log(50304)) > 0.1
-
-
-def test_layers_of_the_record_are_compiled_once_for_training_and_validation(graphs):  # noqa: F811
-    layers_are_compiled_once("2025-01-26_BatchSize", 5, 0, graphs, evaluated=True)
