@@ -258,6 +258,8 @@ def layer_graphs(hp):
     skip = (torch.ones(()), output) if last >= len(table) // 2 else None
     if table[last].values is None:
         value = None
+    elif table[last].values == "first":  # an earlier layer's v
+        value = value.detach().unflatten(2, (hp.num_heads, -1)).requires_grad_()
     tokens, window = torch.zeros(hp.seq_len, dtype=torch.int32), torch.tensor(896)
     first = train_gpt.first_visible(tokens, window, hp.window_rule)
     frequencies = train_gpt.rotary_frequencies(hp, torch.device("cpu"))
