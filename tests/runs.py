@@ -198,10 +198,9 @@ def assert_close(found: SimpleNamespace, expected: SimpleNamespace, since: int =
         assert error < 3e-4, name
 
 
-def val_losses(text: str, digits: int = 5) -> dict[int, float]:
-    """Return the validation losses in a run's log or console, by step. They must have this number
-    of decimal places."""
-    line = rf"step:(\d+)/\d+ val_loss:(\d+\.\d{{{digits}}}) train_time:\d+ms step_avg:\d+\.\d\dms"
+def val_losses(text: str) -> dict[int, float]:
+    """Return the validation losses in a run's log or console, by step."""
+    line = r"step:(\d+)/\d+ val_loss:(\d+\.\d{5}) train_time:\d+ms step_avg:\d+\.\d\dms"
     return {int(m[1]): float(m[2]) for m in re.finditer(line, text)}
 
 
