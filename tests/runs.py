@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -172,10 +173,34 @@ def rows(path: Path) -> list[dict]:
     return [found[step] for step in sorted(found)]
 
 
-def val_losses(text: str, digits: int = 5) -> dict[int, float]:
-    """Return the validation losses in a run's log or console, by step. They must have this number
-    of decimal places."""
-    line = rf"step:(\d+)/\d+ val_loss:(\d+\.\d{{{digits}}}) train_time:\d+ms step_avg:\d+\.\d\dms"
+def outcome(folder: Path, last: int = 8, run: type[train_gpt.Run] = train_gpt.Run):
+    """Return of the run `it` its weights and optimizers' state after a step (after the last one, no
+    state), and the rows of its .jsonl, but for what differs from run to run."""
+    saved = train_gpt.load_checkpoint(folder / f"logs/it/state_step{last:06}.pt", run)
+    state = {f"{n} {key}": v for n, of in saved["optimizers"].items() for key, v in of.items()}
+    found = rows(folder / "logs/it.jsonl")
+    for row in found:
+        row.pop("ms", None)
+        row.pop("tokens_per_s", None)
+    return SimpleNamespace(folder=folder, tensors=saved["model"] | state, rows=found)
+
+
+def assert_close(found: SimpleNamespace, expected: SimpleNamespace, since: int = -1) -> None:
+    """Check that two outcomes differ by rounding alone, of rows in those after a step."""
+    later = [row for row in expected.rows if row["step"] > since]
+    for row, of_expected in zip(found.rows, later, strict=True):
+        assert row.keys() == of_expected.keys()
+        for name, value in of_expected.items():
+            assert row[name] == pytest.approx(value, abs=1e-4, rel=1e-3 * (name == "grad_norm"))
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        error = (found.tensors[name] - tensor).norm() / tensor.norm().clamp(min=1e-9)
+        assert error < 3e-4, name
+
+
+def val_losses(text: str) -> dict[int, float]:
+    """Return the validation losses in a run's log or console, by step."""
+    line = r"step:(\d+)/\d+ val_loss:(\d+\.\d{5}) train_time:\d+ms step_avg:\d+\.\d\dms"
     return {int(m[1]): float(m[2]) for m in re.finditer(line, text)}
 
 

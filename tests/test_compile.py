@@ -1,17 +1,33 @@
-"""Warm-up compiles all that a run needs: here with aot_eager, in tests/slow with Inductor."""
+"""Warm-up compiles all that a run needs, and what is compiled computes the same: here with
+aot_eager, in tests/slow with Inductor."""
 
-import gc
-import weakref
+from dataclasses import replace
 
+import pytest
 import torch
+from frontier.small_runs import TECHNIQUES, D, main, small_flags
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
+from train_gpt_2026 import GPT, Hyperparameters, Moment
 
 import train_gpt
 
+# Windows of 128, 256 and 384 tokens, and validations of another length.
+WINDOWS = (
+    "--layers long+v0,short+v1,none,short --num_iterations 6 --val_loss_every 2 --seq_len 256 "
+    "--val_seq_len 128 --window_span 384"
+)
+# Lengths, windows, targets, a tied head, and Adam learns at each second step.
+STAGES = (
+    "--stages length=1+window=128+targets=1/.5,length=1+window=128,length=2+window=256 --keep 0 "
+    "--extension_frac 0 --layers short+v0+pair,long+v1+x0+in0 --num_layers 2"
+)
 
-def graphs_of(run, compile_with, monkeypatch) -> list[int]:
-    """Return how many graphs run() has compiled after its warm-up, and at its end."""
+
+@pytest.mark.parametrize(("fork", "more"), [(False, WINDOWS), (True, STAGES)])
+def test_a_run_compiles_nothing_after_warm_up(
+    fork, more, flags, tmp_path, compile_with, monkeypatch
+):
     warm_up, graphs = train_gpt.warm_up, []
 
     def warm_up_and_count(*arguments):
@@ -20,45 +36,32 @@ def graphs_of(run, compile_with, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
     compile_with(aot_eager)
-    run()
+    words = [*more.split(), "--compile", "on", "--batch_seqs", "2"]
+    if fork:
+        main([*small_flags(tmp_path)[D], *words])
+    else:
+        train_gpt.main([*flags, *words])
     assert not counters["graph_break"]
-    return [*graphs, counters["stats"]["unique_graphs"]]
+    assert [counters["stats"]["unique_graphs"]] == graphs and graphs[0] > 10
 
 
-def test_a_run_compiles_nothing_after_warm_up(flags, compile_with, monkeypatch):
-    """With windows of 128, 256 and 384 tokens, and validations of another length."""
-    layers = "long+v0,short+v1,none,short"
-    more = f"--compile on --layers {layers} --num_iterations 6 --val_loss_every 2 --batch_seqs 2"
-    sizes = "--seq_len 256 --val_seq_len 128 --window_span 384"
-    words = [*flags, *more.split(), *sizes.split()]
-    graphs = graphs_of(lambda: train_gpt.main(words), compile_with, monkeypatch)
-    layers, loss, muon = 2 * 3, 3, 3  # two of a kind, with and without gradients; by shapes
-    masks, angles = 2, 2  # by lengths
-    assert graphs == [layers + loss + muon + masks + angles] * 2
-
-
-def test_warm_up_leaves_no_garbage_in_cycles(tiny, monkeypatch):
-    """torch.compile leaves some, which would keep gigabytes of a GPU. The last step compiles
-    nothing."""
-
-    class Cycle:
-        def __init__(self):
-            self.me, self.tensor = self, torch.zeros(1)
-
-    def train_step(*arguments):
-        left.append(weakref.ref(Cycle()))
-
-    left = []
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: None)
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
-    gc.disable()
-    try:
-        model = train_gpt.GPT(tiny)
-        optimizers = train_gpt.Optimizers(model, tiny)
-        moments = [train_gpt.Moment(0, tiny)]
-        train_gpt.warm_up(model, optimizers, moments, torch.device("cpu"))
-        alive = [cycle() is not None for cycle in left]
-    finally:
-        gc.enable()
-    assert alive == [False, True]
+def test_graphs_of_four_layers_equal_the_layers(tiny, randomize, compile_with, monkeypatch):
+    """Loss and all gradients of two graphs: the later one reads what the first has left. The second
+    of two micro-batches is added to each gradient; two that were one tensor would get it twice."""
+    layers = "short+v0+pair,long+v1,short+backout,short+x0,none+x1,long+v0+in3"
+    hp = replace(Hyperparameters(**vars(tiny)), num_layers=6, **TECHNIQUES, layers=layers)
+    compile_with(aot_eager)
+    tokens = torch.randint(0, 512, (257,), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        monkeypatch.setattr(train_gpt.compiled, "allowed", compiled)
+        model = randomize(GPT(hp))
+        for _ in range(2):
+            loss = model(tokens[:-1].int(), tokens[1:], Moment(0, hp))
+            loss.backward()
+        # Masks, rotary tables, tokens, layers twice, the loss, its backward pass.
+        assert counters["stats"]["unique_graphs"] == (7 if compiled else 0)
+        found.append({name: p.grad.to_dense() for name, p in model.named_parameters()})
+        found[-1]["loss"] = loss.detach()
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6)

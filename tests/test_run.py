@@ -5,11 +5,13 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import small_fork
 import torch
+import torch.nn.functional as F
 import train_gpt_2026
 from runs import SCRIPT, STEP, error_of, rows, val_losses
 
@@ -61,7 +63,7 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(train_gpt, "train_step", taking(0.010, train_gpt.train_step))
     monkeypatch.setattr(train_gpt, "evaluate", taking(5, train_gpt.evaluate))
-    main([*flags, "--save_every", "3", "--num_iterations", "7"])
+    main([*flags, "--save_every", "3", "--num_iterations", "7", "--keep", "2"])
     out = capsys.readouterr().out
     times = {int(m[1]): (int(m[3]), float(m[4])) for m in STEP.finditer(out)}
     assert times == {step: (10 * step, 10.0) for step in range(1, 8)}
@@ -70,6 +72,10 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     found = rows(tmp_path / "logs/it.jsonl")[1:]
     assert [row["ms"] for row in found] == pytest.approx([10.0] * 7)
     assert [row["tokens_per_s"] for row in found] == [2 * 128 * 100] * 7
+
+    (tmp_path / "logs/it/state_step000007.pt").unlink()  # it goes on after step 6
+    main([*flags, "--save_every", "3", "--num_iterations", "7", "--resume", "on"])
+    assert re.search(r"step:7/7 val_loss:\S+ train_time:70ms", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
@@ -85,19 +91,24 @@ def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, ca
     assert not list(tmp_path.glob("logs/*/*"))
 
 
+@pytest.mark.parametrize(
+    ("run", "first", "last"), [(train_gpt.Run, 10.82584, 10.3), (train_gpt_2026.Run, 10.8258, 9)]
+)
 def test_without_flags_and_without_a_gpu_the_demo_trains_on_the_sample(
-    tmp_path, capsys, monkeypatch
+    run, first, last, tmp_path, capsys, monkeypatch
 ):
-    """All settings are its own but the width and the number of steps."""
+    """All settings are its own but the width and the number of steps. The fork's tied head does not
+    begin at zero."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    narrow = "--model_dim 32 --head_dim 16 --num_iterations 4 --keep 0"
-    main(f"{narrow} --val_tokens 1024 --val_loss_every 4".split())
+    words = "--model_dim 32 --head_dim 16 --num_iterations 8 --keep 0 --val_tokens 1024"
+    main(words.split(), run)
     console = capsys.readouterr().out
     losses = val_losses(console)
-    assert console.startswith("record demo --") and list(losses) == [0, 4]
-    assert losses[0] == round(math.log(50304), 5) and losses[4] < 10.3
+    assert console.startswith("record demo --") and list(losses) == [0, 8]
+    assert losses[0] == pytest.approx(first, abs=0.01 if run is train_gpt_2026.Run else 0)
+    assert losses[8] < last
 
 
 @pytest.mark.parametrize("run", [train_gpt.Run, small_fork.Run, train_gpt_2026.Run])
@@ -109,14 +120,40 @@ def test_every_setting_is_a_flag_with_a_help_text(run, capsys, monkeypatch):
     flags = dict(re.findall(r"(?ms)^  --(\w+) (.*?)\n(?=  --|\Z)", capsys.readouterr().out))
     default = run.records[run.default_record]
     assert flags.keys() == {"record", *vars(default)}
+    assert ", ".join(run.records) in flags["record"]
     for name, value in vars(default).items():
         shown = re.escape(f"[{train_gpt.show(value)}]")
         assert re.search(rf" [a-z0-9Y].* {shown}$", flags[name]), name
 
 
-def test_warm_up_leaves_no_trace(flags, capsys, monkeypatch):
+def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys):
+    flags += ["--num_iterations", "27", "--val_loss_every", "10", "--grad_clip", "100"]
     main(flags)
-    warm = val_losses(capsys.readouterr().out)
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
-    main([*flags, "--run_id", "cold"])
-    assert val_losses(capsys.readouterr().out) == warm
+    losses = val_losses(capsys.readouterr().out)
+    found = rows(tmp_path / "logs/it.jsonl")
+    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
+    assert [row["step"] for row in found] == list(range(28))
+    validated = {row["step"]: round(row["val_loss"], 5) for row in found if "val_loss" in row}
+    assert validated == losses and list(losses) == [0, 10, 20, 27]
+    for step, row in enumerate(found[1:]):
+        now = vars(train_gpt.Moment(step, hp)) | {"step": step + 1}
+        assert row.items() >= now.items()
+        others = {"train_loss", "ms", "tokens_per_s", "grad_norm"}
+        assert row.keys() - {"val_loss"} == now.keys() | others
+    assert found[1]["train_loss"] == pytest.approx(math.log(512), abs=1e-3)  # the head is zero
+    assert found[27]["train_loss"] < 5.5
+
+
+def test_the_gradient_s_norm_is_that_of_the_mean_loss(tiny, randomize):
+    hp = replace(tiny, batch_seqs=2, grad_clip=1e9)
+    model, plain = (randomize(train_gpt.GPT(hp)) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(hp.vocab_size, (2, 129), generator=generator)
+    optimizers, now = train_gpt.Optimizers(model, hp), train_gpt.Moment(3, hp)
+    result = train_gpt.train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)
+    logits = [plain.lm_head.logits(plain.hidden(t[:-1], now)) for t in tokens]
+    loss = F.cross_entropy(torch.cat(logits), tokens[:, 1:].flatten())
+    loss.backward()
+    assert result[0].item() == pytest.approx(loss.item(), rel=1e-5)
+    squares = sum(p.grad.double().square().sum().item() for p in plain.parameters())
+    assert result[2].item() == pytest.approx(squares**0.5, rel=1e-4)

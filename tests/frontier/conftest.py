@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import reference
 import train_gpt_2026
 from runs import console_of, val_losses
-from train_gpt_2026 import Hyperparameters, Moment
+from train_gpt_2026 import Hyperparameters
 
 import train_gpt
 from frontier import reference_2026
@@ -27,18 +28,6 @@ def bare(tiny) -> Hyperparameters:
 
 
 @pytest.fixture
-def with_window():
-    """Return at(window, hp, **changed): the moment after training with this long window."""
-
-    def at(window: int, hp: Hyperparameters, **changed) -> Moment:
-        now = Moment(hp.num_iterations, hp)
-        vars(now).update(window=window, short=window // 2, **changed)
-        return now
-
-    return at
-
-
-@pytest.fixture
 def vocabulary_of_512(monkeypatch) -> None:
     """Let the last of 512 words begin a document."""
     for module in (train_gpt, train_gpt_2026, reference, reference_2026):
@@ -53,14 +42,12 @@ def flags(tmp_path_factory) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="session")
 def whole(flags, tmp_path_factory):
-    """Return whole(record): a small run of it on one rank, with its folder and its console."""
+    """Return whole(record): the outcome of a small run of it on one rank."""
 
     @functools.cache
     def run(record: str):
         folder = tmp_path_factory.mktemp("whole")
-        console = console_of(flags[record], folder, main)
-        found = outcome(folder)
-        found.console, found.losses = console, val_losses(console)
-        return found
+        losses = val_losses(console_of(flags[record], folder, main))
+        return SimpleNamespace(**vars(outcome(folder)), losses=losses)
 
     return run

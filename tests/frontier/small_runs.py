@@ -2,15 +2,15 @@
 
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 
+import runs
 from conftest import language
-from runs import rows
 from train_gpt_2026 import Run
 
 import train_gpt
 
 main = functools.partial(train_gpt.main, run=Run)  # of forks/train_gpt_2026.py
+outcome = functools.partial(runs.outcome, run=Run)
 
 A, C = "2025-08-23_SparseAttnGate", "2026-01-19_BigramHashEmbedding"
 C5, D = "2026-01-26-UntieValueEmbeddings", "2026-03-06_SimplifyHC"
@@ -66,14 +66,3 @@ def small_flags(folder: Path) -> dict[str, list[str]]:
     the folder."""
     words = [*language(folder), *WORDS.split()]
     return {record: [*words, *row.split()] for record, row in ROW.items()}
-
-
-def outcome(folder: Path, last: int = LAST) -> SimpleNamespace:
-    """Return the weights and the optimizers' state of a checkpoint (after the last step, no state),
-    and the rows of the run's .jsonl, but for what differs from run to run."""
-    saved = train_gpt.load_checkpoint(folder / checkpoint(last), Run)
-    state = {f"{n} {key}": v for n, of in saved["optimizers"].items() for key, v in of.items()}
-    metrics = []
-    for row in rows(folder / "logs/it.jsonl"):
-        metrics.append({k: row[k] for k in row.keys() - {"ms", "tokens_per_s"}})
-    return SimpleNamespace(folder=folder, tensors=saved["model"] | state, rows=metrics)

@@ -35,22 +35,3 @@ def test_a_bad_value_ends_with_one_line_that_names_its_flag(
     begins = f"train_gpt_2026.py: error: --{name}", f"train_gpt_2026.py: error: argument --{name}"
     assert status == 1 and err.startswith(begins)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--record 2024-11-24_WindowWarmup", "--record 2024-11-24_WindowWarmup: must be one of"),
-        ("--polar_expres on", "unknown words: --polar_expres on; --help"),
-    ],
-)
-def test_what_the_fork_does_not_know_is_named(words, said, capsys):
-    status, err = error_of(words.split(), capsys, main)
-    assert status == 1 and err.startswith("train_gpt_2026.py: error: ") and said in err
-
-
-def test_a_diverged_run_names_the_step(flags, capsys):
-    """Its weights are no longer finite after the second step."""
-    words = ["--head_init", "1e30", "--save_every", "0", "--val_loss_every", "0"]
-    status, err = error_of([*flags[C], *words], capsys, main)
-    assert status == 1 and err.startswith("train_gpt_2026.py: error: the loss is nan at step 3: ")

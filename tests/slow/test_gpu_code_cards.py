@@ -1,15 +1,31 @@
 """All records, with and without kernels, compiled for cards from 24 to 180 GB."""
 
 import pytest
+import test_gpu_code
+import train_gpt_2026
 from test_gpu_code import check, rows_of
 
-from train_gpt import RECORDS
+import train_gpt
 
-CARDS = "h100", "a100", "4090", "3090", "5090", "b200"
+RECORDS = [*train_gpt.RECORDS, *train_gpt_2026.RECORDS]
+# Bytes of registers that the frontier's kernels spill besides: on an H100 by a product of the
+# gates' 72 numbers, in a kernel for large matrices; on an RTX 5090 and a B200 by the layers'
+# backward pass.
+SPILLED = {
+    "h100": test_gpu_code.SPILLED["h100"] | {"muon 6 x 12 symmetric_kernel": 304},
+    "5090": {
+        r"layer backward triton_tem_\w*flex_attention_backward": 32,
+        "paired layer backward triton_per_": 344,
+    },
+    "b200": {"layer backward relu2_kernel": 8},
+}
 
 
 @pytest.mark.parametrize("kernels", ["off", "on"])
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("card", ["h100", "a100", "4090", "3090", "5090", "b200"])
 @pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
-def test_a_card_could_run_a_record(record, card, kernels):
-    assert check(card, rows_of(card, record, kernels, "layer", "loss", "muon"))
+def test_a_card_could_run_a_record(record, card, kernels, monkeypatch):
+    if record in train_gpt_2026.RECORDS:
+        monkeypatch.setattr(test_gpu_code, "SPILLED", SPILLED)
+    names = check(card, rows_of(card, record, kernels, "layer", "loss", "muon"))
+    assert ("softcap_kernel_0" in names) == (kernels == "on")

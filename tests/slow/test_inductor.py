@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from frontier.small_runs import D, main, small_flags
 from runs import rows
 from test_masks import check_flex_attention
 from torch._dynamo.utils import counters
@@ -11,22 +12,32 @@ from torch._dynamo.utils import counters
 import train_gpt
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
+# Windows of 128, 256 and 384 tokens, and validations of another length.
+WINDOWS = (
+    "--seq_len 512 --val_seq_len 256 --window_span 384 --num_iterations 6 --adam_eps 1e-6 "
+    "--layers short+v0,long"
+)
+# Stages, several targets, a tied head, bigrams, pairs of heads, NorMuon, cautious steps.
+STAGES = "--layers short+v0+pair,long+v1+x0+in0+backout --val_seq_len 256 --keep 0"
 
 
-def test_a_compiled_run_has_the_losses_of_eager_and_no_graph_break(flags, tmp_path):
-    """With windows of 128, 256 and 384 tokens, and validations of another length."""
-    sizes = "--seq_len 512 --val_seq_len 256 --window_span 384 --num_iterations 6 --batch_seqs 2"
-    more = "--num_layers 2 --layers short+v0,long --adam_eps 1e-6"
+@pytest.mark.parametrize(("fork", "more", "count"), [(False, WINDOWS, 10), (True, STAGES, 13)])
+def test_a_compiled_run_has_the_losses_of_eager_and_no_graph_break(
+    fork, more, count, flags, tmp_path
+):
+    start = train_gpt.main
+    if fork:
+        start, flags = main, small_flags(tmp_path)[D]
     torch._dynamo.reset()
     counters.clear()
     losses = []
     for choice in ("off", "on"):
-        words = ["--compile", choice, "--run_id", choice]
-        train_gpt.main([*flags, *sizes.split(), *more.split(), *words])
+        words = f"{more} --num_layers 2 --batch_seqs 2 --compile {choice} --run_id {choice}"
+        start([*flags, *words.split()])
         steps = rows(tmp_path / f"logs/{choice}.jsonl")
-        losses.append([row.get("val_loss", row.get("train_loss")) for row in steps])
+        losses.append([row[key] for row in steps for key in row if key.endswith("_loss")])
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
-    assert len(losses[0]) == 7 and losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert len(losses[0]) == count and losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, randomize):
