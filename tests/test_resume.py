@@ -196,11 +196,13 @@ def test_a_live_run_is_not_joined_and_a_finished_one_does_not_go_on(flags, tmp_p
     flags = [*flags, "--num_iterations", "9"]
     live = Program(flags, work=functools.partial(waiting, go=str(tmp_path / "go")))
     live.wait_for("waiting")
-    for more in ([], RESUME):
-        status, err = error_of([*flags, *more], capsys)
+    try:
+        found = [error_of([*flags, *more], capsys) for more in ([], RESUME)]
+    finally:
+        Path("go").touch()
+    for status, err in found:
         assert status == 1
         assert err.startswith("train_gpt.py: error: another process is writing the run it")
-    Path("go").touch()
     assert live.end() == [0], live.text("err")
     assert [row["step"] for row in rows(Path("logs/it.jsonl"))] == list(range(1, 10))
     assert Path("logs/it.txt").read_text().count("step:9/9 val_loss") == 1
