@@ -96,6 +96,8 @@ def launched(words: list, folder: Path) -> dict[int, float]:
     with contextlib.chdir(folder):
         program = Program(words, work=launch_with)
         assert program.end() == [0], program.text("err")
+        last = program.text("out").splitlines()[-1].split()
+        assert last[-3:-1] == [f"{HERE}/run.sh", "tools/sample.py"] and Path(last[-1]).exists()
     return val_losses(program.text("out"))
 
 
