@@ -51,17 +51,14 @@ def test_loss_and_bits_per_byte_are_those_of_the_specification(trained, tmp_path
 
 # ---- HellaSwag
 
-WORDS = "the a cat dog river stone walks sings under over blue old house bird 7 quickly"
+WORDS = "the a cat dog river stone walks sings under over blue old house bird 7"
 
 
 def made_up(path: Path, count: int) -> list[dict]:
     """Write questions of random words; endings differ in length, and some labels are texts."""
-    rng = random.Random(0)
-    rows = []
+    rng, words, rows = random.Random(0), WORDS.split(), []
     for i in range(count):
-        texts = [
-            " ".join(rng.choices(WORDS.split(), k=rng.randint(2, n))) for n in (30, 6, 6, 6, 6)
-        ]
+        texts = [" ".join(rng.choices(words, k=rng.randint(2, n))) for n in (30, 6, 6, 6, 6)]
         rows.append({"ctx": texts[0], "endings": texts[1:]})
         rows[i]["label"] = rng.choice("0123") if i % 3 else rng.randrange(4)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

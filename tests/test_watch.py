@@ -27,14 +27,13 @@ def log(tmp_path):
                 lines.append(f"step:{i}/1770 val_loss:{loss + 0.01:.4f} {times}")
         # It resumed two steps back, after five steps more than these.
         for i in [*range(1, min(step + 6, 1771)), *range(step - 1, step + 1)]:
-            row = {"step": i, "train_loss": 11 - 0.004 * i, "ms": 100.0, "tokens_per_s": 3900000}
-            rows.append(row)
+            rows.append({"step": i, "train_loss": 11 - 0.004 * i, "ms": 100.0})
+            rows[-1]["tokens_per_s"] = 3900000
         settings = f"train_files: {data}_train_*.bin\nval_files: {data}_val_*.bin"
         path = tmp_path / f"{name}.txt"
         path.write_text(f"\n{RULE}\n".join(["source", "torch 2", settings, "\n".join(lines)]))
-        path.with_suffix(".jsonl").write_text(
-            "".join(json.dumps(r) + "\n" for r in rows) + '{"step": 9'
-        )  # torn
+        rows = "".join(json.dumps(row) + "\n" for row in rows)
+        path.with_suffix(".jsonl").write_text(rows + '{"step": 9')  # torn
         return path
 
     return write
