@@ -7,7 +7,6 @@ import pytest
 import train_gpt
 from train_gpt import HERE, RECORDS, Run
 
-
 # The published settings, as flags.
 COMMON = """
 --num_layers 12 --model_dim 768 --num_heads 6 --head_dim 128
