@@ -1,5 +1,6 @@
 """tools/bench.py counts what a step needs, times it, in turn with another one, and says so."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT, at_window, shard
 from runs import Program, console_of, error_of
-from test_alone import as_script
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
@@ -103,13 +103,17 @@ def test_a_users_mistake_is_one_line_and_status_1(words, capsys):
     assert status == 1 and err.startswith(f"bench.py: error: {words[:4]}")
 
 
+def bench_with(words: list[str]) -> None:
+    """Call bench.py with a given rate: two ranks on one core would measure it slowly."""
+    importlib.reload(bench)  # it reads its rank when it is imported
+    bench.matmul_tflops = lambda *_: RATE
+    bench.main(words)
+
+
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
-    script = tmp_path / "two_ranks.py"  # the rate is given: two ranks on one core measure it slowly
-    script.write_text(f"import bench; bench.matmul_tflops = lambda *_: {RATE}; bench.main()")
-    more = [str(script), [str(ROOT / "tools")]]
     fork = "train_gpt_2026.py --record 2025-08-23_SparseAttnGate --align_to_documents off"
     words = ["--json", "--steps", "5", *flags, "--batch_seqs", "2", "--vs", fork]
-    program = Program(words, ranks=2, work=as_script, more=more)
+    program = Program(words, ranks=2, work=bench_with)
     assert program.end() == [0, 0], program.text("err")
     report = json.loads(program.text("out"))
     assert report["machine"].startswith("2 x CPU") and not program.text("out", 1)

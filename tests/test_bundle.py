@@ -1,13 +1,17 @@
-"""tools/bundle.py: a script with the modules that it imports, in one file."""
+"""train_gpt.py copied, and a bundle of a fork with what it imports, train alone."""
 
 import inspect
+import os
+import shutil
 import sys
 from pathlib import Path
 
 import bundle
 import pytest
 import script
-from test_scripts import modules  # noqa: F401
+import torch
+from runs import SCRIPT, run, val_losses
+from test_scripts import launched, modules  # noqa: F401
 
 import train_gpt
 from train_gpt import HERE, UserError
@@ -22,41 +26,36 @@ def small_fork(tmp_path) -> Path:
     path = tmp_path / "mine" / "small_fork.py"
     path.parent.mkdir()
     text = (HERE / "tests" / "small_fork.py").read_text()
-    path.write_text(f"import quotes\n{text}")
+    path.write_text(f"import quotes\nassert quotes.IT == 'it' + chr(39) + 's'\n{text}")
     (path.parent / "quotes.py").write_text("IT = '''it's'''\n")
     return path
 
 
-def made(path: Path, folder: Path) -> Path:
-    """Make the bundle of a script, alone in a folder, and return its path."""
-    out = folder / "alone" / "all_in_one.py"
-    out.parent.mkdir()
-    bundle.write([str(path), str(out)])
-    return out
+@pytest.fixture
+def one(tmp_path) -> Path:
+    """Return the path of a bundle, in an empty folder."""
+    path = tmp_path / "alone" / "one_file.py"
+    path.parent.mkdir()
+    return path
 
 
 @pytest.mark.parametrize("name", [*sorted(HERE.glob("forks/*.py")), None], ids=str)
-def test_tools_take_a_bundle_as_a_script_with_its_own_modules(name, small_fork, tmp_path):
-    one = made(name or small_fork, tmp_path)
+def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
+    name, small_fork, one
+):
+    """Tracebacks show these lines, and Triton compiles them."""
+    bundle.write([str(name or small_fork), str(one)])
     run_class = script.load(one)
     core = script.core(run_class)
     assert core is not train_gpt and train_gpt.script_of(run_class) == one
     assert one.parent == core.HERE and run_class.default_record in run_class.records
-    assert name or sys.modules["quotes"].IT == "it's"
-    for module in (core, sys.modules["gpu_kernels"]):
-        assert Path(module.__file__) == one
-
-
-def test_lines_of_its_functions_are_those_in_it(small_fork, tmp_path):
-    """Tracebacks show these lines, and Triton compiles them."""
-    core = script.core(script.load(made(small_fork, tmp_path)))
-    for name, function in inspect.getmembers(train_gpt, inspect.isfunction):
-        if function.__module__ == "train_gpt":
-            assert inspect.getsource(getattr(core, name)) == inspect.getsource(function)
-    twins = sys.modules["gpu_kernels"].TWINS
-    assert twins.keys() == gpu_kernels.TWINS.keys()
+    for function in (train_gpt.train, train_gpt.flex_mask, train_gpt.symmetric_matmul):
+        copied = getattr(core, function.__name__)
+        assert inspect.getsource(copied) == inspect.getsource(function)
     for name, (twin, *_) in gpu_kernels.TWINS.items():
-        assert inspect.getsource(twins[name][0]) == inspect.getsource(twin)
+        copied = sys.modules["gpu_kernels"].TWINS[name][0]
+        assert Path(inspect.getfile(copied)) == one
+        assert inspect.getsource(copied) == inspect.getsource(twin)
 
 
 def test_a_source_is_not_overwritten(small_fork, monkeypatch):
@@ -65,3 +64,33 @@ def test_a_source_is_not_overwritten(small_fork, monkeypatch):
     with pytest.raises(UserError, match="is one of the sources: choose another name"):
         bundle.write(["./small_fork.py", "small_fork.py"])
     assert small_fork.read_text() == before
+
+
+@pytest.mark.parametrize("is_bundle", [False, True])
+def test_alone_it_trains_as_in_the_project_and_resumes(is_bundle, small_fork, one, flags, tmp_path):
+    """Bit for bit; train_gpt.py alone has no Triton twins. A log has its script and no other."""
+    original = small_fork if is_bundle else SCRIPT
+    words = [*flags, "--save_every", "2", "--batch_seqs", "2", "--val_tokens", "512"]
+    words += ["--run_id", "it", "--kernels", "off"]
+    expected = launched([original, *words], tmp_path)
+    assert list(expected) == [0, 2, 4]
+
+    if is_bundle:
+        bundle.write([str(original), str(one)])
+    else:
+        shutil.copy(original, one)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = run(words, script=one.name, cwd=one.parent, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert val_losses(done.stdout) == expected
+    assert {path.name for path in one.parent.iterdir()} == {one.name, "logs"}
+    rule = "=" * 100
+    log = (one.parent / "logs/it.txt").read_text()
+    assert log.startswith(f"{one.read_text()}\n{rule}\n")
+    assert log.count(f"\n{rule}\n") == 4  # source, software, machine, settings: no other file
+
+    last = one.parent / "logs/it/state_step000004.pt"
+    assert torch.load(last, weights_only=True)["script"] == one.name
+    last.unlink()
+    done = run([*words, "--resume", "on"], script=one.name, cwd=one.parent, env=environment)
+    assert "\nresumed at step 2\n" in done.stdout and val_losses(done.stdout) == {4: expected[4]}

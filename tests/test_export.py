@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import export
 import pytest
@@ -24,10 +24,8 @@ RECORDS = {
     train_gpt_2026: f"{ROW[D]} {SIZES}",
 }
 TEXTS = (
-    "<|endoftext|>And<|endoftext|><|endoftext|> God said",
-    "they'll DON'T  1234 56,789.0   spaces\n\n\ttabs \r\n\u00a0\u3000 and an end  ",
-    "naïve Здравствуй 中文字符 हिन्दी e\u0301 🙂👩‍👩‍👧 \x00\ufeff ½ Ⅻ",
-    "",
+    "<|endoftext|>And<|endoftext|><|endoftext|> God said they'll DON'T  1234 56,789.0 \n\n\ttabs ",
+    "naïve Здравствуй 中文字符 हिन्दी e\u0301 🙂👩‍👩‍👧 \x00\ufeff ½ Ⅻ\u00a0\u3000  ",
 )
 PROMPT = [END_OF_TEXT, 818, 262, 3726]
 # What the printed code is followed by.
@@ -48,27 +46,17 @@ torch.save(answers, "answers.pt")
 """
 
 
-@pytest.fixture(scope="module")
-def exported(request, tmp_path_factory) -> SimpleNamespace:
-    """Export a model of random weights. Return its checkpoint, and what was printed."""
-    folder, of = tmp_path_factory.mktemp("exported"), request.param
+def write_checkpoint(of, path: Path) -> tuple[torch.nn.Module, train_gpt.Moment]:
+    """Write a checkpoint with random weights, of a script's record. Return its model and moment."""
     hp, record = train_gpt.parse_args(RECORDS[of].split(), of.Run)
     model = of.Run.model_class(hp)
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     for p in model.parameters():
-        p.data = torch.rand(p.shape, generator=generator) * p.size(-1) ** -0.5
-    state = {
-        "script": f"{of.__name__}.py",
-        "record": record,
-        "hyperparameters": dict(vars(hp)),
-        "step": hp.num_iterations // 8,
-        "model": model.state_dict(),
-    }
-    torch.save(state, folder / "it.pt")
-    words = ["it.pt", "--export", "hf", folder / "hf", "--device", "cpu"]
-    code = console_of(words, folder, export.main).partition("\n")[2]
-    now = of.Run.moment(state["step"], hp)
-    return SimpleNamespace(folder=folder, code=code, model=model.eval(), now=now)
+        p.data = torch.rand(p.shape) * p.size(-1) ** -0.5
+    state = {"script": f"{of.__name__}.py", "record": record, "hyperparameters": dict(vars(hp))}
+    step = hp.num_iterations // 8
+    torch.save(state | {"step": step, "model": model.state_dict()}, path)
+    return model.eval(), of.Run.moment(step, hp)
 
 
 def in_an_empty_folder(code: str, folder) -> None:
@@ -85,30 +73,31 @@ def in_the_project(code: str, folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exported", "run"),
+    ("of", "run"),
     [
         (train_gpt, in_the_project),
         (train_gpt_2026, in_the_project),
         (train_gpt_2026, in_an_empty_folder),
     ],
-    indirect=["exported"],
 )
 @torch.inference_mode()
 @pytest.mark.usefixtures("modules")
 def test_the_printed_code_gives_the_script_s_model_and_gpt2_s_tokenizer(
-    run, exported, tmp_path, monkeypatch
+    of, run, tmp_path, monkeypatch
 ):
     for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_HOME", str(tmp_path / "hf"))):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    model, now = write_checkpoint(of, tmp_path / "it.pt")
+    words = ["it.pt", "--export", "hf", "exported", "--device", "cpu"]
+    code = console_of(words, tmp_path, export.main).partition("\n")[2]
     x = torch.randint(50256, (2, 384), generator=torch.Generator().manual_seed(0))
     x[0, :4] = torch.tensor(PROMPT)
     x[0, [30, 40]] = x[1, 100] = END_OF_TEXT
     torch.save(x, "x.pt")
-    run(exported.code + USE, tmp_path)
+    run(code + USE, tmp_path)
     found = torch.load(tmp_path / "answers.pt")
 
-    model, now = exported.model, exported.now
     expected = torch.stack([model.lm_head.logits(model.hidden(row, now)) for row in x])
     assert found["logits"].equal(expected[..., :50257])
     chances = found["logits"].double().log_softmax(2)[:, :-1].gather(2, x[:, 1:, None])

@@ -3,9 +3,9 @@
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
-import pytest
 import torch
 import train_gpt_2026
 import train_gpt_track3
@@ -21,14 +21,10 @@ TECHNIQUE = re.search(r"```diff\n(.*?)```", README, re.S)[1]
 STEPS = 4
 
 
-def gelu_mlp(mlp):
-    """Return the MLP as a function of x, with GELU from its definition by the error function."""
-
-    def forward(x):
-        h = x @ mlp.c_fc.weight.T
-        return (h * (0.5 + 0.5 * torch.erf(h / 2**0.5))) @ mlp.c_proj.weight.T
-
-    return forward
+def gelu_mlp(mlp, x):
+    """Return what the MLP would with GELU, from its definition by the error function."""
+    h = x @ mlp.c_fc.weight.T
+    return (h * (0.5 + 0.5 * torch.erf(h / 2**0.5))) @ mlp.c_proj.weight.T
 
 
 def test_files_and_flags_that_readme_names_exist():
@@ -68,7 +64,7 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     model = train_gpt.GPT(hp)
     model.load_state_dict(before["model"])
     for block in model.blocks:
-        block.mlp.forward = gelu_mlp(block.mlp)
+        block.mlp.forward = partial(gelu_mlp, block.mlp)
     planned = train_gpt.plan_batches(hp.train_files, hp.seq_len, hp.batch_seqs, STEPS, epochs=0)
     cpu = torch.device("cpu")
     inputs, targets = next(train_gpt.distributed_data_generator(planned, 0, 1, cpu, STEPS - 1))
@@ -78,9 +74,9 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     assert abs(sum(losses) / len(losses) - trained) < 1e-5
 
 
-@pytest.fixture(scope="module")
-def with_gain() -> ModuleType:
-    """Return train_gpt.py as a module, with README's technique added."""
+def test_the_technique_in_readme_scales_heads_and_learns(tiny, randomize, monkeypatch):
+    """The model without the technique has the same logits if the gain of a head scales the head's
+    columns of the output projection. Adam's first step has the size of the learning rate."""
     source = (HERE / "train_gpt.py").read_text("utf-8")
     for hunk in re.split(r"^@@.*\n", TECHNIQUE, flags=re.M)[1:]:
         lines = hunk.splitlines(keepends=True)
@@ -88,43 +84,27 @@ def with_gain() -> ModuleType:
         after = "".join(line[1:] for line in lines if line[0] != "-")
         assert source.count(before) == 1, hunk
         source = source.replace(before, after)
-    module = ModuleType("train_gpt_with_gain")
-    module.__file__ = str(HERE / "train_gpt.py")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, module.__name__, module)  # dataclasses look for it
-        if gpu_kernels := sys.modules.get("gpu_kernels"):
-            patch.setattr(gpu_kernels, "PLAIN", {})  # it enters its functions there
-        exec(compile(source, module.__file__, "exec"), vars(module))
-        yield module
+    changed = ModuleType("train_gpt_with_gain")
+    changed.__file__ = str(HERE / "train_gpt.py")
+    monkeypatch.setitem(sys.modules, changed.__name__, changed)  # dataclasses look for it
+    if gpu_kernels := sys.modules.get("gpu_kernels"):
+        monkeypatch.setattr(gpu_kernels, "PLAIN", {})  # it enters its functions there
+    exec(compile(source, changed.__file__, "exec"), vars(changed))
 
-
-def test_the_gain_of_a_head_scales_its_columns_of_the_output_projection(with_gain, tiny, randomize):
-    """So the model without the technique, with such projections, has the same logits."""
-    on = with_gain.Hyperparameters(**{**vars(tiny), "head_gain": True})
-    model = randomize(with_gain.GPT(on))
-    plain = with_gain.GPT(replace(on, head_gain=False))
-    weights = model.state_dict()
-    gains = [name for name in weights if name.endswith("attn.gain")]
-    assert len(gains) == tiny.num_layers
-    for name in gains:
-        gain = weights.pop(name).flatten()
-        output = name.replace("gain", "c_proj.weight")
-        weights[output] = weights[output] * gain.repeat_interleave(tiny.head_dim)
+    hp = changed.Hyperparameters(**{**vars(tiny), "head_gain": True, "batch_seqs": 1})
+    model = randomize(changed.GPT(hp))
+    plain = changed.GPT(replace(hp, head_gain=False))
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    gains = {name: weights.pop(name) for name in list(weights) if name.endswith("attn.gain")}
+    assert len(gains) == hp.num_layers
+    for name, gain in gains.items():
+        weights[name.replace("gain", "c_proj.weight")] *= gain.repeat_interleave(hp.head_dim)
     plain.load_state_dict(weights)
-    tokens = torch.arange(tiny.seq_len) * 7 % tiny.vocab_size
-    now = train_gpt.Moment(0, tiny)
+    tokens, now = torch.arange(hp.seq_len) * 7 % hp.vocab_size, train_gpt.Moment(0, hp)
     torch.testing.assert_close(plain.hidden(tokens, now), model.hidden(tokens, now))
 
-
-def test_the_gains_learn_as_scalars_do(with_gain, tiny, randomize):
-    """Adam's first step has the size of the learning rate, whatever the gradient."""
-    on = with_gain.Hyperparameters(**{**vars(tiny), "head_gain": True, "batch_seqs": 1})
-    model = randomize(with_gain.GPT(on))
-    gains = [p for name, p in model.named_parameters() if name.endswith("gain")]
-    before = [p.detach().clone() for p in gains]
-    tokens = torch.arange(tiny.seq_len)[None] * 7 % tiny.vocab_size
-    now = train_gpt.Moment(0, on)
-    with_gain.train_step(model, with_gain.Optimizers(model, on), tokens, tokens, now)
-    for p, old in zip(gains, before, strict=True):
-        wanted = torch.full_like(old, on.scalar_lr * now.lr)
-        torch.testing.assert_close((p - old).abs(), wanted)
+    optimizers = changed.Optimizers(model, hp)
+    changed.train_step(model, optimizers, tokens[None], tokens[None], now)
+    for name, gain in gains.items():
+        change = (model.get_parameter(name) - gain).abs()
+        torch.testing.assert_close(change, torch.full_like(gain, hp.scalar_lr * now.lr))

@@ -1,15 +1,13 @@
 """tools/sample.py: a cache that changes nothing, chances as they should be, text in a terminal."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import sample
 import torch
 import train_gpt_2026
-from conftest import ROOT, at_window
+from conftest import at_window
 from frontier.small_runs import ROW, SIZES, C, D
-from launch import say_what_next
 from sample import Decoder, choose, gpt2_encoding, text_of
 
 import train_gpt
@@ -81,22 +79,17 @@ def test_choices_follow_the_softmax_of_the_likeliest():
 
 def test_pieces_of_text_are_whole_characters():
     encoding, text = gpt2_encoding(), "naïve 🙂 日本語\n\nend"
-    tokens = encoding.encode(text)
-    pieces = list(text_of(tokens, encoding))
-    assert "".join(pieces) == text and len(tokens) > 12 and "🙂" in "".join(pieces[:6])
+    pieces = list(text_of(encoding.encode(text), encoding))
+    assert "".join(pieces) == text and "🙂" in "".join(pieces[:6])
 
 
 @torch.inference_mode()
-def test_the_command_that_the_launcher_prints_gives_text(trained, capsys, monkeypatch):
-    """The same text for the same seed; at temperature 0, the likeliest tokens."""
+def test_text_is_that_of_the_seed_or_of_the_likeliest_tokens(trained, capsys, monkeypatch):
+    """Of the newest checkpoint, without a cache."""
     monkeypatch.chdir(trained.folder)
-    say_what_next(RECORDS["demo"], [trained.path.relative_to(trained.folder)])
-    command = capsys.readouterr().out
-    words = re.fullmatch(r"read what it writes: (.*/run\.sh) tools/sample\.py (\S+)\n", command)
-    assert words[1] == str(ROOT / "run.sh") and trained.folder / words[2] == trained.path
 
     def written(*flags: str) -> str:
-        sample.main([words[2], *flags])
+        sample.main(list(flags))
         return capsys.readouterr().out
 
     a, b, c = (written("--n", "2", "--tokens", "20", "--seed", seed) for seed in "112")
@@ -108,7 +101,7 @@ def test_the_command_that_the_launcher_prints_gives_text(trained, capsys, monkey
     encoding = gpt2_encoding()
     tokens = [50256, *encoding.encode("a b c")]
     for _ in range(10):
-        x = model.hidden(torch.tensor(tokens + [0] * (128 - len(tokens))), at_window(256, model.hp))
-        tokens.append(model.lm_head.logits(x)[len(tokens) - 1, :50257].argmax().item())
+        logits = read_at_once(model, tokens, at_window(256, model.hp))[:, :50257]
+        tokens.append(logits[-1].argmax().item())
     text = written("--n", "1", "--tokens", "10", "--temperature", "0", "--prompt", "a b c")
     assert text == encoding.decode(tokens[1:]) + "\n"

@@ -12,11 +12,9 @@ import script
 import torch
 from runs import SCRIPT, Program, error_of, run, val_losses
 
-import train_gpt
 from train_gpt import HERE, UserError
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
-RULE = "=" * 100
 pytestmark = pytest.mark.usefixtures("modules")
 
 
@@ -40,12 +38,11 @@ def modules(tmp_path, monkeypatch):
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """Return an edited copy of train_gpt.py, alone in another folder: matrices learn faster."""
-    path = tmp_path / "mine" / "train_gpt.py"
+    path = tmp_path / "mine" / "my_copy.py"
     path.parent.mkdir()
-    text = Path(SCRIPT).read_text()
-    edited = text.replace("muon_lr: float = 0.05", "muon_lr: float = 0.2")
-    assert edited != text
-    path.write_text(edited)
+    path.write_text(
+        Path(SCRIPT).read_text().replace("muon_lr: float = 0.05", "muon_lr: float = 0.2")
+    )
     return path
 
 
@@ -55,39 +52,22 @@ def fork(tmp_path) -> Path:
     return Path(shutil.copy(HERE / "tests" / "small_fork.py", tmp_path / "its_own.py"))
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", SCRIPT),
-        ("logs/x/state_step000128.pt", SCRIPT),
-        ("train_gpt.py --seed 3", SCRIPT),
-        ("train_gpt_2026.py", FRONTIER),
-        ("forks/train_gpt_2026.py", FRONTIER),
-        ("its_own.py --seed 3", "its_own.py"),
-        ("~/mine/train_gpt.py", "mine/train_gpt.py"),
-    ],
-)
-def test_a_script_is_a_path_or_a_name_in_the_project_in_forks_or_here(
-    words, expected, copy, fork, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    rest = [word for word in words.split() if not word.endswith(".py")]
-    assert script.take_script(words.split()) == (tmp_path / expected, rest)
-
-
-def test_a_missing_or_ambiguous_script_is_said_with_those_that_exist(copy, monkeypatch):
-    monkeypatch.chdir(copy.parent)
+def test_a_script_is_a_path_or_a_name_here_in_the_project_or_in_forks(copy, fork, monkeypatch):
+    monkeypatch.chdir(fork.parent)
+    monkeypatch.setenv("HOME", str(fork.parent))
+    scripts = {"its_own.py": fork, "~/mine/my_copy.py": copy, "train_gpt.py": Path(SCRIPT)}
+    scripts |= {"train_gpt_2026.py": FRONTIER, "forks/train_gpt_2026.py": FRONTIER}
+    for name, path in scripts.items():
+        assert script.take_script([name, "--seed", "3"]) == (path, ["--seed", "3"])
+    assert script.take_script(["--seed", "3"]) == (Path(SCRIPT), ["--seed", "3"])
     with pytest.raises(UserError, match="there is no script no_such.py:.* such as train_gpt.py, f"):
         script.find("no_such.py")
-    with pytest.raises(UserError, match=f"{copy} and {SCRIPT}: name one with its folder"):
-        script.find("train_gpt.py")
 
 
 def test_a_fork_has_the_project_s_functions_and_a_copy_its_own(fork, copy):
     for path in (Path(SCRIPT), FRONTIER, fork, copy):
         run_class = script.load(path)
-        assert train_gpt.script_of(run_class) == path and script.load(path) is run_class
+        assert script.load(path) is run_class
         core = script.core(run_class)
         assert Path(core.__file__) == (path if path == copy else Path(SCRIPT))
         with pytest.raises(UserError, match="--seq_len 5: must be"):
@@ -95,21 +75,14 @@ def test_a_fork_has_the_project_s_functions_and_a_copy_its_own(fork, copy):
     assert core.parse_args([], run_class)[0].muon_lr == 0.2
 
 
-def test_a_script_imports_what_lies_beside_it_rather_than_the_project_s(fork, monkeypatch):
-    monkeypatch.delitem(sys.modules, "cached_fineweb", raising=False)
-    (fork.parent / "cached_fineweb.py").write_text("HALF = 0.5\n")
-    fork.write_text(f"import cached_fineweb\n{fork.read_text()}")
-    script.load(fork)
-    assert Path(sys.modules["cached_fineweb"].__file__).parent == fork.parent
-
-
 def test_modules_of_another_project_are_not_mixed_with_these(fork, copy):
     """Python, started with that script, would import its own project's."""
-    (copy.parent / "forks").mkdir()
-    for place in (copy.parent, copy.parent / "forks"):
-        path = Path(shutil.copy(fork, place))
-        with pytest.raises(UserError, match=f"{path} imports {copy}, which is not {SCRIPT}"):
-            script.load(path)
+    other = copy.rename(copy.with_name("train_gpt.py"))
+    (other.parent / "forks").mkdir()
+    paths = other, shutil.copy(fork, other.parent), shutil.copy(fork, other.parent / "forks")
+    for path in paths:
+        with pytest.raises(UserError, match=f"{other} would replace {SCRIPT}"):
+            script.load(Path(path))
 
 
 # ---- Starting it
@@ -123,6 +96,8 @@ def launched(words: list, folder: Path) -> dict[int, float]:
     with contextlib.chdir(folder):
         program = Program(words, work=launch_with)
         assert program.end() == [0], program.text("err")
+        last = program.text("out").splitlines()[-1].split()
+        assert last[-3:-1] == [f"{HERE}/run.sh", "tools/sample.py"] and Path(last[-1]).exists()
     return val_losses(program.text("out"))
 
 
@@ -132,34 +107,23 @@ def launch_with(words: list[str]) -> None:
     launch.main()
 
 
-def beginning(run_id: str) -> str:
-    """Return the first part of a run's log."""
-    return Path("logs", f"{run_id}.txt").read_text().partition(f"\n{RULE}")[0]
-
-
-def test_copies_and_forks_train_as_flags_of_the_same_effect_would(flags, copy, fork, tmp_path):
-    """A log begins with its script. The fork's rates are half of the record's."""
-    words = [*flags, *SIZES.split()]
-    faster = launched([*words, "--muon_lr", "0.2", "--run_id", "faster"], tmp_path)
-    assert launched([copy, *words, "--run_id", "copy"], tmp_path) == faster
-    assert launched(["its_own.py", *words, "--speed", "1", "--muon_lr", "0.2"], tmp_path) == faster
-    assert beginning("copy") == copy.read_text()
-    assert beginning("faster") == Path(SCRIPT).read_text()
-
-
-def test_several_processes_find_the_project_from_a_fork_elsewhere(
-    flags, fork, tmp_path, monkeypatch
+def test_copies_and_forks_train_as_flags_of_the_same_effect_would(
+    flags, copy, fork, tmp_path, monkeypatch
 ):
-    """Under the real torchrun."""
-    words = [str(fork), *flags, *SIZES.split(), "--adam_eps", "1e-6"]
-    alone = launched([*words, "--run_id", "alone"], tmp_path)
-    assert len(alone) == 3 and beginning("alone") == fork.read_text()
+    """A log begins with its script. The fork's rates are half of the record's. Two processes are
+    those of the real torchrun."""
+    words = [*flags, *SIZES.split(), "--adam_eps", "1e-6"]
+    faster = launched([*words, "--muon_lr", "0.2"], tmp_path)
+    assert launched([copy, *words, "--run_id", "copy"], tmp_path) == faster
+    assert Path("logs/copy.txt").read_text().startswith(f"{copy.read_text()}\n{'=' * 100}\n")
+    of_fork = ["its_own.py", *words, "--speed", "1", "--muon_lr", "0.2"]
+    assert launched(of_fork, tmp_path) == faster
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    done = run(words, script=launch.__file__)
+    done = run(of_fork, script=launch.__file__)
     assert done.returncode == 0, done.stderr
     assert "on 2 x CPU" in done.stdout
-    assert val_losses(done.stdout) == pytest.approx(alone, abs=1.5e-4)
+    assert val_losses(done.stdout) == pytest.approx(faster, abs=1.5e-4)
 
 
 # ---- The checkpoint that a tool reads
@@ -183,10 +147,10 @@ def saved(trained, tmp_path, monkeypatch):
 
 def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(saved, fork, capsys):
     """Of a path the name alone counts: a checkpoint cannot choose a file elsewhere."""
-    saved("first")
+    first = saved("first")
     shutil.copy(SCRIPT, "copy_of_it.py")
     used = saved("used", script=f"{fork.parent}/elsewhere/copy_of_it.py")
-    saved("lost", script="no_longer_there.py")
+    lost = saved("lost", script="no_longer_there.py")
     saved("words", hyperparameters=saved.settings | {"vocab_size": 512})
     saved("half").write_bytes(used.read_bytes()[:9999])
     evaluate.main(["--device", "cpu"])
@@ -195,21 +159,14 @@ def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(save
     lines = shown.err.splitlines()
     assert len(lines) == 3 and all(line.endswith("; trying an older one") for line in lines)
     evaluate.main(["--run_id", "first", "--device", "cpu"])
-    evaluate.main(["--script", SCRIPT, "--device", "cpu"])
-    assert capsys.readouterr().out.count("logs/first/state_step000008.pt, saved by train_gpt") == 2
+    evaluate.main([str(lost), "--script", SCRIPT, "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert f"{first}, saved by train_gpt.py\n" in out and f"{lost}, saved by no_l" in out
 
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "no checkpoint under logs/: train a model first, or name one"),
-        ("logs/none.pt", "there is no checkpoint logs/none.pt"),
-        ("--seed 3 it.pt", "it.pt: name the checkpoint first, before all flags"),
-        ("logs/lost/state_step000008.pt", "was saved by lost.py; there is no script lost.py"),
-    ],
-)
-def test_without_a_checkpoint_a_tool_ends_with_one_line(words, message, saved, capsys):
-    if "lost" in words:
-        saved("lost", script="lost.py")
-    status, err = error_of(words.split(), capsys, evaluate.main)
-    assert status == 1 and err.startswith("evaluate.py: error: ") and message in err
+    for words, message in {
+        str(lost): "was saved by no_longer_there.py; there is no script no_longer_there.py",
+        "logs/none.pt": "there is no checkpoint logs/none.pt",
+        "--run_id none": "no checkpoint under logs/: train a model first, or name one",
+    }.items():
+        status, err = error_of(words.split(), capsys, evaluate.main)
+        assert status == 1 and err.startswith("evaluate.py: error: ") and message in err

@@ -6,7 +6,6 @@ OUT.py has each source unchanged, the script's at the end; the others run when t
 Its log begins with all the code that trained.
 """
 
-import ast
 import sys
 from pathlib import Path
 
@@ -15,10 +14,7 @@ import script  # noqa: E402
 
 from train_gpt import UserError, as_program  # noqa: E402
 
-BEGINNING = '''"""{name} in one file. {about}
-
-Before it are the modules that it imports: {modules}. Made by tools/bundle.py.
-"""
+BEGINNING = '''"""{name} and the modules that it imports, in one file: made by tools/bundle.py."""
 
 import importlib.abc
 import importlib.util
@@ -54,9 +50,7 @@ def bundle(path: Path, wrapper: str = "") -> str:
         source = modules.pop(0).read_text("utf-8")
     if "\nfrom __future__" in source:
         raise UserError(f"{path} imports from __future__, which must begin a file")
-    about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-    names = ", ".join(module.name for module in modules) or "none"
-    whole = BEGINNING.format(name=path.name, about=about, modules=names)
+    whole = BEGINNING.format(name=path.name)
     for module in modules:
         # Three ' would end the string, so they are a string of their own.
         text = module.read_text("utf-8").replace("'''", "''' \"'''\" r'''")

@@ -18,12 +18,9 @@ four `endings` and a `label` from 0 to 3.
 
 import argparse
 import copy
-import hashlib
 import json
 import math
-import os
 import sys
-import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
@@ -69,21 +66,12 @@ SEQUENCE = {"cuda": 65536, "cpu": 1024}  # tokens; a CPU's mask is as large as t
 def fetch(path: Path) -> None:
     """Download the validation questions. An incomplete or changed file is not kept."""
     print(f"fetching {HOME}")
-    try:
-        with urllib.request.urlopen(HOME, timeout=60) as answer:
-            data = answer.read()
-    except (OSError, HTTPException) as error:
-        raise UserError(
-            f"could not fetch {HOME} ({error}); name a copy: --hellaswag FILE"
-        ) from error
-    if (found := hashlib.sha256(data).hexdigest()) != SHA256:
-        raise UserError(
-            f"{HOME} has SHA-256 {found}, not {SHA256}: try again, or use --hellaswag FILE"
-        )
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_bytes(data)
-    temporary.rename(path)
+    try:
+        torch.hub.download_url_to_file(HOME, str(path), hash_prefix=SHA256, progress=False)
+    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: another SHA-256
+        reason = f"could not fetch {HOME} ({error})"
+        raise UserError(f"{reason}: try again, or name a copy: --hellaswag FILE") from error
 
 
 Question = tuple[list[list[int]], int, int]

@@ -7,6 +7,7 @@ SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs.
 """
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -46,20 +47,16 @@ def processes(batch_seqs: int, gpus: int) -> int:
 
 
 def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
-    """Return the most shards of FineWeb that a run can read. No batch spans two shards."""
+    """Return the most shards of FineWeb that a run can read."""
     lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
-    read = hp.batch_seqs * np.array(lengths)
+    batches = hp.batch_seqs * np.array(lengths)
     # In a fork, sequences may begin where documents begin. Tokens between them are skipped: 3 % of
     # those read or, where documents are cut at 2048 tokens, up to 60 % (in the public logs, 424.7M
     # tokens are read from 7 shards).
     if getattr(hp, "align_to_documents", False):
-        read = read * (1.6 if hp.max_document_tokens else 1.03)
-    shards, left = 0, 0.0
-    for tokens in read:
-        if tokens + 1 >= left:
-            shards, left = shards + 1, SHARD_TOKENS
-        left -= tokens
-    return shards
+        batches = batches * (1.6 if hp.max_document_tokens else 1.03)
+    # No batch spans two shards, so a part of each shard may be left over.
+    return math.ceil(batches.sum() / (SHARD_TOKENS - 1 - batches.max()))
 
 
 def call(command: list[str]) -> None:
@@ -89,17 +86,9 @@ def train(path: Path, run_class: type[Run], flags: list[str]) -> None:
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())
     core.train(run_class, hp, record)
-    say_what_next(hp, core.checkpoints(Path("logs", hp.run_id)))
-
-
-def say_what_next(hp: Hyperparameters, saved: list[Path]) -> None:
-    """Print commands to try after a run that has saved checkpoints."""
-    run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
-    if saved:
+    if saved := core.checkpoints(Path("logs", hp.run_id)):
+        run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
         print("read what it writes:", shlex.join([run_sh, "tools/sample.py", str(saved[0])]))
-    if saved and hp.train_files.startswith(FINEWEB):
-        log = f"logs/{hp.run_id}.txt"
-        print("compare with published runs:", shlex.join([run_sh, "tools/records.py", log]))
 
 
 def repeat(count: int, path: Path, run_class: type[Run], flags: list[str]) -> None:
@@ -108,7 +97,6 @@ def repeat(count: int, path: Path, run_class: type[Run], flags: list[str]) -> No
     hp, _ = script.core(run_class).parse_args(flags, run_class)
     name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
     signal.signal(signal.SIGINT, lambda *_: None)  # the run handles Ctrl-C: it saves and ends
-    print(f"run.sh: {count} runs, logs in logs/{name}_seed*.txt", file=sys.stderr)
     logs = []
     for seed in range(hp.seed, hp.seed + count):
         run_id = f"{name}_seed{seed}"
@@ -118,8 +106,10 @@ def repeat(count: int, path: Path, run_class: type[Run], flags: list[str]) -> No
     call([f"{HERE}/tools/leaderboard.py", *logs])
 
 
-def start(words: list[str], path: Path, run_class: type[Run]) -> None:
+def start(words: list[str]) -> None:
     """Train with these words of the command line, once or --runs times."""
+    path, words = script.take_script(words)
+    run_class = script.load(path)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = script.fail
     parser.add_argument("--runs", type=int)
@@ -133,14 +123,8 @@ def start(words: list[str], path: Path, run_class: type[Run]) -> None:
 
 
 def main() -> None:
-    """Find the script and start it. Errors after that name the script."""
-
-    def find_and_start() -> None:
-        path, words = script.take_script(sys.argv[1:])
-        run_class = script.load(path)
-        script.core(run_class).as_program(path.name, lambda: start(words, path, run_class))
-
-    as_program("run.sh", find_and_start)
+    """Do what the command line says. An error is one line and status 1."""
+    as_program("run.sh", lambda: start(sys.argv[1:]))
 
 
 if __name__ == "__main__":

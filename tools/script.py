@@ -24,16 +24,14 @@ OWN = Path(train_gpt.__file__).resolve()  # the default script
 
 
 def find(name: str | Path) -> Path:
-    """Return the path of a script, which is looked for in the current folder, in the project and in
-    forks/. UserError if no script is found, or if several have that file name."""
+    """Return the path of a script, which is looked for in the current folder, then in the project,
+    then in forks/. UserError if there is none."""
     path = Path(name).expanduser()
     places = [folder / path for folder in (Path.cwd(), HERE, HERE / "forks")]
-    found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
+    found = [place.resolve() for place in places if place.is_file()]
     if not found or path.suffix != ".py":
         known = ", ".join(show(path) for path in (OWN, *sorted(HERE.glob("forks/*.py"))))
         raise UserError(f"there is no script {name}: name one by its path, such as {known}")
-    if len(found) > 1 and path.name == str(name):
-        raise UserError(f"there are {' and '.join(map(str, found))}: name one with its folder")
     return found[0]
 
 
@@ -67,19 +65,17 @@ def sources(path: Path) -> list[Path]:
 
 
 def load(path: Path) -> type[train_gpt.Run]:
-    """Import a script and return its class Run. UserError if it does not define one, or if it would
-    import another file than this process has imported under that name."""
+    """Import a script and return its class Run. UserError if it does not define one, or if this
+    process has imported another file under its name, or under that of a file that it imports."""
     if path == OWN:
         return train_gpt.Run
     name = path.stem
-    while getattr(sys.modules.get(name), "__file__", str(path)) != str(path):
-        name += "_"  # another file's module has this name, such as train_gpt.py's
-    if name not in sys.modules:
-        for other in sources(path)[1:]:
-            imported = getattr(sys.modules.get(other.stem), "__file__", str(other))
-            if Path(imported).resolve() != other:
-                remedy = f"rename {other.name}, or use the tools of its own project"
-                raise UserError(f"{path} imports {other}, which is not {imported}: {remedy}")
+    if getattr(sys.modules.get(name), "__file__", None) != str(path):
+        for source in sources(path):
+            imported = getattr(sys.modules.get(source.stem), "__file__", str(source))
+            if Path(imported).resolve() != source:
+                remedy = f"rename {source.name}, or use the tools of its own project"
+                raise UserError(f"{source} would replace {imported} here: {remedy}")
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(path.parent))
@@ -172,16 +168,13 @@ def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
 
 def newest(run_id: str, script: Path | None) -> tuple[Path, dict, type[train_gpt.Run]]:
     """Return the path of the newest checkpoint under logs/ that can be read, of a run or of all
-    runs ("*"), and what `read` returns. With `script`, it must have saved the checkpoint. UserError
-    if there is none."""
+    runs ("*"), and what `read` returns. UserError if there is none."""
     found = list(Path("logs").glob(f"{run_id}/state_step*.pt"))
     found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     reason = "train a model first, or name one"
     for path in found:
         try:
-            saved, run_class = read(path, script)
-            if script is None or saved.get("script", script.name) == script.name:
-                return path, saved, run_class
+            return path, *read(path, script)
         except UserError as error:
             reason = str(error)
             print(f"{reason}; trying an older one", file=sys.stderr)
@@ -215,9 +208,6 @@ def parse_with_checkpoint(
     words = list(sys.argv[1:] if argv is None else argv)
     path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     args, flags = parser.parse_known_args(words)
-    for word in flags:
-        if word.endswith(".pt"):
-            raise UserError(f"{word}: name the checkpoint first, before all flags")
     script = find(args.script) if args.script else None
     if path is None:
         path, saved, run_class = newest(args.run_id, script)
