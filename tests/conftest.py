@@ -41,6 +41,23 @@ def as_before():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def modules(tmp_path_factory, monkeypatch):
+    """Forget a test's scripts, and give the project's modules of their names back. Functions with
+    twins are known by name, too."""
+    for name in ("path", "meta_path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    before = dict(sys.modules)
+    if "gpu_kernels" in before:
+        plain = dict(before["gpu_kernels"].PLAIN)
+        monkeypatch.setattr(before["gpu_kernels"], "PLAIN", plain)
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
+    sys.modules.update(before)
+
+
 @pytest.fixture
 def compile_with(monkeypatch):
     """Return use(backend), which compiles from then on what torch.compile would let Inductor

@@ -11,13 +11,12 @@ import pytest
 import script
 import torch
 from runs import SCRIPT, run, val_losses
-from test_scripts import launched, modules  # noqa: F401
+from test_scripts import launched
 
 import train_gpt
 from train_gpt import HERE, UserError
 
 gpu_kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed")
-pytestmark = pytest.mark.usefixtures("modules")
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 import train_gpt_2026
 from frontier.small_runs import ROW, SIZES, D
 from runs import console_of
-from test_scripts import modules  # noqa: F401
 
 import train_gpt
 from gpt2 import gpt2_encoding
@@ -81,7 +80,6 @@ def in_the_project(code: str, folder) -> None:
     ],
 )
 @torch.inference_mode()
-@pytest.mark.usefixtures("modules")
 def test_the_printed_code_gives_the_script_s_model_and_gpt2_s_tokenizer(
     of, run, tmp_path, monkeypatch
 ):

@@ -15,24 +15,6 @@ from runs import SCRIPT, Program, error_of, run, val_losses
 from train_gpt import HERE, UserError
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
-pytestmark = pytest.mark.usefixtures("modules")
-
-
-@pytest.fixture
-def modules(tmp_path, monkeypatch):
-    """Forget a test's scripts, and give the project's modules of their names back. Functions with
-    twins are known by name, too."""
-    for name in ("path", "meta_path"):
-        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    before = dict(sys.modules)
-    if "gpu_kernels" in before:
-        plain = dict(before["gpu_kernels"].PLAIN)
-        monkeypatch.setattr(before["gpu_kernels"], "PLAIN", plain)
-    yield
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
-    sys.modules.update(before)
 
 
 @pytest.fixture
