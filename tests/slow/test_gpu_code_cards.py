@@ -14,7 +14,7 @@ RECORDS = [*train_gpt.RECORDS, *train_gpt_2026.RECORDS]
 SPILLED = {
     "h100": test_gpu_code.SPILLED["h100"] | {"muon 6 x 12 symmetric_kernel": 304},
     "5090": {
-        r"layer backward triton_tem_\w*flex_attention_backward": 32,
+        r"layer backward triton_tem_\w*flex_attention_backward": 40,  # in 2026-03-06 32
         "paired layer backward triton_per_": 344,
     },
     "b200": {"layer backward relu2_kernel": 8},
