@@ -292,3 +292,7 @@ def test_a_result_may_be_claimed_before_the_last_step_and_for_another_loss(flags
     status, out, err = board({"a.txt": log}, *flags.split())
     assert (status, err) == (0, "")
     assert rows_of(out)[0][4:6] == ["2690" if flags else "2900", f"{loss:.5f}"]
+
+
+def test_a_group_with_a_seed_twice_says_so(board):
+    assert "A has a seed twice" in board({"a.txt": ours(), "b.txt": ours(3.3)})[1]

@@ -60,6 +60,8 @@ def bundle(path: Path, wrapper: str = "") -> str:
 
 def write(words: list[str]) -> None:
     """Bundle the script that is the first word into the file that is the second."""
+    if "--help" in words:
+        return print(__doc__)
     if len(words) != 2:
         raise UserError("expected two words, SCRIPT.py and OUT.py")
     path, out = script.find(words[0]), Path(words[1]).resolve()
