@@ -1140,7 +1140,14 @@ class Optimizers:
                     raise RuntimeError(f".data or .grad of a parameter in {rows.name} was rebound")
             rows.wait()
             rows.grad.mul_(grad_scale)
-            update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
+            returned = group.rule(rows, group.lr * now.lr, now, self.hp)
+            if returned is None:
+                returned = rows.own, None
+            elif not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+                wanted = "it must return None, or an update and a function that applies the update"
+                found = f"the update rule of {rows.name} returned a {type(returned).__name__}"
+                raise UserError(f"{found}: {wanted} (see above muon in train_gpt.py)")
+            update, apply = returned
             sent.append((rows, rows.gather(update), apply))
         for rows, update, apply in sent:
             rows.wait()
@@ -1605,6 +1612,9 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         log("no GPU found: this is a small demonstration, on the sample corpus in data/")
     if on_gpu and hp.fp8 and not fp8_supported(device):
         log("this GPU has no FP8: the head trains in bfloat16")
+    log(f"parameters: {sum(p.numel() for p in model.parameters())}")
+    if compiled.allowed:
+        log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
     warm_up(model, optimizers, moments, device, log)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
@@ -1619,6 +1629,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     batches = distributed_data_generator(planned, rank, world_size, device, first_step)
     batch = next(batches)
     row, values, arrival, stop = {}, None, None, 0.0  # of the step before
+    slow = True  # whether a validation takes seconds; the first one may
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note_signal)
     log.bar.update(first_step)
@@ -1636,7 +1647,11 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 values = None
             seconds += clock(device) - start
             if validate:
+                if slow:
+                    log(f"validating on {hp.val_tokens} tokens")
+                begin = clock(device)
                 loss = evaluate(model, val_batch, now, device)
+                slow = clock(device) - begin > 3
                 times = f"train_time:{1e3 * seconds:.0f}ms"
                 times += f" step_avg:{1e3 * seconds / max(step, 1):.2f}ms"
                 log(f"step:{step}/{last_step} val_loss:{loss:.5f} {times}")
@@ -1670,10 +1685,12 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         if values is not None:
             stop, ended = finish_step(log, row, hp, values, arrival, ended)
         values, arrival = result, copied
-        row = vars(now) | {"step": step + 1}
         ms = 1e3 * (seconds + time.perf_counter() - start)
         line = f"step:{step + 1}/{last_step} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
+        if row:
+            line += f" previous_loss:{row['train_loss']:.4f}"
         log(line, console=log.bar.disable)
+        row = vars(now) | {"step": step + 1}
         log.bar.update()
 
     log.bar.close()

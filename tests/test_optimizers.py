@@ -109,6 +109,16 @@ def test_parameters_and_their_sums_begin_at_multiples_of_16_bytes(tiny):
     assert len(sums) == len(before)
 
 
+@pytest.mark.parametrize(("returned", "kind"), [(torch.ones(1), "Tensor"), ((1,), "tuple")])
+def test_a_rule_that_returns_something_else_is_told_what_to_return(
+    returned, kind, tiny, monkeypatch
+):
+    monkeypatch.setattr(train_gpt, "muon", lambda rows, lr, now, hp: returned)
+    wanted = f"rule of muon 32x128 returned a {kind}: it must return None, or an update and a func"
+    with pytest.raises(train_gpt.UserError, match=wanted):
+        Optimizers(GPT(tiny), tiny).step(MOMENTS[0])
+
+
 def test_a_rebound_parameter_is_refused(tiny):
     """It would no longer learn."""
     model = GPT(tiny)
