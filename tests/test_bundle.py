@@ -57,12 +57,18 @@ def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
         assert inspect.getsource(copied) == inspect.getsource(twin)
 
 
-def test_a_source_is_not_overwritten(small_fork, monkeypatch):
+def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
     before = small_fork.read_text()
+    notes = one.with_name("notes.py")
+    notes.write_text("mine")
     monkeypatch.chdir(small_fork.parent)
-    with pytest.raises(UserError, match="is one of the sources: choose another name"):
-        bundle.write(["./small_fork.py", "small_fork.py"])
-    assert small_fork.read_text() == before
+    for out, reason in (("small_fork.py", "is one of the sources"), (str(notes), "is no bundle")):
+        with pytest.raises(UserError, match=f"{reason}: choose another name"):
+            bundle.write(["./small_fork.py", out])
+    assert small_fork.read_text() == before and notes.read_text() == "mine"
+    for words in ("wrote", "replaced the bundle"):
+        bundle.write(["./small_fork.py", str(one)])
+        assert capsys.readouterr().out.startswith(f"{words} {one}, ")
 
 
 @pytest.mark.parametrize("is_bundle", [False, True])

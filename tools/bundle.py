@@ -2,8 +2,8 @@
 
     ./run.sh tools/bundle.py SCRIPT.py OUT.py
 
-OUT.py has each source unchanged, the script's at the end; the others run when they are imported.
-Its log begins with all the code that trained.
+OUT.py must be new, or an older bundle. It has each source unchanged, the script's at the end; the
+others run when they are imported. Its log begins with all the code that trained.
 """
 
 import sys
@@ -14,7 +14,8 @@ import script  # noqa: E402
 
 from train_gpt import UserError, as_program  # noqa: E402
 
-BEGINNING = '''"""{name} and the modules that it imports, in one file: made by tools/bundle.py."""
+MADE = "made by tools/bundle.py"
+BEGINNING = '''"""{name} and the modules that it imports, in one file: {made}."""
 
 import importlib.abc
 import importlib.util
@@ -50,7 +51,7 @@ def bundle(path: Path, wrapper: str = "") -> str:
         source = modules.pop(0).read_text("utf-8")
     if "\nfrom __future__" in source:
         raise UserError(f"{path} imports from __future__, which must begin a file")
-    whole = BEGINNING.format(name=path.name)
+    whole = BEGINNING.format(name=path.name, made=MADE)
     for module in modules:
         # Three ' would end the string, so they are a string of their own.
         text = module.read_text("utf-8").replace("'''", "''' \"'''\" r'''")
@@ -67,8 +68,12 @@ def write(words: list[str]) -> None:
     path, out = script.find(words[0]), Path(words[1]).resolve()
     if out in script.sources(path):
         raise UserError(f"{out} is one of the sources: choose another name")
+    exists = out.exists()
+    if exists and MADE not in out.read_text("utf-8", errors="replace").split("\n")[0]:
+        raise UserError(f"{out} exists, and is no bundle: choose another name")
     out.write_text(bundle(path), "utf-8")
-    print(f"wrote {out}, which needs no other file of the project")
+    verb = "replaced the bundle" if exists else "wrote"
+    print(f"{verb} {out}, which needs no other file of the project")
 
 
 if __name__ == "__main__":
