@@ -7,6 +7,9 @@
 #   ./run.sh [SCRIPT.py] --runs N [flags]
 #                                      make N runs with seeds from --seed on, then print statistics;
 #                                      weights are saved only with --keep 1 or more
+#   ./run.sh [SCRIPT.py] --seconds N [flags]
+#                                      train as many steps as take N seconds on this machine; also
+#                                      with --runs, --compare and --ablate
 #   ./run.sh --compare "A" "B" [flags] make runs with flags A and with flags B in turn, until the
 #                                      difference is significant; A and B may begin with a SCRIPT.py
 #   ./run.sh --ablate [SCRIPT.py] [flags]
@@ -198,8 +201,7 @@ tools | tools/* | ./tools/*)
         known=$(grep -l __main__ tools/*.py)
         die "there is no $tool; there are" $known
     fi
-    case "$tool $*" in
-    tools/records*.txt*) setup_more tools ;; # leaderboard.py reads the log
+    case "$tool" in
     tools/records* | tools/bench* | tools/bundle*) setup ;;
     tools/sample* | tools/evaluate*) setup_more data ;;
     *) setup_more tools ;;
@@ -212,6 +214,14 @@ tools | tools/* | ./tools/*)
     *" --compare "*) start=tools/compare.py with=tools ;;
     *" --ablate "*) start=tools/ablate.py with=tools ;;
     *" --runs"*) with=tools ;; # leaderboard.py prints the statistics
+    esac
+    case "$start $* " in
+    tools/launch.py*) ;;
+    *" --help "* | *" -h "*) # the docstring; no package is needed for it
+        "$python" -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1]).read())))' \
+            "$here/$start"
+        exit
+        ;;
     esac
     if [ -n "$with" ]; then setup_more "$with"; else setup; fi
     exec "$python" "$here/$start" "$@"

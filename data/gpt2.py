@@ -1,8 +1,9 @@
 """GPT-2's tokenizer from the committed `vocab.bpe`, without a network."""
 
+import math
 from pathlib import Path
 
-import tiktoken
+import numpy as np
 
 END_OF_TEXT = 50256  # begins every document in a shard
 MERGES = Path(__file__).with_name("vocab.bpe")  # as OpenAI published it
@@ -26,8 +27,17 @@ def gpt2_tokens() -> list[str]:
     return [*byte_characters(), *(line.replace(" ", "") for line in lines[1:])]
 
 
-def gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's encoding: its tokens, and END_OF_TEXT."""
+def bits_per_byte(loss: float, tokens: np.ndarray) -> float:
+    """Return a mean loss over tokens (any shape), in nats per token, as bits per byte of their
+    text: loss / ln 2 * tokens / bytes. END_OF_TEXT has no bytes."""
+    sizes = np.array([*map(len, gpt2_tokens()), 0])
+    return loss / math.log(2) * tokens.size / int(sizes[tokens].sum())
+
+
+def gpt2_encoding():
+    """GPT-2's encoding, a tiktoken.Encoding: its tokens, and END_OF_TEXT."""
+    import tiktoken  # here, because the rest of this file needs no package but numpy
+
     byte_of = byte_characters()
     ranks = {bytes(byte_of[c] for c in token): i for i, token in enumerate(gpt2_tokens())}
     return tiktoken.Encoding(

@@ -5,6 +5,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from train_gpt import HERE
 
 FORK = (HERE / "tests" / "small_fork.py").read_text()
 MADE_UP = """# In place of launch.py: with e times the steps the loss is lower by SLOPE.
-import math, os, random, signal, sys
+import math, random, sys
 from pathlib import Path
 
 with open("calls.txt", "a") as calls:
@@ -29,8 +31,7 @@ noise, changed = random.Random(run_id), flags.get("muon_lr") == "0.06"
 if speed == "13":
     sys.exit("first line\\nout of luck")
 if speed == "14":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(130)
 ms = 1e5 * steps / 128 * (1 + 0.01 * changed + 0.004 * NOISE * noise.gauss(0, 1))
 loss = 3.3 + 0.002 * changed - SLOPE * math.log(steps / 128) + 0.002 * NOISE * noise.gauss(0, 1)
 settings = "\\n".join(f"{k}: {v}" for k, v in flags.items())
@@ -73,16 +74,22 @@ def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
     monkeypatch.chdir(tmp_path)
     path, launch = tmp_path / "its_own.py", tmp_path / "launch.py"
     path.write_text(FORK)
-    monkeypatch.setattr(compare, "LAUNCH", launch)
+
+    def train(path, flags, quiet) -> int:
+        command = [sys.executable, launch, path, *flags]
+        return subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+
+    monkeypatch.setattr(compare.launch, "train", train)
 
     def write(noise: float = 1.0, slope: float = 0.1) -> None:
         launch.write_text(MADE_UP.replace("NOISE", str(noise)).replace("SLOPE", str(slope)))
 
     def call(b: str, *flags) -> tuple[int, str, str]:
-        words = f"{path} --num_iterations 128 --run_id it --compare".split()
-        status = 0
+        words, status = [path, "--run_id", "it", "--compare", "", f"its_own.py {b}", *flags], 0
+        if not {"--seconds", "--num_iterations"} & set(flags):
+            words += ["--num_iterations", 128]
         try:
-            compare.main([*words, "", f"its_own.py {b}", *map(str, flags)])
+            compare.main([str(word) for word in words])
         except SystemExit as end:
             status = end.code
         out, err = capfd.readouterr()
@@ -223,3 +230,81 @@ def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
         compare.main(["--compare", *shlex.split(words)])
     assert stop.value.code == 1 and capsys.readouterr().err.count("\n") == 1
     assert not Path("logs").exists()
+
+
+# ---- Equal time, kept baselines, lost kernels
+
+
+def timed(monkeypatch, of_a: list[float], of_b: list[float]) -> list:
+    """Let these be the times of a step in the pairs of measurements; return a list of the calls."""
+    calls = []
+
+    def ms_per_step(sides: list, seconds: float, repeats: int) -> list[list[float]]:
+        calls.append([flags for _, flags in sides])
+        return [list(pair) for pair in zip(of_a, of_b, strict=True)]
+
+    monkeypatch.setattr(compare.seconds, "ms_per_step", ms_per_step)
+    return calls
+
+
+def steps_made() -> list[str]:
+    """Return the last steps in the logs of A's and B's first run."""
+    texts = [Path(f"logs/it_{side}_seed0.txt").read_text() for side in "AB"]
+    return [re.findall(r"step:(\d+)/", text)[-1] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "steps"),
+    [
+        ([50, 51, 49, 50, 50], [45, 45, 45, 45, 45], ["400", "444"]),
+        ([50, 51, 49, 50, 50], [65, 66, 65, 64, 65], ["400", "308"]),
+        ([50, 50, 50, 50, 50], [49, 51, 50, 50, 51], ["399", "399"]),  # the mean is 50.1
+        ([50, 58, 49, 50, 46], [45, 45, 45, 55, 45], ["411", "411"]),  # p is 0.16
+    ],
+)
+def test_sides_have_unequal_numbers_of_steps_only_if_their_times_differ(
+    of_a, of_b, steps, fork, monkeypatch
+):
+    calls = timed(monkeypatch, of_a, of_b)
+    p = stats.ttest_1samp(np.log(np.array(of_b) / of_a), 0).pvalue
+    assert (p < 0.01) == (steps[0] != steps[1])
+    for _ in range(2):  # a comparison that continues has the same numbers
+        status, _, err = fork.compare("--adam_eps 1e-9", "--seconds", 20, "--runs", 4)
+        assert (status, err) == (0, "") and steps_made() == steps
+        assert calls == [[[], ["--adam_eps", "1e-9"]]]  # A, then B
+    assert json.loads(Path("logs/it.json").read_text())["steps"] == [int(n) for n in steps]
+
+
+def test_a_kept_baseline_is_compared_without_its_runs(fork, monkeypatch):
+    monkeypatch.setattr(compare.torch, "__version__", "2.13.0")  # as in the made-up logs
+    fork.compare("", "--runs", 6, "--judge", "loss")
+    fork.calls()
+    flags = "--judge", "loss", "--baseline", "it", "--run_id", "next"
+    assert fork.compare("--muon_lr 0.06", *flags, "--runs", 3)[0] == 1  # fewer than four
+    status, verdict, err = fork.compare("--muon_lr 0.06", *flags)
+    assert (status, err) == (0, "") and set(fork.calls()) <= {f"next_B_seed{i}" for i in range(6)}
+    assert "of at most 6 pairs" in verdict and "are those of it, so A and B were not" in verdict
+    monkeypatch.setattr(compare.torch, "__version__", "2.99")
+    fork.path.write_text(f"{FORK}# changed\n")
+    status, _, err = fork.compare("--muon_lr 0.06", *flags, "--num_iterations", 64)
+    changed = "--num_iterations, its_own.py, torch (it was 2.13.0); compare without --baseline"
+    assert status == 1 and f"since logs/it_A_seed0.txt, these have changed: {changed}" in err
+    assert fork.calls() == []
+
+
+def test_a_copy_that_loses_a_kernel_is_named(fork, tmp_path, monkeypatch):
+    """The edit of a helper counts, too: softcapped_cross_entropy calls with_targets."""
+    source = (HERE / "train_gpt.py").read_text()
+    helper = "return grad.to(dtype).scatter_(1, targets, grad_of_targets.to(dtype))"
+    assert source.count(helper) == 1
+    paths = {"same_copy": source.replace('"""Train', '"""Trains', 1)}
+    paths["other_copy"] = source.replace(helper, helper.replace("scatter_(", "scatter("))
+    monkeypatch.setattr(compare.process, "gpus_for", lambda hp: 1)
+    for name, text in paths.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        side = compare.Side("A", (), tmp_path / f"{name}.py")
+        lost = ["softcapped_cross_entropy"] if name == "other_copy" else []
+        assert compare.edited_kernels(side) == lost
+    a, b = (SimpleNamespace(kernels_off=off) for off in ({"x": "old"}, {"x": "old", "y": "new"}))
+    lost = ["A ran without the kernel x (old); ", "B ran without the kernel y (new); "]
+    assert all(text in compare.losses_of_kernels(a, b) for text in lost)

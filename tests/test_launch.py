@@ -1,19 +1,19 @@
 """run.sh and tools/launch.py: what they install, fetch and start."""
 
 import ast
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import launch
+import process
 import pytest
+import result
 import torch
 import train_gpt_2026
-from runs import SCRIPT, error_of
+from runs import HANGS, SCRIPT, error_of
 
 import train_gpt
 from train_gpt import HERE
@@ -30,7 +30,7 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
     nproc, gpus, processes, monkeypatch
 ):
     monkeypatch.setenv("NPROC", nproc)
-    assert launch.processes(8, gpus) == processes
+    assert process.processes(8, gpus) == processes
 
 
 @pytest.mark.parametrize(
@@ -42,37 +42,56 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
         (train_gpt_2026.Run, "--record 2026-01-04", 8),  # 1.6 times 487.6M
     ],
 )
-def test_a_run_fetches_the_shards_that_it_reads_and_is_replaced_by_torchrun(
+def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     run, words, shards, monkeypatch
 ):
     calls = []
     path, words = train_gpt.script_of(run), [*words.split(), "--device", "cuda"]
-    monkeypatch.setattr(launch, "call", lambda command: calls.append(command[1:]))
-    monkeypatch.setattr(os, "execv", lambda program, command: sys.exit(command[1:]))
+
+    def run(command):
+        calls.append(command[2:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: sys.exit(command[1:]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(SystemExit) as end:
         launch.start([str(path), *words])
     assert calls == [[str(shards)]]
-    assert end.value.code[2:] == ["--standalone", "--nproc_per_node=8", str(path), *words]
+    expected = ["--standalone", "--nproc_per_node=8", str(path), *words, "--run_id"]
+    assert end.value.code[2:-1] == expected
 
 
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monkeypatch):
     calls = []
+    monkeypatch.setattr(launch, "train", lambda path, flags, asked: calls.append(flags))
 
-    def call(command):
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # the run saves
-        calls.append(command)
+    def run(command):
+        calls.append(command[1:])
+        return subprocess.CompletedProcess(command, 3)
 
-    monkeypatch.setattr(launch, "call", call)
+    monkeypatch.setattr(subprocess, "run", run)
     words = ["--muon_lr", "0.06", "--seed=5", "--run_id", "it", "--device", "cpu"]
-    launch.start([*words, "--runs", "2"])
-    run = [launch.__file__, SCRIPT, "--keep", "0", *words]
+    with pytest.raises(SystemExit) as end:
+        launch.start([*words, "--runs", "2"])
+    assert end.value.code == 3
     assert calls == [
-        [*run, "--seed", "5", "--run_id", "it_seed5"],
-        [*run, "--seed", "6", "--run_id", "it_seed6"],
+        ["--keep", "0", *words, "--seed", "5", "--run_id", "it_seed5"],
+        ["--keep", "0", *words, "--seed", "6", "--run_id", "it_seed6"],
         [f"{HERE}/tools/leaderboard.py", "logs/it_seed5.txt", "logs/it_seed6.txt"],
     ]
+
+
+def test_a_run_that_took_too_long_says_how_to_time_it_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "start", lambda *_: (0, ""))
+    found = {"train_time_s": 11.05, "status": "finished"}
+    monkeypatch.setattr(result, "result_of", lambda *_: found)
+    for asked, hints in ((10, 1), (10.1, 0)):
+        launch.train(Path(SCRIPT), ["--device", "cpu"], asked=asked)
+        hint = "training took 11 s instead of 10: --time_again times the steps again"
+        assert capsys.readouterr().out.count(hint) == hints
 
 
 @pytest.mark.parametrize(
@@ -83,7 +102,8 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
         ("", "--runs 0", "--runs 0: must be 1 or more"),
     ],
 )
-def test_a_users_mistake_is_one_line(nproc, words, message, monkeypatch, capsys):
+def test_a_users_mistake_is_one_line(nproc, words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NPROC", nproc)
     monkeypatch.setattr(sys, "argv", ["launch.py", *words.split()])
     status, err = error_of([], capsys, lambda _: launch.main())
@@ -137,6 +157,46 @@ def test_run_sh_starts_what_a_command_names_and_installs_once(words, started, sh
     assert lines[-1] == started and shell(words) == ([started], installed)
     assert ("pytest" in installed) == words.startswith("test")
     assert ("scipy" in installed) == (words != "--seed 3")
+
+
+@pytest.mark.parametrize("command", ["--compare A B --help", "--ablate -h"])
+def test_help_needs_no_package(command, tmp_path):
+    """Only bash and some Python are there."""
+    (tmp_path / "tools").mkdir()
+    for name in ("run.sh", "tools/compare.py", "tools/ablate.py"):
+        shutil.copy(HERE / name, tmp_path / name)
+    options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, "capture_output": True}
+    done = subprocess.run([tmp_path / "run.sh", *command.split()], text=True, **options)
+    assert done.returncode == 0 and "--seconds N " in done.stdout and not done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"run.sh", "tools"}
+
+
+def test_two_commands_at_once_install_one_after_the_other(tmp_path):
+    """The environment's Python is made up: it needs a second to install, and notes that."""
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    python, made = tmp_path / "python", tmp_path / ".venv" / "bin"
+    source = f"""#!{sys.executable}
+import os, shutil, sys, time
+words = sys.argv[1:]
+if words[:2] == ["-m", "venv"]:
+    os.makedirs("{made}", exist_ok=True)
+    shutil.copy("{python}", "{made}/python")
+elif words[:2] == ["-m", "pip"]:
+    for text in ("begin", "end"):
+        with open("{tmp_path}/calls", "a") as file:
+            file.write(text + " ")
+        time.sleep(0.5)
+elif "fcntl" in words[-1]:
+    exec(words[-1])
+sys.exit(words[:1] == ["-"])  # it has no torch
+"""
+    python.write_text(source)
+    python.chmod(0o755)
+    options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}}
+    both = [subprocess.Popen([tmp_path / "run.sh", "setup"], **options) for _ in range(2)]
+    assert [process.wait(HANGS) for process in both] == [0, 0]
+    assert (tmp_path / "calls").read_text() == "begin end " * 2  # torch, then requirements.txt
 
 
 def imports_of(path: Path) -> set[str]:

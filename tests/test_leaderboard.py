@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import leaderboard
+import logfile
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -131,7 +132,7 @@ def test_our_logs_and_public_ones_are_read(board):
 
 
 def test_a_log_of_a_run_is_read_with_its_script_and_files(trained):
-    run = leaderboard.read_log(trained.folder / "logs/it.txt")
+    run = logfile.read_log(trained.folder / "logs/it.txt")
     assert run.source == (ROOT / "train_gpt.py").read_text("utf-8").strip("\n")
     assert run.files["gpu_kernels.py"] == (ROOT / "gpu_kernels.py").read_text("utf-8").strip("\n")
     assert run.settings["model_dim"] == "32" and run.steps == 8
@@ -143,7 +144,7 @@ def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
     again = "step:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:1/4" + again
     out = board({"a.txt": ours(3.28) + again})[1]
     assert [row[5:7] for row in rows_of(out)[:-1]] == [["3.10000", "0.80"]]
-    assert [*leaderboard.read_log(Path("a.txt")).curve] == [0, 1, 2, 4]
+    assert [*logfile.read_log(Path("a.txt")).curve] == [0, 1, 2, 4]
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,7 +158,7 @@ def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, dat
     begin = data.draw(st.integers(0, len(lines)))
     path.write_text("".join(lines[:begin] + lines[data.draw(st.integers(begin, len(lines))) :]))
     try:
-        run = leaderboard.read_log(path)
+        run = logfile.read_log(path)
     except ValueError:
         return
     assert run.loss == 3.28 and run.steps in (4, 1770, 1875)
@@ -202,7 +203,7 @@ def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
     }
     groups = [row[0] for row in rows_of(board(files)[1])]
     assert groups == [*"AABCDEFG", *"ABCDEFG"]
-    plain, more = (leaderboard.read_log(Path(name)) for name in ("a.txt", "h.txt"))
+    plain, more = (logfile.read_log(Path(name)) for name in ("a.txt", "h.txt"))
     assert (more.settings, more.torch, more.gpu) == (plain.settings, plain.torch, plain.gpu)
 
 

@@ -1,6 +1,7 @@
 """Copies of train_gpt.py, forks that import it, and checkpoints: how tools find and start them."""
 
 import contextlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -78,8 +79,9 @@ def launched(words: list, folder: Path) -> dict[int, float]:
     with contextlib.chdir(folder):
         program = Program(words, work=launch_with)
         assert program.end() == [0], program.text("err")
-        last = program.text("out").splitlines()[-1].split()
-        assert last[-3:-1] == [f"{HERE}/run.sh", "tools/sample.py"] and Path(last[-1]).exists()
+        (hint,) = re.findall("^read what it writes: (.*)", program.text("out"), re.M)
+        command, tool, path = hint.split()
+        assert [command, tool] == [f"{HERE}/run.sh", "tools/sample.py"] and Path(path).exists()
     return val_losses(program.text("out"))
 
 

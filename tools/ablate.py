@@ -23,8 +23,18 @@ verdicts need three degrees of freedom: two seeds of four techniques, or four se
 
 The record is the one that is trained without --ablate: on a CPU a demo, unless --record names one.
 
+--seconds N gives all runs the steps of the record that take N seconds of training here.
+
 Finished runs are not repeated: --run_id NAME continues an ablation, also with more --runs or with
 another --judge.
+
+    --runs N            number of seeds [3]
+    --only WORDS        only techniques whose names contain one of these words, with commas between
+    --list              print the techniques, and train nothing
+    --judge WHAT        what is tested: together (the time to equal loss), time or loss [together]
+    --seconds N         choose --num_iterations so that training takes N seconds here
+    --time_again        for --seconds, time steps again, not as remembered in logs/times.json
+    --run_id NAME       how names of logs begin [the time]
 """
 
 import math
@@ -40,8 +50,10 @@ from scipy import stats
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import compare  # noqa: E402
 import script  # noqa: E402
+import seconds  # noqa: E402
 from compare import Side  # noqa: E402
-from leaderboard import ALPHA, FEWEST, print_table, show, show_p  # noqa: E402
+from leaderboard import ALPHA, FEWEST, show, show_p  # noqa: E402
+from logfile import print_table  # noqa: E402
 from techniques import TECHNIQUES, Technique, flags_without  # noqa: E402
 
 from train_gpt import UserError, as_program  # noqa: E402
@@ -174,7 +186,7 @@ def techniques_of(path: Path, flags: list[str]) -> list[tuple[Technique, list[st
     """Return the techniques of a script's run with these flags, and what turns each off. They are
     at most as new as the record, or as the script's newest one, and the script takes their flags:
     otherwise, a setting of that name is something else."""
-    hp, record = compare.settings_of(path, flags)
+    hp, record = script.parse(path, flags)
     names = [name for cls in script.load(path).__mro__ for name in getattr(cls, "records", {})]
     date = r"\d{4}-\d\d-\d\d"
     dates = re.findall(date, record) or re.findall(date, " ".join(names))
@@ -184,7 +196,7 @@ def techniques_of(path: Path, flags: list[str]) -> list[tuple[Technique, list[st
         if not off or technique.record > max(dates, default=""):
             continue
         try:
-            compare.settings_of(path, [*flags, *off])
+            script.parse(path, [*flags, *off])
         except UserError:
             continue
         found.append((technique, off))
@@ -193,17 +205,14 @@ def techniques_of(path: Path, flags: list[str]) -> list[tuple[Technique, list[st
 
 def choose(argv: list[str] | None) -> None:
     """Do what the flags ask for. UserError for a bad value."""
-    parser = compare.parser_of(__doc__)
+    parser = compare.parser_of()
     parser.add_argument("--ablate", action="store_true", required=True)
-    parser.add_argument("--runs", type=int, default=3, help="number of seeds [3]")
-    text = "only techniques whose names contain one of these words, separated by commas"
-    parser.add_argument("--only", default="", metavar="WORDS", help=text)
-    parser.add_argument(
-        "--list", action="store_true", help="print the techniques, and train nothing"
-    )
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--list", action="store_true")
     args, others = parser.parse_known_args(argv)
     path, flags = script.take_script(others)
-    hp, record = compare.settings_of(path, flags)
+    hp, record = script.parse(path, flags)
     found = techniques_of(path, flags)
     words = args.only.casefold().split(",")
     found = [(t, off) for t, off in found if any(word in t.name.casefold() for word in words)]
@@ -218,6 +227,9 @@ def choose(argv: list[str] | None) -> None:
     if len(found) < 2:
         remedy = "forks/train_gpt_2026.py has the most, --list prints them, --compare measures one"
         raise UserError(f"{record} has {len(found)} such techniques, two are needed: {remedy}")
+    if args.seconds is not None:
+        longer = compare.more_steps if args.judge == "together" else None
+        flags = seconds.with_steps(path, flags, args, longer)
     own = Side("record", tuple(flags), path)
     sides = [
         Side(re.sub(r"\W+", "_", technique.name), (*flags, *off), path) for technique, off in found

@@ -150,6 +150,13 @@ class Timed:
             yield from self.core.distributed_data_generator(planned, RANK, RANKS, self.device)
 
 
+def time_block(run: Timed, step: int, count: int) -> tuple[float, list[Tensor]]:
+    """Train `count` times as at a step of the schedule. Return ms per step, and all inputs."""
+    start = clock(run.device)
+    inputs = [run.step(step) for _ in range(count)]
+    return 1e3 * (clock(run.device) - start) / count, inputs
+
+
 def time_in_turn(runs: list[Timed], moment: int, steps: int) -> list[dict]:
     """Return the window of each run at the first (0), middle (1) or last (2) step of its schedule.
     The runs take turns (A B A B) after a block of steps, `steps` in all blocks together."""
@@ -159,9 +166,9 @@ def time_in_turn(runs: list[Timed], moment: int, steps: int) -> list[dict]:
         run.step(run.steps[moment])  # before the clock starts
     for _ in range(BLOCKS):
         for i, run in enumerate(runs):
-            start = clock(run.device)
-            inputs[i] += [run.step(run.steps[moment]) for _ in range(steps // BLOCKS)]
-            blocks[i].append(1e3 * (clock(run.device) - start) / (steps // BLOCKS))
+            ms, read = time_block(run, run.steps[moment], steps // BLOCKS)
+            blocks[i].append(ms)
+            inputs[i] += read
     rows = []
     for i, run in enumerate(runs):
         row = {"run": i, **window_of(run, run.steps[moment], blocks[i], inputs[i], ceiling)}

@@ -27,7 +27,23 @@ round, that uncertainty is not included.
 --judge loss --deviation 0.0013 takes the standard deviation of a run's loss as known, as the
 optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
 
+--seconds N gives both sides the steps that take N seconds of training here. Both are timed in
+turn, five times, with models built anew. They get different numbers of steps only if their times
+differ significantly (p < 0.01): else, a noisy measurement would favour one of two equal sides.
+
+--judge loss --baseline NAME takes the runs of A from the comparison NAME, if nothing has changed
+since then, and makes only runs of B. There are at most as many pairs as NAME has runs of A.
+
 Finished runs are not repeated: --run_id NAME continues a comparison with the same flags.
+
+    --runs N            largest number of pairs [20]
+    --judge WHAT        what is tested: together (the time to equal loss), time or loss [together]
+    --alpha P           probability that equal sides are called different [0.01]
+    --deviation D       the standard deviation of a run's loss, if known; needs --judge loss
+    --seed N            seed of the first pair [0]
+    --seconds N         choose --num_iterations so that training takes N seconds here
+    --baseline NAME     take the runs of A from the comparison NAME; needs --judge loss
+    --run_id NAME       how names of logs begin [the time]
 """
 
 import argparse
@@ -35,28 +51,31 @@ import fcntl
 import json
 import math
 import shlex
-import signal
-import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from scipy import stats
 from tqdm import tqdm
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+import launch  # noqa: E402
 import leaderboard  # noqa: E402
+import process  # noqa: E402
 import script  # noqa: E402
-from leaderboard import FEWEST, Run, show_p  # noqa: E402
+import seconds  # noqa: E402
+from leaderboard import ALPHA, FEWEST, show_p  # noqa: E402
+from logfile import OF_ONE_RUN, Run, read_log  # noqa: E402
 
-from train_gpt import HERE, Hyperparameters, UserError, as_program  # noqa: E402
+from train_gpt import Hyperparameters, UserError, as_program  # noqa: E402
 
-LAUNCH = HERE / "tools" / "launch.py"
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
 WITHOUT = ("--keep", "0", "--val_loss_every", "0")
+REPEATS = 5  # pairs of measurements of the time of a step, for --seconds
 
 
 # -----------------------------------------------------------------------------
@@ -110,6 +129,7 @@ class Side:
     name: str
     flags: tuple[str, ...]
     path: Path  # of the script
+    kept: str = ""  # the comparison whose runs are taken, if not its own
 
     @classmethod
     def of(cls, name: str, text: str, common: list[str], path: Path) -> "Side":
@@ -125,12 +145,16 @@ class Side:
             if any(word.split("=")[0] == flag for word in words):
                 raise UserError(f"--compare: {flag} is for both sides: leave it out of {text!r}")
         side = cls(name, (*common, *words), path)
-        settings_of(path, list(side.flags))
+        side.settings()
         return side
+
+    def settings(self) -> Hyperparameters:
+        """Return the settings of its runs. UserError for bad flags."""
+        return script.parse(self.path, list(self.flags))[0]
 
     def log(self, name: str, seed: int) -> Path:
         """Return the path of a run's log, in the comparison of that name."""
-        return Path("logs", f"{name}_{self.name}_seed{seed}.txt")
+        return Path("logs", f"{self.kept or name}_{self.name}_seed{seed}.txt")
 
     def run(self, name: str, seed: int, bar: tqdm) -> Run:
         """Return the run with that seed: read from its log if the run is finished, or made now.
@@ -139,14 +163,13 @@ class Side:
         if not is_finished(log):
             delete_unfinished(log)
             own = ["--seed", str(seed), "--run_id", log.stem]
-            command = [sys.executable, str(LAUNCH), str(self.path), *WITHOUT, *self.flags, *own]
-            status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-            if status in (130, -signal.SIGINT):
+            status = launch.train(self.path, [*WITHOUT, *self.flags, *own], quiet=True)
+            if status == 130:
                 raise KeyboardInterrupt
             if status:
                 raise UserError(f"the run {log.stem} failed (status {status}): see above")
             bar.update()
-        found = leaderboard.read_log(log)
+        found = read_log(log)
         bar.write(f"{self.name} seed {seed}: loss {found.loss:.5f} in {found.seconds:.1f} s")
         sys.stdout.flush()
         return found
@@ -155,7 +178,7 @@ class Side:
 def is_finished(log: Path) -> bool:
     """Return whether a log is that of a finished run."""
     try:
-        return bool(leaderboard.read_log(log))
+        return bool(read_log(log))
     except (OSError, ValueError):
         return False
 
@@ -170,13 +193,18 @@ def delete_unfinished(log: Path) -> None:
     log.unlink()
 
 
-def begin(name: str, sides: list[Side], logs: list[Path], **plan) -> tqdm:
-    """Leave interrupts to the runs, and return a bar that counts the runs with these logs. The plan
-    and the flags are kept in a file beside the logs. UserError if the file has other ones: a plan
-    that changes after a look makes false positives likelier."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # the run saves and ends
+def plan_of(name: str) -> dict:
+    """Return the plan of a comparison of that name; {} if there is none."""
     path = Path("logs", f"{name}.json")
-    known = json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def begin(name: str, sides: list[Side], logs: list[Path], **plan) -> tqdm:
+    """Return a bar that counts the runs with these logs. The plan and the flags are kept in a file
+    beside the logs. UserError if the file has other ones: a plan that changes after a look makes
+    false positives likelier."""
+    path = Path("logs", f"{name}.json")
+    known = plan_of(name)
     for side in sides:
         plan[side.name] = [str(side.path), *side.flags]
     for key, value in plan.items():
@@ -200,10 +228,90 @@ def check_equal(runs: list[Run]) -> None:
             )
 
 
+def steps_of(a: Side, b: Side, args: argparse.Namespace) -> list[int]:
+    """Return the numbers of steps of A and B that take args.seconds. If A's runs are kept, its
+    number is theirs. UserError if the steps cannot be timed."""
+    if known := plan_of(args.run_id).get("steps"):
+        return known
+    both = a.settings(), b.settings()
+    if len({process.processes(hp.batch_seqs, process.gpus_for(hp)) for hp in both}) > 1:
+        raise UserError("--seconds: A and B run on different numbers of GPUs: set NPROC")
+    sides = [(side.path, list(side.flags)) for side in (a, b)]
+    ms = np.array(seconds.ms_per_step(sides, args.seconds, REPEATS))  # (REPEATS, 2)
+    ratios = np.log(ms[:, 1] / ms[:, 0])
+    of_a, of_b = np.exp(np.log(ms).mean(0))
+    p = float(p_value(ratios))
+    if p >= ALPHA:
+        of_a = of_b = (of_a * of_b) ** 0.5
+    kept = plan_of(a.kept).get("steps") if a.kept else None
+    steps_a = kept[0] if kept else max(1, round(1e3 * args.seconds / of_a))
+    steps = [steps_a, max(1, round(steps_a * of_a / of_b))]
+    text = f"a step of B takes {change(ratios, ('less', 'more'))} time than one of A"
+    text += f" (p = {show_p(p)}, the limit is {ALPHA})"
+    print(f"--seconds {args.seconds:g}: A makes {steps[0]} steps, B {steps[1]}: {text}", flush=True)
+    return steps
+
+
+def more_steps(steps: int) -> int:
+    """Return the steps of the longer run, which measures what a step is worth."""
+    return max(steps + 1, round(LONGER * steps))
+
+
+def edited_kernels(side: Side) -> list[str]:
+    """Return the kernels that a side loses on a GPU because their functions were edited."""
+    hp, run_class = side.settings(), script.load(side.path)
+    known = script.core(run_class).choose_kernels.__globals__
+    if not (process.gpus_for(hp) and hp.kernels and "TWINS" in known):
+        return []
+    modules = [vars(sys.modules[cls.__module__]) for cls in run_class.__mro__]
+    lost = []
+    for name in run_class.model_class.kernels:
+        plain = next(module[name] for module in modules if name in module)
+        if known["digest"](plain) != known["TWINS"][name][2]:
+            lost.append(name)
+    return lost
+
+
+def losses_of_kernels(a: Run, b: Run) -> str:
+    """Return which kernels two runs could not use, and why; "" if there are none."""
+    text = ""
+    for name, run in (("A", a), ("B", b)):
+        for kernel, reason in run.kernels_off.items():
+            text += f"{name} ran without the kernel {kernel} ({reason}); "
+    return text
+
+
 def longer(side: Side, steps: int) -> Side:
     """Return the side with a quarter more steps than it has, and at least one more."""
-    flags = (*side.flags, "--num_iterations", str(max(steps + 1, round(LONGER * steps))))
+    flags = (*side.flags, "--num_iterations", str(more_steps(steps)))
     return Side(f"{side.name}_longer", flags, side.path)
+
+
+def runs_kept(a: Side, args: argparse.Namespace) -> list[int]:
+    """Return the seeds of the finished runs of A that can be taken from the comparison a.kept.
+    UserError if source, settings or torch have changed since then, or if there are too few."""
+    seeds = [args.seed + i for i in range(args.runs)]
+    seeds = [seed for seed in seeds if is_finished(a.log("", seed))]
+    if len(seeds) < FEWEST:
+        found = f"logs/{a.kept}_A_seed*.txt are {len(seeds)} finished runs"
+        remedy = f"name a comparison that has {FEWEST} or more of these seeds"
+        raise UserError(f"--baseline {a.kept}: {found}: {remedy}")
+    core = script.core(script.load(a.path))
+    now = {name: core.show(value) for name, value in vars(a.settings()).items()}
+    texts = {path.name: path.read_text("utf-8").strip("\n") for path in script.sources(a.path)}
+    for seed in seeds:
+        then = read_log(a.log("", seed))
+        changed = [name for name in now if now[name] != then.settings.get(name, now[name])]
+        changed = [f"--{name}" for name in changed if name not in OF_ONE_RUN]
+        if then.source != texts[a.path.name]:
+            changed.append(a.path.name)
+        changed += [name for name, text in then.files.items() if texts.get(name, text) != text]
+        if then.torch != torch.__version__:
+            changed.append(f"torch (it was {then.torch})")
+        if changed:
+            found = f"since {then.path}, these have changed: {', '.join(changed)}"
+            raise UserError(f"--baseline {a.kept}: {found}; compare without --baseline")
+    return seeds
 
 
 def worth_of_time(side: Side, run: Run, name: str, seed: int, bar: tqdm) -> float:
@@ -263,12 +371,28 @@ def sentence(numbers: dict, worth: float | None, known: float | None) -> str:
 def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     """Make pairs until the difference is significant, and print the result after each. UserError if
     a run fails, or if the worth of time is needed and cannot be measured."""
-    name, judge, most = args.run_id, args.judge, args.runs
-    seeds = range(args.seed, args.seed + most)
+    name, judge = args.run_id, args.judge
+    plan = {key: getattr(args, key) for key in ("judge", "alpha", "runs", "seed", "deviation")}
+    if args.seconds is not None:
+        plan["seconds"], plan["steps"] = args.seconds, steps_of(a, b, args)
+        of_a, of_b = plan["steps"]
+        most = more_steps(of_a) if judge == "together" else of_a
+        more_a = seconds.flags_for(a.path, list(a.flags), of_a, most)
+        more_b = seconds.flags_for(b.path, list(b.flags), of_b)
+        print("A:", *more_a, "\nB:", *more_b, flush=True)
+        a, b = replace(a, flags=(*a.flags, *more_a)), replace(b, flags=(*b.flags, *more_b))
+    seeds = list(range(args.seed, args.seed + args.runs))
+    if a.kept:
+        seeds = runs_kept(a, args)
+        plan |= {"baseline": a.kept, "seeds": seeds}
+    most = len(seeds)
+    for side in (a, b):
+        if lost := edited_kernels(side):
+            reason = "their functions were edited, so slower ones are compared"
+            print(f"{side.name} runs without the kernels {' '.join(lost)}: {reason}", flush=True)
     logs = [side.log(name, seed) for seed in seeds for side in (a, b)]
     if judge == "together":
         logs.append(longer(a, 1).log(name, args.seed))
-    plan = {key: getattr(args, key) for key in ("judge", "alpha", "runs", "seed", "deviation")}
     known = None if args.deviation is None else 2**0.5 * args.deviation  # of a difference
     limits = thresholds(args.alpha, most, known is not None)
     pairs, worth = [], None
@@ -279,6 +403,9 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
             pairs.append((runs[a], runs[b]))
             for of_a_side in zip(*pairs, strict=True):
                 check_equal(of_a_side)
+            if a.kept and runs[a].gpu != runs[b].gpu:
+                found = f"A's machine was {runs[a].gpu}, this is {runs[b].gpu}"
+                raise UserError(f"--baseline {a.kept}: {found}: compare without --baseline")
             if judge == "together" and worth is None:
                 worth = worth_of_time(a, runs[a], name, seed, bar)
             of_all = f"{len(pairs)} of at most {most} pairs"
@@ -289,47 +416,38 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
             p = p_value(numbers[judge], known)
             limit = limits[len(pairs) - FEWEST]
             state = "significant" if p < limit else "not significant"
-            text = f"{sentence(numbers, worth, known)}the difference is {state} after {of_all} "
+            text = sentence(numbers, worth, known) + losses_of_kernels(*pairs[0])
+            if a.kept:
+                text += f"the runs of A are those of {a.kept}, so A and B were not made in turn; "
+            text = f"{text}the difference is {state} after {of_all} "
             bar.write(f"{text}(p = {show_p(p)}, the limit is {limit:.2g})\n")
             if p < limit:
                 break
 
 
-def parser_of(about: str) -> argparse.ArgumentParser:
-    """Return the parser that --compare and --ablate share; other flags are for the runs."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=form, allow_abbrev=False)
+def parser_of() -> argparse.ArgumentParser:
+    """Return the parser that --compare and --ablate share; other flags are for the runs. It has no
+    help: run.sh prints the docstring for --help, before packages are installed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = script.fail
-    name = script.new_name()
-    parser.add_argument("--run_id", default=name, help="how names of logs begin [the time]")
-    text = "what is tested: the loss, the time, or both, which is the time to equal loss [together]"
-    parser.add_argument(
-        "--judge", choices=("together", "time", "loss"), default="together", help=text
-    )
+    parser.add_argument("--run_id", default=script.new_name())
+    parser.add_argument("--judge", choices=("together", "time", "loss"), default="together")
+    seconds.add_flags(parser)
     return parser
-
-
-def settings_of(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
-    """Return the settings of a script with these flags, and the record's name. UserError for bad
-    flags."""
-    run_class = script.load(path)
-    return script.core(run_class).parse_args(flags, run_class)
 
 
 def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:
     """Return A, B and the flags of the comparison; UserError for a bad value."""
     argv, texts = list(sys.argv[1:] if argv is None else argv), []
-    asks_for_help = {"-h", "--help"} & set(argv)
-    if "--compare" in argv and not asks_for_help:  # argparse would read "--fp8=off" as its own flag
+    if "--compare" in argv:  # argparse would read "--fp8=off" as its own flag
         place = argv.index("--compare")
         texts, argv = argv[place + 1 : place + 3], argv[:place] + argv[place + 3 :]
-    parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="largest number of pairs [20]")
-    text = "the standard deviation of a run's loss, if known; needs --judge loss"
-    parser.add_argument("--deviation", type=float, help=text)
-    text = "probability that a difference is called significant if there is none [0.01]"
-    parser.add_argument("--alpha", type=float, default=leaderboard.ALPHA, help=text)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first pair [0]")
+    parser = parser_of()
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--deviation", type=float)
+    parser.add_argument("--alpha", type=float, default=ALPHA)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--baseline", default="")
     args, others = parser.parse_known_args(argv)
     if len(texts) < 2:
         parser.error('--compare needs the flags of A and those of B, each in quotes, or ""')
@@ -340,8 +458,14 @@ def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:
     known = args.deviation
     if known is not None and (args.judge != "loss" or not 0 < known < math.inf):
         parser.error("--deviation needs a finite number above 0, and --judge loss")
+    if args.baseline and args.judge != "loss":
+        parser.error("--baseline needs --judge loss: times of other days do not compare")
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
+    for side in (a, b):
+        if args.seconds is not None:
+            seconds.check(args.seconds, list(side.flags))
+    a = replace(a, kept=args.baseline)
     return a, b, args
 
 

@@ -19,7 +19,6 @@ four `endings` and a `label` from 0 to 3.
 import argparse
 import copy
 import json
-import math
 import sys
 from http.client import HTTPException
 from pathlib import Path
@@ -33,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in (
 from script import Checkpoint, core, parse_with_checkpoint  # noqa: E402
 
 import train_gpt  # noqa: E402
-from gpt2 import gpt2_encoding, gpt2_tokens  # noqa: E402
+from gpt2 import bits_per_byte, gpt2_encoding  # noqa: E402
 from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, Moment, UserError  # noqa: E402
 
 # -----------------------------------------------------------------------------
@@ -47,9 +46,7 @@ def print_loss(checkpoint: Checkpoint, device: torch.device) -> None:
     model = checkpoint.model(device)
     functions.choose_kernels(model, hp, device, train_gpt.all_reduce_, print)
     loss = functions.evaluate(model, batch, checkpoint.now, device)
-    sizes = torch.tensor([*map(len, gpt2_tokens()), 0], device=device)  # in bytes
-    _, targets = batch
-    bits = loss / math.log(2) * hp.val_tokens / sizes[targets].sum().item()
+    bits = bits_per_byte(loss, batch[1].cpu().numpy())
     print(f"val_loss:{loss:.5f} bits_per_byte:{bits:.5f} over {hp.val_tokens} tokens")
 
 

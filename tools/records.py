@@ -14,34 +14,16 @@ steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so 
 
 import argparse
 import itertools
-import json
 import signal
 import sys
-from functools import cache
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import script  # noqa: E402
+from logfile import print_table, published, read_log  # noqa: E402
 
 import train_gpt  # noqa: E402
-from train_gpt import HERE, UserError, show  # noqa: E402
-
-
-@cache
-def published() -> dict[str, dict]:
-    """Return the published results of records on 8 H100s, by name; {} if the file is missing.
-
-    minutes: the official time. mean, deviation, runs: the last validation loss over that many runs.
-    (The deviation of 2024-11-19 is estimated; that of adamw is the one that the optimizer benchmark
-    takes as known.) losses, seconds: the curve, by step. one_h100: the same of a run on one H100.
-    """
-    path = HERE / "tools" / "published.json"
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
-
-
-def on_fineweb(*patterns: str) -> bool:
-    """Return whether patterns of shards are those of FineWeb."""
-    return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
+from train_gpt import UserError, show  # noqa: E402
 
 
 def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
@@ -75,10 +57,8 @@ def print_difference(run_class: type[train_gpt.Run], names: list[str]) -> None:
 
 def print_against_published(log: Path) -> None:
     """Print a run's losses beside those of its record; UserError if none are published."""
-    import leaderboard  # here, because it imports this file, and needs scipy
-
     try:
-        run = leaderboard.read_log(log, whole=False)
+        run = read_log(log, whole=False)
     except (ValueError, OSError) as error:
         raise UserError(f"{log}: {getattr(error, 'strerror', None) or error}") from error
     known = published().get(run.record)
@@ -99,7 +79,7 @@ def print_against_published(log: Path) -> None:
             then, there = on_one["losses"][str(step)], on_one["seconds"][str(step)]
             rows[-1] += [f"{then:.4f}", f"{seconds:.1f}", f"{there:.1f}", f"{seconds - there:+.1f}"]
     print(f"{run.record}: published losses are those on 8 H100s")
-    leaderboard.print_table(rows)
+    print_table(rows)
     if run.steps in run.curve:
         mean, deviation = known["mean"], known["deviation"]
         place = "inside" if abs(run.loss - mean) <= 2 * deviation else "outside"

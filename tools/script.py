@@ -94,6 +94,13 @@ def core(run_class: type[train_gpt.Run]) -> ModuleType:
     return sys.modules[root.__module__]
 
 
+def parse(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
+    """Return the settings of a script with these flags, and the record's name. UserError for bad
+    flags."""
+    run_class = load(path)
+    return core(run_class).parse_args(flags, run_class)
+
+
 def fail(message: str):
     """Raise UserError: a tool's argparse calls this for a bad flag."""
     raise UserError(message)

@@ -28,7 +28,8 @@ import numpy as np
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import leaderboard  # noqa: E402
-from leaderboard import ALPHA, BENCHMARK_MARGIN, Run, columns, show_p  # noqa: E402
+from leaderboard import ALPHA, BENCHMARK_MARGIN, columns, show_p  # noqa: E402
+from logfile import Run  # noqa: E402
 
 from train_gpt import UserError  # noqa: E402
 

@@ -18,9 +18,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import logfile
 import plotext
-import records
-from leaderboard import Run, read_log
+from logfile import Run, read_log
 
 RECENT = 25  # steps whose median is the speed
 
@@ -53,9 +53,9 @@ def read_metrics(path: Path) -> list[dict]:
 
 def published(run: Run) -> dict[int, float]:
     """Return the published losses of the run's record by step; none on other data."""
-    if not run.on_fineweb or run.record not in records.published():
+    if not run.on_fineweb or run.record not in logfile.published():
         return {}
-    known = records.published()[run.record]["losses"]
+    known = logfile.published()[run.record]["losses"]
     return {int(step): loss for step, loss in known.items()}
 
 

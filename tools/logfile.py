@@ -1,0 +1,204 @@
+"""What a log tells about a run: logs of ours, and those of the public project."""
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+RULE = "=" * 100  # separates the parts of a log: script, machine, settings, other files, steps
+FILE = re.compile(r"(\w+\.py):(\n|$)")  # the first line of another file's part
+STEP = re.compile(
+    r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))?((?: val_\w+:\S+)*) "
+    r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms(?: \w+:\S+)*"
+)  # logs of the optimizer benchmark have seconds and other fields
+# Runs of one group may differ in these. The name of the script is one: its source is compared.
+OF_ONE_RUN = {"script", "seed", "run_id", "resume", "device"}
+OF_ONE_RUN |= {"val_loss_every", "save_every", "keep"}
+
+
+@cache
+def published() -> dict[str, dict]:
+    """Return the published results of records on 8 H100s, by name; {} if the file is missing.
+
+    minutes: the official time. mean, deviation, runs: the last validation loss over that many runs.
+    (The deviation of 2024-11-19 is estimated; that of adamw is the one that the optimizer benchmark
+    takes as known.) losses, seconds: the curve, by step. one_h100: the same of a run on one H100.
+    """
+    path = Path(__file__).with_name("published.json")
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def on_fineweb(*patterns: str) -> bool:
+    """Return whether patterns of shards are those of FineWeb."""
+    return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
+
+
+@dataclass
+class Run:
+    """What a log tells about a run; None or empty for what is missing."""
+
+    path: Path
+    source: str = ""  # of the script
+    files: dict[str, str] = field(default_factory=dict)  # sources of other files by name
+    settings: dict[str, str] = field(default_factory=dict)
+    machine: str = ""  # software and hardware, as in the log
+    record: str | None = None
+    flags: str = ""
+    kernels: str = ""  # names of the kernels in use
+    kernels_off: dict[str, str] = field(default_factory=dict)  # why others are not, by name
+    torch: str | None = None
+    gpu: str | None = None
+    memory: str | None = None  # MiB allocated/reserved
+    steps: int = 0  # of the whole run
+    curve: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: loss, seconds
+    step_ms: float | None = None
+    skips_ten: bool = False  # the clock begins at step 10, as in early public logs
+    digits: int = 4  # of a loss: 5 in our logs, and in public ones of the optimizer benchmark
+
+    @property
+    def name(self) -> str:
+        known = [self.settings.get("script"), self.record or self.path.stem]
+        return " ".join(word for word in known if word) + self.flags
+
+    @property
+    def loss(self) -> float:
+        return self.curve[self.steps][0]
+
+    @property
+    def seconds(self) -> float:
+        return self.curve[self.steps][1]
+
+    @property
+    def group(self) -> tuple:
+        settings = tuple((k, v) for k, v in self.settings.items() if k not in OF_ONE_RUN)
+        files = tuple(sorted(self.files.items()))
+        return self.source, files, settings, self.kernels, self.torch, self.gpu
+
+    @property
+    def on_fineweb(self) -> bool:
+        """Whether the data is FineWeb. Public logs have no settings: their data is FineWeb."""
+        files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
+        return on_fineweb(*files)
+
+    @property
+    def of_benchmark(self) -> bool:
+        """Whether it is of the optimizer benchmark. Our logs then have a setting that only
+        forks/train_gpt_track3.py has; public logs, which have no settings, five digits of a
+        loss."""
+        return "context_len" in self.settings if self.settings else self.digits == 5
+
+
+def read_log(path: Path, whole: bool = True) -> Run:
+    """Return the run of a log, or its last trial. ValueError if the file is no log, or, with
+    `whole`, if the run is not finished."""
+    return read_trials(path, whole)[-1]
+
+
+def read_trials(
+    path: Path, whole: bool = True, at: int | None = None, name: str = "val_loss"
+) -> list[Run]:
+    """Return the runs of a log: some public logs have several. `at` is a step that counts as the
+    last one, and `name` is the field with the loss. ValueError as for read_log."""
+    text = path.read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
+    parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
+    *head, results = [part for part in parts if part] or [""]  # logs of 2024 begin with a rule
+    first = re.search("^step:", results, re.M)
+    if not first or (first.start() and not head):  # some public logs have steps alone
+        raise ValueError('has no line of a step behind a line of 100 "=": this is no whole log')
+    runs = []
+    for lines in trials_of(results):
+        run = run_of(path, head, results)
+        read_steps(run, lines, whole, at, name)
+        for folder in path.resolve().parts:  # a record's folder may hold runs of the one before
+            if not run.settings and str(run.steps) in published().get(folder, {}).get("losses", {}):
+                run.record = folder
+        runs.append(run)
+    return runs
+
+
+def trials_of(results: str) -> list[list[re.Match]]:
+    """Return the lines of steps of each trial. If the step decreases, another trial begins in a
+    public log, but a resumed run in one of ours."""
+    is_ours = re.search(r"^record ", results, re.M)
+    trials, last = [[]], -1
+    for line in results.splitlines():
+        if not line.startswith("step:"):
+            continue
+        match = STEP.fullmatch(line)
+        if not match:
+            raise ValueError(f"has a malformed line: {line[:80]!r}")
+        if int(match[1]) < last and not is_ours:
+            trials.append([])
+        last = int(match[1])
+        trials[-1].append(match)
+    return trials
+
+
+def run_of(path: Path, head: list[str], results: str) -> Run:
+    """Return a run, without its steps, of the parts of a log: `results` is the last one."""
+    source, *parts = head or [""]
+    run = Run(path, source)
+    while parts and (match := FILE.match(parts[-1])):
+        run.files[match[1]] = parts.pop()[match.end() :]
+    run.machine = "\n".join([*parts, results])
+    if match := re.search(r"^record (\S+)(.*)$", results, re.M):  # it is one of ours
+        run.record = match[1]
+        run.settings = dict(re.findall(r"^(\w+): (.*)$", parts[-1] if parts else "", re.M))
+        for name, values in re.findall(r" --(\w+)((?: (?!--)\S+)*)", match[2]):
+            run.flags += "" if name in OF_ONE_RUN else f" --{name}{values}"
+    # A resumed run names its kernels again; they may have changed.
+    run.kernels = "; ".join(dict.fromkeys(re.findall(r"^kernels: ([\w ]+)", results, re.M)))
+    run.kernels_off = dict(re.findall(r"^kernel (\w+) is off: (.*)$", results, re.M))
+    if match := re.search(r"^(?:Running )?(?:Py)?torch (\S+)", run.machine, re.M | re.I):
+        run.torch = match[1]
+    if match := re.search(r"^on (\d+ x .+), log in ", results, re.M):
+        cpu = re.search(r"^(?:Model name|machdep.cpu.brand_string): +(.+)$", run.machine, re.M)
+        run.gpu = match[1].replace("CPU", cpu[1]) if cpu else match[1]
+    elif names := re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s+(?:On|Off)\s", run.machine, re.M):
+        run.gpu = f"{len(names)} x {names[0]}"
+    elif match := re.search(r" on (NVIDIA .+) with world_size (\d+)$", run.machine, re.M):
+        run.gpu = f"{match[2]} x {match[1]}"
+    if match := re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB", results, re.M):
+        run.memory = f"{match[1]}/{match[2]}"
+    return run
+
+
+def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, name: str) -> None:
+    """Take over what the lines of steps tell; see read_trials."""
+    for match in lines:
+        step, average = int(match[1]), float(match[8])
+        if at is not None and step > at:
+            continue  # not break: a resumed run repeats steps
+        run.skips_ten |= step > 0 and math.isnan(average)
+        if match[3] != "val":
+            continue
+        losses = {"val_loss": match[4], **dict(re.findall(r"(\w+):(\S+)", match[5]))}
+        if name not in losses:
+            raise ValueError(f"has no {name} at step {step}, but {', '.join(losses)}")
+        if not re.fullmatch(r"\d+\.\d+", losses[name]):
+            raise ValueError(f"has a loss of {losses[name]} at step {step}")
+        run.curve = {k: v for k, v in run.curve.items() if k < step}  # a resumed run repeats some
+        seconds = float(match[7]) if match[7] else int(match[6]) / 1000
+        run.curve[step] = float(losses[name]), seconds
+        run.digits = len(losses[name].partition(".")[2])
+        run.step_ms = average if math.isfinite(average) else None
+    run.steps = at or int(lines[-1][2])
+    if whole and run.steps not in run.curve:
+        last = int(lines[-1][1])
+        if last >= run.steps:
+            raise ValueError(f"has no validation at step {run.steps}")
+        raise ValueError(f"is truncated: it ends at step {last} of {run.steps}")
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Print rows in columns, words to the left, numbers to the right."""
+    number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
+    padded = []
+    for cells in zip(*rows, strict=True):  # of a column
+        width = max(map(len, cells))
+        right = all(number.fullmatch(cell) for cell in cells[1:])
+        padded.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    for cells in zip(*padded, strict=True):
+        print("  ".join(cells).rstrip())

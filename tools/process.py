@@ -1,0 +1,112 @@
+"""Start a program in a process for each GPU, and wait for it."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError  # noqa: E402
+
+SHARD_TOKENS = 10**8  # in a shard of FineWeb
+ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
+
+
+def gpus_for(hp: Hyperparameters) -> int:
+    """Return the number of GPUs that a run with these settings may use."""
+    return 0 if hp.device == "cpu" else torch.cuda.device_count()
+
+
+def processes(batch_seqs: int, gpus: int) -> int:
+    """Return the number of processes: NPROC, or else the most that GPUs and equal shares of the
+    batch allow. UserError for an NPROC that is impossible."""
+    most = gpus or batch_seqs  # without a GPU, NPROC may be any number that divides the batch
+    possible = [n for n in range(1, most + 1) if batch_seqs % n == 0]
+    if wanted := os.environ.get("NPROC"):
+        if wanted not in map(str, possible):
+            numbers = ", ".join(map(str, possible))
+            reason = f"{gpus} GPUs and --batch_seqs {batch_seqs} allow {numbers}"
+            raise UserError(f"NPROC={wanted}: {reason}")
+        return int(wanted)
+    count = possible[-1] if gpus else 1
+    if gpus > count:
+        note = f"{gpus} GPUs cannot share {batch_seqs} sequences evenly: using {count}"
+        print(f"run.sh: {note}", file=sys.stderr)
+    return count
+
+
+def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
+    """Return the most shards of FineWeb that a run can read."""
+    lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
+    batches = hp.batch_seqs * np.array(lengths)
+    # In a fork, sequences may begin where documents begin. Tokens between them are skipped: 3 % of
+    # those read or, where documents are cut at 2048 tokens, up to 60 % (in the public logs, 424.7M
+    # tokens are read from 7 shards).
+    if getattr(hp, "align_to_documents", False):
+        batches = batches * (1.6 if hp.max_document_tokens else 1.03)
+    # No batch spans two shards, so a part of each shard may be left over.
+    return math.ceil(batches.sum() / (SHARD_TOKENS - 1 - batches.max()))
+
+
+def fetch(hp: Hyperparameters, run_class: type[Run]) -> None:
+    """Download the shards of FineWeb that a run on GPUs needs. UserError if that fails."""
+    if gpus_for(hp) and hp.train_files.startswith(FINEWEB):
+        command = [f"{HERE}/cached_fineweb.py", str(shards_needed(hp, run_class))]
+        if subprocess.run([sys.executable, *command]).returncode:
+            raise UserError("FineWeb could not be fetched: see above")
+
+
+def start(hp: Hyperparameters, words: list[str], **options) -> tuple[int, str]:
+    """Run a Python program, the first of the words, on the GPUs for which the settings ask, and
+    wait. Return its exit status (128 + n after signal n), and the signal or the error.
+
+    The terminal sends a Ctrl-C to the program, too, which saves and ends. A SIGTERM is passed on.
+    """
+    gpus = gpus_for(hp)
+    count = processes(hp.batch_seqs, gpus)
+    env, torchrun = dict(os.environ), []
+    if count > 1:
+        # On CPUs, processes share the cores; on GPUs, one thread each is enough.
+        env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    # A script in another folder must find the project's modules.
+    env["PYTHONPATH"] = f"{HERE}:{env.get('PYTHONPATH', '')}".rstrip(":")
+    command = [sys.executable, *torchrun, *words]
+    child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, **options)
+    last, signals = deque(maxlen=200), []
+
+    def note(number: int, frame) -> None:
+        signals.append(number)
+        if number == signal.SIGTERM:
+            child.terminate()
+
+    def pass_on() -> None:
+        for line in child.stderr:
+            sys.stderr.write(line.decode(errors="replace"))
+            sys.stderr.flush()
+            last.append(line.decode(errors="replace").strip())
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    reader = Thread(target=pass_on, daemon=True)
+    reader.start()
+    status = child.wait()
+    reader.join(timeout=10)  # a process that the program left behind may keep the pipe open
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if status < 0:
+        status = 128 - status
+    elif status and signals:
+        status = 128 + signals[0]  # torchrun's own status is another one
+    if status > 128:
+        return status, signal.Signals(status - 128).name
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in last if line]
+    named = [line for line in lines if ERROR.match(line) and "ChildFailedError" not in line]
+    return status, (named or lines or [""])[-1]

@@ -1,0 +1,251 @@
+"""How many steps take --seconds N on this machine? Real steps of the schedule are timed.
+
+run.sh's commands use this. The steps are timed as tools/bench.py times them, by this file as a
+program, on as many GPUs as the run will have. The time of a step depends on its kind, which is its
+compiled code and the length of its sequences, and on its window. So three steps of each kind are
+timed: with the smallest, the middle and the largest window. Between them, time is interpolated.
+
+A time is remembered in logs/times.json, by a digest of source, settings, torch and machine.
+"""
+
+import argparse
+import gc
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+import process  # noqa: E402
+import result  # noqa: E402
+import script  # noqa: E402
+from bench import RANK, RANKS, Timed, configuration, time_block  # noqa: E402
+from logfile import OF_ONE_RUN  # noqa: E402
+
+from train_gpt import Hyperparameters, UserError, all_reduce_, as_program, start_device  # noqa: E402
+
+TIMES = Path("logs", "times.json")
+ROUNDS = 15  # at most, in all repeats; in each, a block of steps is timed at each window
+BLOCK_S = 0.2  # least time of a block, so that waiting for the GPU at its ends does not count
+LATE = 1.1  # a run that takes so many times the seconds asked for should be timed again
+
+
+# -----------------------------------------------------------------------------
+# The program: time the schedules of some scripts, in turn
+
+
+def steps_to_time(run: Timed) -> dict[tuple, dict[int, int]]:
+    """Return for each kind of step the steps to time, by window. Where Adam learns at every second
+    step only, a step and the next one are timed together, and count as one."""
+    moments = [run.run_class.moment(step, run.hp) for step in range(run.hp.num_iterations)]
+    kinds = defaultdict(dict)
+    for now in moments[:: run.every]:
+        kinds[now.graph_key, now.seq_len].setdefault(now.window, now.step)
+    chosen = {}
+    for kind, steps in kinds.items():
+        windows = sorted(steps)
+        few = {windows[0], windows[len(windows) // 2], windows[-1]}
+        chosen[kind] = {window: steps[window] for window in sorted(few)}
+    return chosen
+
+
+def mean_of_schedule(run: Timed, ms: dict[int, float]) -> float:
+    """Return the mean ms of all steps of a run's schedule, from those of steps_to_time."""
+    total, points = 0.0, steps_to_time(run)
+    moments = [run.run_class.moment(step, run.hp) for step in range(run.hp.num_iterations)]
+    counts = Counter((now.graph_key, now.seq_len, now.window) for now in moments[:: run.every])
+    for (*kind, window), count in counts.items():
+        steps = points[tuple(kind)]
+        times = [ms[step] for step in steps.values()]
+        total += count * np.interp(window, list(steps), times)
+    return total / counts.total()
+
+
+def time_schedules(runs: list[Timed], budget: float, rounds: int) -> list[float]:
+    """Return for each run the mean ms of a step. The runs take turns, for `budget` seconds or
+    `rounds` rounds; each step is timed once in any case."""
+    device, begin = runs[0].device, time.perf_counter()
+    times = [defaultdict(list) for _ in runs]  # for each run: step -> ms of its blocks
+    counts = [{} for _ in runs]  # for each run: step -> number of steps in a block
+    round_s = 0.0
+    for i, run in enumerate(runs):
+        for step in itertools.chain(*(points.values() for points in steps_to_time(run).values())):
+            time_block(run, step, 1)  # reads data for the first time
+            ms, _ = time_block(run, step, run.every)
+            ms = all_reduce_(torch.tensor(ms, device=device)).item() / RANKS  # all count alike
+            counts[i][step] = run.every * math.ceil(1e3 * BLOCK_S / ms / run.every)
+            round_s += ms * counts[i][step] / 1e3
+            if counts[i][step] == run.every:
+                times[i][step].append(ms)
+    for _ in range(rounds):
+        is_over = time.perf_counter() - begin + round_s > budget
+        is_over = all_reduce_(torch.tensor(float(is_over), device=device)).item()
+        for i, run in enumerate(runs):
+            for step, count in counts[i].items():
+                if not (is_over and times[i][step]):
+                    times[i][step].append(time_block(run, step, count)[0])
+        if is_over:
+            break
+    return [
+        mean_of_schedule(run, {step: median(all_ms) for step, all_ms in of_run.items()})
+        for run, of_run in zip(runs, times, strict=True)
+    ]
+
+
+def measure(sides: list[list[str]], budget: float, repeats: int) -> list[list[float]]:
+    """Return for each repeat the mean ms of a step of each side, a script and its flags. The order
+    alternates. Models are built anew for each repeat, because a run's speed also depends on where
+    its memory lies. A repeat holds the models of all sides, but runs one at a time."""
+    chosen = [configuration(script.find(path), flags) for path, *flags in sides]
+    device, _, _ = start_device(chosen[0].hp.device)
+    found = []
+    for repeat in range(repeats):
+        order = list(range(len(chosen)))[:: 1 if repeat % 2 == 0 else -1]
+        runs = [Timed(chosen[i], device) for i in order]
+        ms = time_schedules(runs, budget / repeats, ROUNDS // repeats)
+        found.append([ms[order.index(i)] for i in range(len(chosen))])
+        del runs
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+# -----------------------------------------------------------------------------
+# The flag: from seconds to steps
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --seconds and --time_again to a command's flags."""
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--time_again", action="store_true")  # --compare always does
+
+
+def is_given(name: str, flags: list[str]) -> bool:
+    """Return whether a setting is among the flags."""
+    return any(word.split("=")[0] == f"--{name}" for word in flags)
+
+
+def check(seconds: float, flags: list[str]) -> None:
+    """Raise UserError for a number of seconds that cannot be met."""
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds {seconds:g}: must be a finite number above 0")
+    if is_given("num_iterations", flags):
+        raise UserError("--seconds chooses --num_iterations: leave one of them out")
+
+
+def ms_per_step(
+    sides: list[tuple[Path, list[str]]], seconds: float, repeats: int
+) -> list[list[float]]:
+    """Start this file as a program, and return what `measure` returns. UserError if it fails."""
+    budget = len(sides) * max(seconds / 10, 20.0)
+    print(f"timing steps: this takes about {budget:.0f} s, and the time to compile", flush=True)
+    words = [[str(path), *flags] for path, flags in sides]
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "ms.json")
+        request = json.dumps([words, budget, repeats, str(out)])
+        hp, _ = script.parse(*sides[0])
+        status, reason = process.start(hp, [__file__, request])
+        if status in result.STOPPED:
+            raise KeyboardInterrupt
+        if status:
+            raise UserError(f"steps could not be timed: {reason}")
+        return json.loads(out.read_text())
+
+
+def machine_key(path: Path, hp: Hyperparameters) -> str:
+    """Return a digest of all that the time of a step depends on."""
+    settings = {name: value for name, value in vars(hp).items() if name not in OF_ONE_RUN}
+    gpus = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
+    own = process.gpus_for(hp)
+    count = process.processes(hp.batch_seqs, own)
+    chosen = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
+    machine = [platform.node(), gpus, own, count, chosen, os.cpu_count(), torch.__version__]
+    text = json.dumps([result.digest(path), settings, machine])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def epochs_for(path: Path, flags: list[str]) -> int:
+    """Return how often a run with these flags has to read its data: as often as the flags allow, or
+    more often if the data is too short."""
+    run_class = script.load(path)
+    core, (hp, _) = script.core(run_class), script.parse(path, flags)
+    process.fetch(hp, run_class)
+    moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
+    plan = run_class.planner(moments, hp)
+    shape = hp.seq_len, hp.batch_seqs, hp.num_iterations
+
+    def are_enough(epochs: int) -> bool:
+        try:
+            core.plan_batches(hp.train_files, *shape, epochs, hp.vocab_size, plan)
+        except UserError:
+            return False
+        return True
+
+    if not are_enough(0):  # without a limit: the run will say what is wrong
+        return hp.epochs
+    possible = range(hp.epochs, hp.num_iterations + hp.epochs + 1)
+    return possible[bisect_left(possible, True, key=are_enough)]
+
+
+def flags_for(path: Path, flags: list[str], steps: int, most: int = 0) -> list[str]:
+    """Return the flags that make so many steps. Lengths in steps are scaled, and the data is read
+    more often if it is short for `most` steps (0: for `steps`). Flags that were given stay."""
+    hp, _ = script.parse(path, flags)
+    more = []
+    for name, value in vars(hp).items():
+        if name.endswith("_steps") and value and not is_given(name, flags):
+            more += [f"--{name}", str(max(1, round(value * steps / hp.num_iterations)))]
+    if not is_given("epochs", flags):
+        epochs = epochs_for(path, [*flags, *more, "--num_iterations", str(most or steps)])
+        if epochs != hp.epochs:
+            more += ["--epochs", str(epochs)]
+    return ["--num_iterations", str(steps), *more]
+
+
+def remembered() -> dict[str, float]:
+    """Return the known times of a step in ms, by machine_key."""
+    return json.loads(TIMES.read_text()) if TIMES.exists() else {}
+
+
+def with_steps(path: Path, flags: list[str], args: argparse.Namespace, longer=None) -> list[str]:
+    """Return the flags with those that make a run take args.seconds; print them. `longer` returns
+    for the number of steps that of the longest run, which needs data, too."""
+    check(args.seconds, flags)
+    key = machine_key(path, script.parse(path, flags)[0])
+    ms = None if args.time_again else remembered().get(key)
+    if ms is None:
+        ms = ms_per_step([(path, flags)], args.seconds, repeats=1)[0][0]
+        TIMES.parent.mkdir(exist_ok=True)
+        unfinished = TIMES.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(remembered() | {key: ms}))
+        unfinished.rename(TIMES)
+    steps = max(1, round(1e3 * args.seconds / ms))
+    more = flags_for(path, flags, steps, longer(steps) if longer else 0)
+    text = f"--seconds {args.seconds:g}: {steps} steps of about {ms:.0f} ms:"
+    print(text, *more, flush=True)
+    return [*flags, *more]
+
+
+def work() -> None:
+    """Do what a request asks for, and write what `measure` returns into its file."""
+    sides, budget, repeats, out = json.loads(sys.argv[1])
+    found = measure(sides, budget, repeats)
+    if RANK == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    as_program("run.sh", work)
