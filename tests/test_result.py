@@ -40,6 +40,7 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
         "script": "train_gpt.py",
         "record": "demo",
         "machine": "1 x CPU",
+        "kernels": None,
         "steps": 8,
         "tokens": 8 * 2 * 128,
         "parameters": parameters,

@@ -81,7 +81,7 @@ class Start:
 def result_of(start: Start, status: int, reason: str) -> dict:
     """Return the summary of a run that has ended with an exit status, for this reason."""
     hp, run_class = start.hp, script.load(start.path)
-    lines = log_of(hp.run_id)[start.log_size :]
+    lines = log_of(hp.run_id)[start.log_size :].split(f"\n{RULE}\n")[-1]  # without the settings
     if "\nrecord " not in f"\n{lines}" and "is finished" not in lines:
         lines = ""  # what another process has written
         status, reason = status or 1, reason or "the script has started no run: has it a main()?"
