@@ -52,6 +52,24 @@ def test_the_mean_time_is_that_of_all_steps(run_class, record, monkeypatch):
     assert len(made) <= 3 * len({run_class.moment(s, hp).graph_key for s in range(0, 1490, every)})
 
 
+def test_sides_change_places_and_each_keeps_its_times(monkeypatch):
+    made = []
+
+    def time_schedules(runs, budget, rounds) -> list[float]:
+        assert (budget, rounds) == (20.0, 5)
+        made.extend(runs)
+        return [{"a": 1.0, "b": 2.0}[name] for name in runs]
+
+    hp = SimpleNamespace(device="cpu")
+    monkeypatch.setattr(seconds.script, "find", lambda path: path)
+    chosen = lambda path, flags: SimpleNamespace(name=path, hp=hp)  # noqa: E731
+    monkeypatch.setattr(seconds, "configuration", chosen)
+    monkeypatch.setattr(seconds, "Timed", lambda one, device: one.name)
+    monkeypatch.setattr(seconds, "time_schedules", time_schedules)
+    assert seconds.measure([["a"], ["b"]], budget=60.0, repeats=3) == [[1.0, 2.0]] * 3
+    assert made == ["a", "b", "b", "a", "a", "b"]
+
+
 def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given():
     """2026-03-06 has 1490 steps. Its momentum rises in 300 of them and falls in the last 50."""
     flags = ["--record", "2026-03", "--device", "cpu", "--epochs", "1"]

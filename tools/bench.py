@@ -67,9 +67,7 @@ class Configuration:
 
 def configuration(path: Path, flags: list[str]) -> Configuration:
     """Return the configuration of a script with these flags. UserError for bad flags."""
-    run_class = script.load(path)
-    hp, record = script.core(run_class).parse_args(flags, run_class)
-    return Configuration(path, flags, run_class, hp, record)
+    return Configuration(path, flags, script.load(path), *script.parse(path, flags))
 
 
 class Timed:

@@ -30,9 +30,8 @@ def train(path: Path, flags: list[str], quiet: bool = False, asked: float = math
     """Make a run of a script, note its result, and return its exit status. With `quiet`, only
     errors are printed. `asked` is the number of seconds that training should take. UserError for
     bad flags."""
+    hp, record = script.parse(path, flags)
     run_class = script.load(path)
-    core = script.core(run_class)
-    hp, record = core.parse_args(flags, run_class)
     process.fetch(hp, run_class)
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())
@@ -45,7 +44,7 @@ def train(path: Path, flags: list[str], quiet: bool = False, asked: float = math
     if found["status"] == "failed" and not status:
         print(f"run.sh: error: {found['reason']}", file=sys.stderr)
         return 1
-    saved = core.checkpoints(Path("logs", hp.run_id))
+    saved = script.core(run_class).checkpoints(Path("logs", hp.run_id))
     if saved and not (status or quiet):
         run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
         print("read what it writes:", shlex.join([run_sh, "tools/sample.py", str(saved[0])]))
@@ -60,8 +59,7 @@ def train(path: Path, flags: list[str], quiet: bool = False, asked: float = math
 def repeat(count: int, path: Path, flags: list[str], asked: float) -> int:
     """Make `count` runs with consecutive seeds, then print their statistics. Weights are saved only
     if the flags ask for it. Return the exit status; the first run that fails is the last one."""
-    run_class = script.load(path)
-    hp, _ = script.core(run_class).parse_args(flags, run_class)
+    hp, _ = script.parse(path, flags)
     name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
     logs = []
     for seed in range(hp.seed, hp.seed + count):

@@ -90,9 +90,9 @@ def start(hp: Hyperparameters, words: list[str], **options) -> tuple[int, str]:
 
     def pass_on() -> None:
         for line in child.stderr:
-            sys.stderr.write(line.decode(errors="replace"))
-            sys.stderr.flush()
-            last.append(line.decode(errors="replace").strip())
+            text = line.decode(errors="replace")
+            print(text, end="", file=sys.stderr, flush=True)
+            last.append(text.strip())
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     reader = Thread(target=pass_on, daemon=True)

@@ -91,10 +91,8 @@ def result_of(start: Start, status: int, reason: str) -> dict:
 
     # Of a run that goes on, or is finished already, older lines count, too.
     whole = log_of(hp.run_id).split(f"\n{RULE}\n")[-1] if lines else ""
-    steps, ms = (
-        int(last(r"step:(\d+)/", whole) or 0),
-        int(last(r"step:.*_time:(\d+)ms", whole) or 0),
-    )
+    steps = int(last(r"step:(\d+)/", whole) or 0)
+    ms = int(last(r"step:.* train_time:(\d+)ms", whole) or 0)
     tokens = hp.batch_seqs * sum(run_class.moment(step, hp).seq_len for step in range(steps))
     val_loss = bits = None
     if not status:

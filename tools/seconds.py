@@ -11,7 +11,6 @@ A time is remembered in logs/times.json, by a digest of source, settings, torch 
 import argparse
 import gc
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,42 +46,37 @@ LATE = 1.1  # a run that takes so many times the seconds asked for should be tim
 # The program: time the schedules of some scripts, in turn
 
 
-def steps_to_time(run: Timed) -> dict[tuple, dict[int, int]]:
-    """Return for each kind of step the steps to time, by window. Where Adam learns at every second
-    step only, a step and the next one are timed together, and count as one."""
+def shares_of(run: Timed) -> dict[int, float]:
+    """Return the steps of a run's schedule that are timed, each with its share: the mean time of
+    all steps is the sum of share * time. Where Adam learns at every second step only, a step and
+    the next one are timed together, and count as one."""
     moments = [run.run_class.moment(step, run.hp) for step in range(run.hp.num_iterations)]
-    kinds = defaultdict(dict)
-    for now in moments[:: run.every]:
-        kinds[now.graph_key, now.seq_len].setdefault(now.window, now.step)
-    chosen = {}
-    for kind, steps in kinds.items():
-        windows = sorted(steps)
-        few = {windows[0], windows[len(windows) // 2], windows[-1]}
-        chosen[kind] = {window: steps[window] for window in sorted(few)}
-    return chosen
-
-
-def mean_of_schedule(run: Timed, ms: dict[int, float]) -> float:
-    """Return the mean ms of all steps of a run's schedule, from those of steps_to_time."""
-    total, points = 0.0, steps_to_time(run)
-    moments = [run.run_class.moment(step, run.hp) for step in range(run.hp.num_iterations)]
-    counts = Counter((now.graph_key, now.seq_len, now.window) for now in moments[:: run.every])
-    for (*kind, window), count in counts.items():
-        steps = points[tuple(kind)]
-        times = [ms[step] for step in steps.values()]
-        total += count * np.interp(window, list(steps), times)
-    return total / counts.total()
+    moments = moments[:: run.every]
+    kinds = defaultdict(list)
+    for now in moments:
+        kinds[now.graph_key, now.seq_len].append(now)
+    shares = {}
+    for of_kind in kinds.values():
+        step_at = {now.window: now.step for now in of_kind}
+        windows = sorted(step_at)
+        few = sorted({windows[0], windows[len(windows) // 2], windows[-1]})
+        for window, corner in zip(few, np.eye(len(few)), strict=True):
+            # How much of the time at this window is in the interpolated time of each step.
+            parts = np.interp([now.window for now in of_kind], few, corner)
+            shares[step_at[window]] = float(parts.sum()) / len(moments)
+    return shares
 
 
 def time_schedules(runs: list[Timed], budget: float, rounds: int) -> list[float]:
     """Return for each run the mean ms of a step. The runs take turns, for `budget` seconds or
     `rounds` rounds; each step is timed once in any case."""
     device, begin = runs[0].device, time.perf_counter()
+    shares = [shares_of(run) for run in runs]
     times = [defaultdict(list) for _ in runs]  # for each run: step -> ms of its blocks
     counts = [{} for _ in runs]  # for each run: step -> number of steps in a block
     round_s = 0.0
     for i, run in enumerate(runs):
-        for step in itertools.chain(*(points.values() for points in steps_to_time(run).values())):
+        for step in shares[i]:
             time_block(run, step, 1)  # reads data for the first time
             ms, _ = time_block(run, step, run.every)
             ms = all_reduce_(torch.tensor(ms, device=device)).item() / RANKS  # all count alike
@@ -100,8 +94,8 @@ def time_schedules(runs: list[Timed], budget: float, rounds: int) -> list[float]
         if is_over:
             break
     return [
-        mean_of_schedule(run, {step: median(all_ms) for step, all_ms in of_run.items()})
-        for run, of_run in zip(runs, times, strict=True)
+        sum(share * median(of_run[step]) for step, share in of_schedule.items())
+        for of_run, of_schedule in zip(times, shares, strict=True)
     ]
 
 
@@ -113,10 +107,9 @@ def measure(sides: list[list[str]], budget: float, repeats: int) -> list[list[fl
     device, _, _ = start_device(chosen[0].hp.device)
     found = []
     for repeat in range(repeats):
-        order = list(range(len(chosen)))[:: 1 if repeat % 2 == 0 else -1]
-        runs = [Timed(chosen[i], device) for i in order]
-        ms = time_schedules(runs, budget / repeats, ROUNDS // repeats)
-        found.append([ms[order.index(i)] for i in range(len(chosen))])
+        turn = 1 if repeat % 2 == 0 else -1
+        runs = [Timed(one, device) for one in chosen[::turn]]
+        found.append(time_schedules(runs, budget / repeats, ROUNDS // repeats)[::turn])
         del runs
         gc.collect()
         torch.cuda.empty_cache()
