@@ -13,25 +13,32 @@ Documents keep their order: shuffle them first if neighbours are alike. Each beg
 50256; "<|endoftext|>" in a document is ordinary text. Documents of white space only are left out.
 The number of workers does not change the shards. Memory holds one train and one validation shard,
 and for each worker a few batches or the longest document (a .txt is read in pieces).
+
+DIR is a new or empty folder, which appears when all shards are whole; until then, DIR.unfinished
+holds them. With --overwrite, DIR may hold shards of the same NAME: the new ones replace them.
 """
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import glob
 import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn, TextIO
 
 import numpy as np
@@ -45,6 +52,8 @@ except ModuleNotFoundError as error:
 SUFFIXES = ".txt", ".jsonl", ".parquet"
 PIECE = 2**18  # characters that are encoded at once; longer documents are cut
 BATCH = 2**20  # characters that a worker gets at once
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+unfinished_folders = []  # that this process is writing
 
 encoding = functools.cache(gpt2_encoding)  # once per process
 
@@ -112,8 +121,8 @@ def read_jsonl(path: str, file: TextIO) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
-            fail(f"{path}:{number}: not JSON: repair or delete the line")
+        except (ValueError, RecursionError):
+            fail(f"{path}:{number}: not JSON, or too deep: repair or delete the line")
         yield text_of(row, f"{path}:{number}")
 
 
@@ -199,13 +208,26 @@ def encode(batch: Batch) -> dict[str, np.ndarray]:
     return {split: np.array(ids, "<u2") for split, ids in tokens.items()}
 
 
+def begin_worker() -> None:
+    """Leave signals of the terminal to the parent, and end when it has ended, even by SIGKILL."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the parent, then end this process."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def encode_all(batches: Iterable[Batch], workers: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield encode(batch) of each batch, in order, from that many processes."""
     if workers == 1:
         yield from map(encode, batches)
         return
-    ignore_interrupt = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    with ProcessPoolExecutor(workers, None, *ignore_interrupt) as pool:
+    with ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
         pending = deque()
         for batch in batches:
             pending.append(pool.submit(encode, batch))
@@ -231,13 +253,50 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
         fail(f"could not write {path}: is the disk full? ({error})")
 
 
+@contextlib.contextmanager
+def made_at_once(out: Path, name: str, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder in which to write the shards of a name. At the end it becomes `out`, in one
+    rename; an error leaves nothing. An `out` of old shards is moved away just before."""
+    whole = out.resolve()  # a folder, also if `out` is a link to it
+    old = sorted(whole.iterdir()) if whole.is_dir() else []
+    shard = re.compile(re.escape(name) + r"_(train|val)_\d{6}\.bin")
+    if others := [path.name for path in old if not shard.fullmatch(path.name)]:
+        fail(f"--out {out}: the folder holds {others[0]}: name a new folder")
+    if old and not overwrite:
+        fail(f"{out / old[0].name} already exists: choose another --out, or add --overwrite")
+    if whole.exists() and (not whole.is_dir() or os.path.ismount(whole)):
+        fail(f"--out {out}: cannot be replaced: name a new folder")
+    unfinished = whole.with_name(f"{whole.name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        lock = os.open(unfinished, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another process is writing {unfinished}: wait for it, or choose another --out")
+    except OSError as error:
+        fail(f"--out {out}: cannot write there ({error.strerror}): name another folder")
+    unfinished_folders.append(unfinished)
+    try:
+        for left in unfinished.iterdir():  # by a process that was killed
+            shutil.rmtree(left)
+        (unfinished / "new").mkdir()
+        yield unfinished / "new"
+        if old:
+            whole.rename(unfinished / "old")
+        (unfinished / "new").rename(whole)
+    finally:
+        shutil.rmtree(unfinished)
+        unfinished_folders.remove(unfinished)
+        os.close(lock)
+
+
 class Shards:
     """Gathers the tokens of a split, and writes a shard whenever there are enough."""
 
-    def __init__(self, stem: str, first_number: int, shard_size: int):
-        self.stem, self.first_number = stem, first_number
+    def __init__(self, folder: Path, stem: str, first_number: int, shard_size: int):
+        self.folder, self.stem, self.first_number = folder, stem, first_number
         self.buffer, self.filled = np.empty(shard_size, "<u2"), 0
-        self.written = {}  # path -> tokens
+        self.written = {}  # file name -> tokens
         self.documents = 0
 
     def add(self, tokens: np.ndarray) -> None:
@@ -254,9 +313,9 @@ class Shards:
     def flush(self) -> None:
         """Write the tokens that are left, if any."""
         if self.filled:
-            path = Path(f"{self.stem}_{self.first_number + len(self.written):06}.bin")
-            write_shard(path, self.buffer[: self.filled])
-            self.written[path], self.filled = self.filled, 0
+            name = f"{self.stem}_{self.first_number + len(self.written):06}.bin"
+            write_shard(self.folder / name, self.buffer[: self.filled])
+            self.written[name], self.filled = self.filled, 0
 
 
 # -----------------------------------------------------------------------------
@@ -296,7 +355,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes [all cores]")
-    add("--overwrite", action="store_true", help="replace the shards of that name")
+    add("--overwrite", action="store_true", help="replace the shards in DIR")
     args = parser.parse_args(argv)
     if args.val_fraction is None:
         args.val_fraction = Fraction(0) if args.val else Fraction("0.05")
@@ -310,24 +369,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def tokenize(args: argparse.Namespace) -> None:
-    """Write all shards into a temporary folder and move them to --out; an error moves none."""
+    """Write all shards of --out, or none."""
     # A file of --val is not training text as well, where INPUT is the folder that holds it.
     split_of = {os.path.abspath(f): "train" for i in args.inputs for f in find_files(i)}
     split_of |= {os.path.abspath(f): "val" for i in args.val for f in find_files(i)}
-
-    patterns = [f"{args.name}_{split}_{'[0-9]' * 6}.bin" for split in ("train", "val")]
-    old = {path for pattern in patterns for path in args.out.glob(pattern)}
-    if old and not args.overwrite:
-        fail(f"{min(old)} already exists: choose another --name or --out, or add --overwrite")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        unfinished = tempfile.TemporaryDirectory(prefix=f"{args.name}_unfinished_", dir=args.out)
-    except OSError as error:
-        fail(f"--out {args.out}: cannot write there ({error.strerror}): name another folder")
-
-    with unfinished as folder:
-        val = Shards(f"{folder}/{args.name}_val", 0, args.shard_size)
-        train = Shards(f"{folder}/{args.name}_train", 1, args.shard_size)
+    with made_at_once(args.out, args.name, args.overwrite) as folder:
+        val = Shards(folder, f"{args.name}_val", 0, args.shard_size)
+        train = Shards(folder, f"{args.name}_train", 1, args.shard_size)
         batches = make_batches(split_of, args.val_fraction, args.blank_line_documents)
         with tqdm(unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
             for tokens in encode_all(batches, args.workers):
@@ -341,14 +389,9 @@ def tokenize(args: argparse.Namespace) -> None:
         if not train.documents:
             remedy = "add text, or try --blank_line_documents or --val_fraction 0"
             fail(f"no training text: validation takes all documents ({val.documents}); {remedy}")
-        written = {args.out / p.name: n for p, n in (val.written | train.written).items()}
-        for path in written:
-            os.replace(f"{folder}/{path.name}", path)
-        for path in old - written.keys():
-            path.unlink()
 
-    for path, count in written.items():
-        print(f"{path}: {count} tokens")
+    for name, count in (val.written | train.written).items():
+        print(f"{args.out / name}: {count} tokens")
     print(f"documents: {train.documents} for training, {val.documents} for validation")
     stem, val_flags = args.out / args.name, "--val_files PATTERN"
     if val.written:  # val_tokens of the demo, or as many as fit in one shard
@@ -360,14 +403,25 @@ def tokenize(args: argparse.Namespace) -> None:
     print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}{epochs}")
 
 
+def stop(number: int, frame) -> NoReturn:
+    """End the program after a signal, and leave no folder. An exception would be lost where Python
+    starts a worker. The workers end with the program."""
+    for folder in unfinished_folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = f"\ntokenize_text.py: stopped by {signal.Signals(number).name}\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(128 + number)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Tokenize. An error is one line and status 1 or 2."""
+    """Tokenize. An error is one line and status 1 or 2; after signal n, the status is 128 + n."""
     args = parse_args(argv)
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, stop)
     try:
         tokenize(args)
-    except KeyboardInterrupt:
-        print("\ntokenize_text.py: interrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenExecutor:
         fail("a worker was killed: is the memory full? Try fewer --workers")
     except OSError as error:

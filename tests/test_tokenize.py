@@ -1,8 +1,13 @@
 """tokenize_text.py against plain calls of tiktoken, and against the committed sample corpus."""
 
 import json
+import os
 import resource
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from fractions import Fraction
 
 import pyarrow
@@ -92,8 +97,8 @@ LONG = "a" + " " * 1_200_000 + "b" * 600_000  # no place to cut: tiktoken alone 
 @pytest.mark.parametrize("text", [LONG, "lines<|endoftext|>of\r\nWindows\r\n"], ids=["long", "odd"])
 def test_one_document_comes_back_whole_without_its_byte_order_mark(text, tmp_path):
     (tmp_path / "in.txt").write_bytes(text.encode("utf-8-sig"))
-    tokenize(tmp_path / "in.txt", "--out", tmp_path, "--val_fraction", 0)
-    first, *tokens = read(tmp_path, "*.bin")
+    tokenize(tmp_path / "in.txt", "--out", tmp_path / "out", "--val_fraction", 0)
+    first, *tokens = read(tmp_path / "out", "*.bin")
     assert first == 50256 and max(tokens) < 50256 and ENCODING.decode(tokens) == text
 
 
@@ -132,15 +137,21 @@ def test_existing_shards_stay_or_are_replaced_without_a_rest(tmp_path):
         tokenize(path, "--out", out, "--overwrite")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(out) == before and len(before) > 4
+    (out / "notes").write_text("mine")
+    with pytest.raises(SystemExit, match="the folder holds notes: name a new folder"):
+        tokenize(path, "--out", out, "--overwrite")
+    (out / "notes").unlink()
     tokenize(path, "--out", out, "--overwrite", "--val_fraction", 0)
     assert list(contents(out)) == ["text_train_000001.bin"]
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out"}
     assert read(out, "*.bin") == reference(DOCUMENTS * 200)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "a"}\n\n{"text": "b\n', "/it.jsonl:3: not JSON: repair"),
+        ('{"text": "a"}\n\n{"text": "b\n', "/it.jsonl:3: not JSON, or too deep"),
+        ('{"text": "a"}\n' + "[" * 100_000, "/it.jsonl:2: not JSON, or too deep: repair"),
         ('{"text": "a"}\n{"body": "b"}\n', "/it.jsonl:2: no field `text`: rename"),
         ('{"text": "a"}\n', r"validation takes all documents \(1\); add text"),
     ],
@@ -150,14 +161,48 @@ def test_an_error_leaves_nothing(text, message, tmp_path, monkeypatch):
     (tmp_path / "it.jsonl").write_text(text)
     with pytest.raises(SystemExit, match=message):
         tokenize(tmp_path / "it.jsonl", "--out", tmp_path / "out", "--shard_size", 1)
-    assert not list(tmp_path.glob("out/*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["it.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_ends_all_processes_and_leaves_nothing_for_the_next_start(number, tmp_path):
+    """It comes when two workers live, long before the end of the text."""
+    write_jsonl(tmp_path / "a.jsonl", [DOCUMENTS[0] * 100_000])
+    long = tmp_path / "b.txt"
+    with long.open("wb") as file:  # 10 GB of zeros, which need no room
+        file.truncate(10**10)
+    words = [tokenize_text.__file__, "a.jsonl", "b.txt", "--out", "out", "--workers", "2"]
+    options = {"cwd": tmp_path, "start_new_session": True, "stderr": subprocess.PIPE}
+    program = subprocess.Popen([sys.executable, *words], **options)
+    while len(living(program.pid)) < 3:
+        assert program.poll() is None
+        time.sleep(0.02)
+    os.kill(program.pid, number)
+    err = program.communicate(timeout=60)[1].decode()
+    name = f"stopped by {number.name}\n"
+    killed = number == signal.SIGKILL
+    assert program.returncode == (-9 if killed else 128 + number) and (killed or name in err)
+    assert (tmp_path / "out.unfinished").exists() == killed and not (tmp_path / "out").exists()
+    end = time.monotonic() + 10
+    while living(program.pid):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    tokenize(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_fraction", 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.txt", "out"}
+
+
+def living(group: int) -> list[str]:
+    """Return the states of a group's processes that have not ended."""
+    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True)
+    lines = [line.split() for line in listed.stdout.splitlines()]
+    return [state for pgid, state in lines if int(pgid) == group and state[0] != "Z"]
 
 
 @pytest.mark.parametrize("val_count", [1026, 3073, 70000])
 def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys):
     (tmp_path / "val.txt").write_text(" a" * (val_count - 1))
     (tmp_path / "train.txt").write_text(" b" * 5000)
-    tokenize(tmp_path / "train.txt", "--val", tmp_path / "val.txt", "--out", tmp_path)
+    tokenize(tmp_path / "train.txt", "--val", tmp_path / "val.txt", "--out", tmp_path / "out")
     program, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     assert program == "./run.sh" and hp.val_tokens == min((val_count - 2) // 1024 * 1024, 65536)
