@@ -16,19 +16,25 @@
 #                                      make runs without each technique of the record, to measure
 #                                      what each is worth
 #   ./run.sh tools/NAME.py [flags]     set up, install what this tool needs, and run it
-#   ./run.sh setup                     only set up
+#   ./run.sh setup                     only set up, and print what this machine has
 #   ./run.sh test                      set up, install what the tests need, and run all tests but
 #                                      the slow ones, in a process for each core (at most 4)
 #   ./run.sh test [PATH] [flags]       the same in one process: the tests of PATH, such as
 #                                      tests/test_model.py, with flags of pytest's
 #   ./run.sh test slow | gpu           only the slow tests | only those that need a GPU
 #
-# NPROC=n uses n GPUs. PYTHON=path makes the environment with another Python (3.11 or later).
+# NPROC=n uses n GPUs. PYTHON=path names another Python (3.11 or later): run.sh starts that one if it
+# has torch, or else an environment made of it.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
 venv="$here/.venv"
+
+# In any locale, Python reads our files, and prints, as UTF-8. Its optimization strips the docstrings
+# and assertions that tools, and this script, need.
+export PYTHONUTF8=1
+unset PYTHONOPTIMIZE
 
 # Compiled code is cached in the project, because /tmp is often emptied by a reboot.
 if [ -w "$here" ]; then
@@ -73,6 +79,12 @@ assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 EOF
 }
 
+version_of() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
+
+is_named() { # whether .venv was made of the Python that PYTHON names; any will do if it names none
+    [ -z "${PYTHON-}" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ]
+}
+
 must_write() { # stop if nothing can be installed
     local place="$here"
     [ ! -e "$venv" ] || place="$venv"
@@ -82,49 +94,76 @@ must_write() { # stop if nothing can be installed
     fi
 }
 
-make_venv() { # make_venv [flags of venv]
+make_venv() { # make_venv [flags of venv]: make .venv, in place of an older one
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         die "$python is not Python 3.11 or later: install that, or name one with PYTHON=path"
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install python3-venv (Debian, Ubuntu)," \
             "or your system's package for it, then try again"
-    "$python" -m venv "$@" "$venv"
+    if [ -e "$venv" ] && ! is_named; then
+        echo "run.sh: $venv is of another Python than $PYTHON: replacing it" >&2
+    fi
+    rm -f "$venv"/.installed-* # first, in case that this is interrupted
+    "$python" -m venv --clear "$@" "$venv"
 }
 
 # One run.sh at a time installs packages; others wait for it, and then find them. The lock belongs to
 # the open file, which Python inherits, and ends when the file is closed.
 lock() {
     must_write
+    say_progress &
+    progress=$!
     [ -w "$here" ] || return 0
     exec 9>"$here/.run.lock"
     "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true # no Python: later
 }
-unlock() { exec 9>&-; }
+
+unlock() {
+    exec 9>&-
+    kill "$progress" 2>/dev/null || true
+    wait "$progress" 2>/dev/null || true # without this, bash reports that it was killed
+}
+
+say_progress() { # say every ten seconds what pip does: torch has gigabytes. Ends with run.sh
+    local seconds=0 last
+    while sleep 1 && kill -0 $$ 2>/dev/null; do
+        seconds=$((seconds + 1))
+        if [ $((seconds % 10)) = 0 ]; then
+            read -r last < <(tail -n 1 "$venv/pip.log" 2>/dev/null) || true
+            echo "run.sh: still installing ($seconds s) ${last:0:100}" >&2
+        fi
+    done
+}
+
+pip_install() { # pip_install FLAGS: errors are shown, the rest is for say_progress
+    "$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" \
+        >"$venv/pip.log"
+}
 
 # Each requirements.txt is installed once: .venv keeps a copy to tell whether it has changed.
-marked() { cmp -s "$1" "$venv/.installed-$2"; }
+marked() { cmp -s "$1" "$venv/.installed-$2" && is_named; }
 mark() { cp "$1" "$venv/.installed-$2"; }
 
-setup() {
-    if marked "$here/requirements.txt" run; then
-        python="$venv/bin/python"
-    elif ! has_torch "$python"; then
+setup() { # choose a Python that has torch: the one that PYTHON names, .venv's, python3 or a new .venv's
+    if [ "${PYTHON-}" ] || ! marked "$here/requirements.txt" run; then
+        if has_torch "$python"; then return; fi
+    fi
+    if ! marked "$here/requirements.txt" run; then
         lock
         marked "$here/requirements.txt" run || install
         unlock
-        python="$venv/bin/python"
     fi
+    python="$venv/bin/python"
 }
 
 install() { # make .venv, and install requirements.txt
     echo "run.sh: setting up $venv (once)" >&2
-    make_venv --clear
-    local pip=("$venv/bin/python" -m pip install --quiet)
+    make_venv
     if ! has_gpu; then # PyTorch's smaller CPU build; if that fails, pip's build follows
-        "${pip[@]}" --retries 1 --timeout 20 --index-url https://download.pytorch.org/whl/cpu \
+        pip_install --retries 1 --timeout 20 --index-url https://download.pytorch.org/whl/cpu \
             "$(grep '^torch==' "$here/requirements.txt")" 2>/dev/null || true
     fi
-    "${pip[@]}" -r "$here/requirements.txt" ||
+    pip_install -r "$here/requirements.txt" ||
         die "pip could not install requirements.txt: see its message above"
     mark "$here/requirements.txt" run
 }
@@ -143,10 +182,10 @@ install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .ve
     local requirements="$1/requirements.txt"
     echo "run.sh: installing $requirements (once)" >&2
     if [ "$python" != "$venv/bin/python" ]; then # that Python has torch: .venv is for the rest
-        [ -x "$venv/bin/python" ] || make_venv --system-site-packages
+        if ! [ -x "$venv/bin/python" ] || ! is_named; then make_venv --system-site-packages; fi
         python="$venv/bin/python"
         # If that Python is itself a virtual environment, .venv does not see its packages.
-        has_torch "$python" || "$python" -m pip install --quiet -r "$here/requirements.txt" ||
+        has_torch "$python" || pip_install -r "$here/requirements.txt" ||
             die "pip could not install requirements.txt: see its message above"
     fi
     # PyTorch's CUDA build brings its own Triton. The tests' Triton is for the CPU build.
@@ -156,7 +195,7 @@ install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .ve
     else
         cp "$here/$requirements" "$wanted"
     fi
-    "$python" -m pip install --quiet -r "$wanted" ||
+    pip_install -r "$wanted" ||
         die "pip could not install $requirements: see its message above"
     mark "$here/$requirements" "$1"
 }
@@ -164,7 +203,7 @@ install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .ve
 case "${1:-}" in
 setup)
     setup
-    echo "run.sh: ready, with $("$python" -c 'import sys; print(sys.executable)')"
+    exec "$python" "$here/tools/machine.py"
     ;;
 test)
     shift
@@ -202,7 +241,7 @@ tools | tools/* | ./tools/*)
         die "there is no $tool; there are" $known
     fi
     case "$tool" in
-    tools/records* | tools/bench* | tools/bundle*) setup ;;
+    tools/records* | tools/bench* | tools/bundle* | tools/machine*) setup ;;
     tools/sample* | tools/evaluate*) setup_more data ;;
     *) setup_more tools ;;
     esac

@@ -19,11 +19,14 @@ and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
 """
 
 import argparse
+import contextlib
+import difflib
 import fcntl
 import functools
 import gc
 import glob
 import inspect
+import io
 import itertools
 import json
 import math
@@ -34,12 +37,17 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 import numpy as np
 import torch
@@ -67,10 +75,24 @@ FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
 SAMPLE = f"{HERE}/data/kjv"  # the King James Bible
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
 END_OF_TEXT = 50256  # the GPT-2 token that begins every document
+RULE = "=" * 100  # a line of it follows each part of a log's header
+# Torch 2.13 has new names for these.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class UserError(ValueError):
     """An error shown in one line, without a traceback: what is wrong, where, and what to do."""
+
+
+class Late:
+    """A name that is looked up when it is used, because a fork may assign t.GPT = MyGPT."""
+
+    def __init__(self, look_up: Callable):
+        self.look_up = look_up
+
+    def __get__(self, instance, owner):
+        return self.look_up()
 
 
 # -----------------------------------------------------------------------------
@@ -85,7 +107,7 @@ LAYERS_2025 = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that may change when a run goes on: they do not change what is learned."""
+    """Settings that may change when a run goes on."""
 
     run_id: str = ""  # name of the run, whose log is logs/RUN_ID.txt; if empty, the time
     resume: bool = False  # go on from the newest checkpoint of --run_id, or begin that run
@@ -128,8 +150,7 @@ class Hyperparameters(RunSettings):
     attn_scale: float = 0.12  # factor on the products of q and k; 0: head_dim**-0.5
     rope: Literal["half", "full"] = "half"  # share of the channels that rotate
     rope_base: float = 1024.0  # rotary frequencies fall from 1 to about 1/rope_base
-    # F.rms_norm's default for bfloat16 when the records ran (BENCHMARKS.md); now it is 2^-23.
-    norm_eps: float = 2.0**-7  # RMSNorm's epsilon
+    norm_eps: float = 2.0**-7  # RMSNorm's epsilon: torch's, when the records ran (BENCHMARKS.md)
     logit_softcap: float = 15.0  # logits become cap * tanh(logit / cap)
     seed: int = 0  # seed of the initial weights
 
@@ -151,11 +172,6 @@ class Hyperparameters(RunSettings):
     x_s: float = 2.0  # FP8 scale of the head's input
     w_s: float = 2.0**9  # FP8 scale of the head's weight
     grad_s: float = 2.0**19  # FP8 scale of the logits' gradient
-
-    @property
-    def padded_vocab(self) -> int:
-        """The rows of the head: vocab_size, rounded up to a multiple of 128."""
-        return -(-self.vocab_size // 128) * 128
 
 
 # The records. Their settings are those of the source code in the public logs.
@@ -246,10 +262,12 @@ def show(value) -> str:
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for numbers that no run can have."""
+    """Raise UserError for settings that no run can have."""
+    if not re.fullmatch(r"(?!results$|.*\.(txt|jsonl)$)(\w[\w.,+=@:-]*)?", hp.run_id):
+        raise UserError(f"--run_id {hp.run_id}: must be a plain name; results, *.txt are taken")
     for name, value in vars(hp).items():
         numbers = [] if isinstance(value, str) else np.ravel(value)
-        if not all(0 <= number < math.inf for number in numbers):
+        if not all(0 <= number < (2**40 if type(value) is int else math.inf) for number in numbers):
             raise UserError(f"--{name} {show(value)}: must be finite and not negative")
     units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
     positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
@@ -281,17 +299,19 @@ def consecutive(shards: list[np.ndarray], seq_len: int, batch_seqs: int) -> Iter
     seq_len + 1 tokens is only a target, and begins the next sequence."""
     batch = batch_seqs * seq_len
     for tokens in shards:
-        for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
+        positions = range(0, len(tokens) - batch - 1, batch)  # as in 2025-01-26, which also reads
+        if len(tokens) == batch + 1 and tokens is not shards[0]:  # a later shard of one batch
+            positions = [0]
+        for position in positions:
             starts = range(position, position + batch, seq_len)
             yield tokens, [[(start, start + seq_len + 1)] for start in starts]
 
 
-def plan_batches(
-    pattern, seq_len, batch_seqs, num_batches, epochs=1, vocab_size=50257, plan=consecutive
-) -> list:
-    """Return what `plan`, called as `consecutive`, yields for num_batches batches, going over the
+def plan_batches(pattern, seq_len, batch_seqs, num_batches, epochs=1, vocab_size=50257, plan=None):
+    """Return what `plan`, or else `consecutive`, yields for num_batches batches, going over the
     shards at most `epochs` times (0: no limit). `pattern` is a glob. UserError if shards are
     missing, damaged, too short, or hold a token outside the vocabulary."""
+    plan = plan or consecutive
     paths = sorted(glob.glob(pattern))
     if not paths:
         remedy = "cached_fineweb.py fetches FineWeb; --train_files, --val_files name others"
@@ -301,14 +321,13 @@ def plan_batches(
     planned = list(itertools.islice(plan(shards * passes, seq_len, batch_seqs), num_batches))
     if len(planned) < num_batches:
         found = f"{pattern} has {len(planned)} batches of {batch_seqs} x {seq_len} tokens"
-        longest = max(len(tokens) for tokens in shards)
-        remedy = f"add shards (the longest has {longest} tokens), or raise --epochs"
+        remedy = f"add shards (the longest has {max(map(len, shards))} tokens), or raise --epochs"
         raise UserError(f"{found}, each in one shard; the run reads {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         used = any(tokens is other for other, _ in planned)
         if used and tokens.max() >= min(vocab_size, END_OF_TEXT + 1):
-            where = f"{path}: token {tokens.max()} at position {tokens.argmax()}"
-            raise UserError(f"{where} is outside the vocabulary of {vocab_size}")
+            found = f"token {tokens.max()} at position {tokens.argmax()}"
+            raise UserError(f"{path}: {found} is outside the vocabulary of {vocab_size}")
     return planned
 
 
@@ -317,10 +336,8 @@ def distributed_data_generator(planned, rank, world_size, device, start_step=0) 
     inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences."""
     for tokens, sequences in planned[start_step:]:
         share = len(sequences) // world_size
-        rows = []
-        for pieces in sequences[rank * share : (rank + 1) * share]:
-            rows.append(np.concatenate([tokens[start:stop] for start, stop in pieces]))
-        rows = np.stack(rows)
+        own = sequences[rank * share : (rank + 1) * share]
+        rows = np.stack([np.concatenate([tokens[i:j] for i, j in pieces]) for pieces in own])
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
         if device.type == "cuda":
@@ -398,31 +415,28 @@ compiled.allowed = False
 
 
 def fp8_supported(device: torch.device) -> bool:
-    """Say whether torch's scaled matmul runs: on GPUs from Ada on, and, slowly, on a CPU."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+    """Say whether a device has fast FP8 matmuls: GPUs do, from Ada on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@compiled
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return x * scale in float8, clamped: a plain cast to float8_e5m2 overflows to inf."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
-def matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return a @ b of a (M, K) and b (K, N). If they are float8, the result is divided by `scale`,
-    the product of their scales, and has this dtype; else `scale` and `dtype` are ignored."""
-    if a.dtype.itemsize > 1:
-        return a @ b
+def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return a @ b / scale in dtype, for float8 a (M, K) and b (K, N)."""
     fast = a.dtype == b.dtype  # in forward passes, where both are float8_e4m3fn
     inverse = torch.full((), 1.0 / scale, device=a.device)
-    one = torch.full((), 1.0, device=a.device)
+    one = torch.ones_like(inverse)
     a, b = a.contiguous(), b.T.contiguous().T  # cuBLAS wants a row-major, b column-major
     return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast)
 
 
 class FP8Linear(torch.autograd.Function):
-    """x @ w.T in bfloat16 for x (T, K) and w (N, K); keeps both in float8 for its backward pass."""
+    """x @ w.T in bfloat16 for x (T, K) and w (N, K). The matmuls read x * x_s and w * w_s as
+    float8_e4m3fn, and the output's gradient * grad_s as float8_e5m2."""
 
     @staticmethod
     def forward(ctx, x, w, x_s, w_s, grad_s):
@@ -430,22 +444,21 @@ class FP8Linear(torch.autograd.Function):
         w = to_fp8(w, w_s, torch.float8_e4m3fn)
         ctx.save_for_backward(x, w)
         ctx.scales = x_s, w_s, grad_s
-        return matmul(x, w.T, x_s * w_s, torch.bfloat16)
+        return scaled_matmul(x, w.T, x_s * w_s, torch.bfloat16)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         x_s, w_s, grad_s = ctx.scales
         grad = to_fp8(grad, grad_s, torch.float8_e5m2)
-        grad_x = matmul(grad, w, grad_s * w_s, torch.bfloat16)
-        grad_w = matmul(grad.T, x, grad_s * x_s, torch.float32)
+        grad_x = scaled_matmul(grad, w, grad_s * w_s, torch.bfloat16)
+        grad_w = scaled_matmul(grad.T, x, grad_s * x_s, torch.float32)
         return grad_x, grad_w, None, None, None  # autograd casts to the inputs' dtypes
 
 
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is cast to its input's dtype when used. With
-    use_fp8, in training, on hardware with FP8, its matmul reads x * x_s and w * w_s as
-    float8_e4m3fn. The backward matmuls read the output's gradient * grad_s as float8_e5m2."""
+    use_fp8, in training, on hardware with FP8, it is an FP8Linear with these scales."""
 
     def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
@@ -514,7 +527,8 @@ def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
     if first.is_cuda and compiled.allowed:
         return block_lists(first)
     if len(first) > 16384:
-        raise UserError(f"a sequence of {len(first)} tokens needs a GPU; try --record demo")
+        reason = f"--compile on and a GPU are needed for a sequence of {len(first)} tokens"
+        raise UserError(f"{reason}; without a GPU, try --record demo")
     position = torch.arange(len(first), device=first.device)
     hidden = (position > position[:, None]) | (position < first[:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
@@ -539,10 +553,12 @@ def flex_mask(first: Tensor, *lists: Tensor) -> BlockMask:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
     """Return the attention (1, H, T, D) of q, k and v. The mask is of make_mask."""
     if isinstance(mask, Tensor):
-        return F.scaled_dot_product_attention(q, k, v, mask.type_as(q), scale=scale)
-    # By default it is 8 on an H100 and 4 on other cards, where the backward kernel then spills.
-    options = {"bwd_num_warps": 8}
-    return flex_attention(q, k, v, block_mask=flex_mask(*mask), scale=scale, kernel_options=options)
+        attention, options = F.scaled_dot_product_attention, {"attn_mask": mask.type_as(q)}
+    else:
+        attention, options = flex_attention, {"block_mask": flex_mask(*mask)}
+        # By default it is 8 on an H100 and 4 on other cards, where the backward kernel then spills.
+        options["kernel_options"] = {"bwd_num_warps": 8}
+    return attention(q, k, v, scale=scale, **options)
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -581,8 +597,6 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, and with extra values mixed into v."""
 
-    attend = staticmethod(attend)  # tools/sample.py sets one with a cache of keys and values
-
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         width = hp.num_heads * hp.head_dim
@@ -596,6 +610,10 @@ class CausalSelfAttention(nn.Module):
         self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
+
+    def attend(self, *arguments) -> Tensor:
+        """Call attend. tools/sample.py replaces this method by one that caches keys and values."""
+        return attend(*arguments)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
         """Map x (1, T, C) to (1, T, C). `value` is rows (T, H * D) of a table, or the first layer's
@@ -663,133 +681,66 @@ class Block(nn.Module):
         return x + self.mlp(norm(x, self.eps)), first_v
 
 
-@has_twin
-def softcapped_cross_entropy(logits, targets, softcap, grad_scale=None, dtype=None):
-    """Return the summed loss () of logits (T, V), which may be overwritten, and targets (T,) int64;
-    and in dtype the gradient (T, V) of the logits, times grad_scale, or None without grad_scale.
-
-    The logits become cap * tanh(logit / cap). The code uses z = 2 cap * sigmoid(2 logit / cap),
-    which is larger by cap: softmax does not see a constant. dz/dlogit is (z - z^2 / (2 cap)) 2 /
-    cap, and the loss's gradient by z is p, or p - 1 at the target.
-    """
-    most, slope = 2 * softcap, 2 / softcap
-    targets = targets[:, None]
-    z = logits.float().mul_(slope).sigmoid_().mul_(most)
-    p = torch.softmax(z, dim=-1)
-    z_of_target = z.gather(1, targets)
-    p_of_target = p.gather(1, targets)
-    loss = -p_of_target.log().sum()
-    if grad_scale is None:
-        return loss, None
-    scale = slope * grad_scale
-    grad = z.addcmul_(z, z, value=-1 / most).mul_(p).mul_(scale)
-    slope_of_target = torch.addcmul(z_of_target, z_of_target, z_of_target, value=-1 / most)
-    return loss, with_targets(grad, targets, slope_of_target * (p_of_target - 1) * scale, dtype)
-
-
-def with_targets(grad: Tensor, targets: Tensor, grad_of_targets: Tensor, dtype) -> Tensor:
-    """Return grad (T, V) in dtype, with grad_of_targets (T, K) in the columns targets (T, K).
-    Compiled code stores only this result: the cast is part of what computes grad."""
-    if dtype.itemsize > 1:
-        return grad.to(dtype).scatter_(1, targets, grad_of_targets.to(dtype))
-    grad, grad_of_targets = to_fp8(grad, 1.0, dtype), to_fp8(grad_of_targets, 1.0, dtype)
-    # scatter_ does not know float8: it moves bytes.
-    grad.view(torch.uint8).scatter_(1, targets, grad_of_targets.view(torch.uint8))
-    return grad
-
-
-class KnownGradient(torch.autograd.Function):
-    """A loss () whose gradient by x is known. Call backward() on the loss itself."""
-
-    @staticmethod
-    def forward(ctx, x, loss, grad):
-        ctx.save_for_backward(grad)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad_of_loss):
-        torch._assert_async(grad_of_loss == 1, "call backward() on the loss itself")
-        return ctx.saved_tensors[0], None, None
-
-
 class Head(CastedLinear):
     """Turns the trunk's output into logits and their loss, in chunks of tokens: the float32 logits
-    of a sequence (9.9 GB) never exist. The forward pass also makes each chunk's gradient."""
+    of a sequence (9.9 GB) never exist. Each chunk's backward pass follows its forward pass."""
 
     def __init__(self, hp: Hyperparameters):
-        super().__init__(hp.model_dim, hp.padded_vocab, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
+        rows = -(-hp.vocab_size // 128) * 128
+        super().__init__(hp.model_dim, rows, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.weight)
         self.softcap = hp.logit_softcap
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: they are cap *
+        tanh(logit / cap), plus the constant cap, which softmax does not see."""
+        return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()  # as CPUs want
 
     def chunk_len(self, device: torch.device) -> int:
         """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient."""
         return 256 if device.type == "cpu" else 16384
 
-    def cross_entropy(self, logits, targets, grad_scale, dtype) -> tuple[Tensor, Tensor | None]:
-        """Return what softcapped_cross_entropy returns. A fork may have another loss."""
-        return softcapped_cross_entropy(logits, targets, self.softcap, grad_scale, dtype)
-
-    # The next two are compiled apart: in one graph, the loss kernel would also write the transposed
-    # gradient that FP8 wants, each byte far from the one before.
-    @compiled
-    def chunk_loss(self, x, w, targets, grad_scale, *more) -> tuple[Tensor, Tensor | None]:
-        """Return cross_entropy of a chunk x (C, K) under w (V, K), float8 in FP8 training."""
-        logits = matmul(x, w.T, self.x_s * self.w_s, torch.bfloat16)
-        dtype = logits.dtype if x.dtype.itemsize > 1 else torch.float8_e5m2
-        return self.cross_entropy(logits, targets, grad_scale, dtype, *more)
-
-    @compiled
-    def chunk_backward(self, x, w, grad, grad_w) -> Tensor:
-        """From the logits' gradient (C, V), return that of x (C, K); add w's to grad_w (V, K)."""
-        if x.dtype == grad_w.dtype:
-            grad_w.addmm_(grad.T, x)  # in place, which a CPU needs
-        else:
-            grad_w.add_(matmul(grad.T, x, self.grad_s * self.x_s, torch.float32))
-        return matmul(grad, w, self.grad_s * self.w_s, torch.bfloat16)
-
-    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
-        """Return the mean loss () of x (T, C) and targets (T, ...), and add the weight's gradient
-        to weight.grad. `more` goes to cross_entropy. Only training uses FP8."""
-        with_grad = x.requires_grad
-        parts, w = x.detach(), self.weight.detach()
-        grad_scale = self.grad_scale(len(x)) if with_grad else None
-        if with_grad and self.use_fp8 and x.is_cuda and fp8_supported(x.device):
-            parts = to_fp8(parts, self.x_s, torch.float8_e4m3fn)
-            w = to_fp8(w, self.w_s, torch.float8_e4m3fn)
-            grad_scale = grad_scale * self.grad_s
-        else:
-            w = w.type_as(x)
-        if with_grad and self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
-        total, grads = 0, []
-        size = self.chunk_len(x.device)
-        for part, part_targets in zip(parts.split(size), targets.split(size), strict=True):
-            loss, grad = self.chunk_loss(part, w, part_targets, grad_scale, *more)
-            total = total + loss
-            if with_grad:
-                grads.append(self.chunk_backward(part, w, grad, self.weight.grad))
-            del grad  # 0.8 GB, freed before the next chunk's
-        if not with_grad:
-            return total / len(x)
-        return KnownGradient.apply(x, total / len(x), torch.cat(grads).type_as(x))
-
     def grad_scale(self, tokens: int) -> float:
         """Return the factor on the gradient of a sequence's summed loss."""
         return 1 / tokens
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the capped logits z (T, padded vocabulary) of x (T, C), in float32."""
-        logits = F.linear(x, self.weight.type_as(x)).float()
-        return 2 * self.softcap * torch.sigmoid(logits / (self.softcap / 2))
+    @compiled
+    @has_twin
+    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64."""
+        return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
+
+    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
+        """Return the mean loss () of x (T, C) and targets (T, ...). In training, also add the
+        gradients of the head's parameters to their .grad; backward() on the loss brings that of x.
+        `more` goes to chunk_loss, of which a fork may have another."""
+        total, grads = 0, []
+        size, scale = self.chunk_len(x.device), self.grad_scale(len(x))
+        for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
+            part = part.detach().requires_grad_(x.requires_grad)
+            # torch.compile refuses a bfloat16 weight, as forks have, that has a float32 gradient.
+            sums, self.weight.grad = self.weight.grad, None
+            loss = self.chunk_loss(part, part_targets, scale, *more)
+            self.weight.grad = sums
+            if x.requires_grad:
+                loss.backward()
+                grads.append(part.grad)
+            total = total + loss.detach()
+        mean = total / (scale * len(x))
+        if not x.requires_grad:
+            return mean
+        link = (x * torch.cat(grads)).sum()  # its gradient by x is what the chunks have brought
+        mean = mean + (link - link.detach())
+        message = "call backward() on the loss itself"  # the weights have their gradients already
+        mean.register_hook(lambda grad: torch._assert_async(grad == 1, message))
+        return mean
 
 
 class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss. Parameters
     are named as in 2025-01-26, so its published checkpoints load."""
 
-    # The functions with a Triton version that a run may use: see gpu_kernels.py.
-    kernels = ("softcapped_cross_entropy", "relu2_mlp", "symmetric_matmul")
-    context_tokens = 0  # so many ends of text isolate a document from what stands before it
+    kernels = ("chunk_loss", "relu2_mlp", "symmetric_matmul")  # have twins in gpu_kernels.py
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -871,7 +822,7 @@ def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) ->
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def zeropower_via_newtonschulz5(G, steps=5, coefficients=NEWTON_SCHULZ, margin=1.0, eps=1e-7):
+def zeropower_via_newtonschulz5(G, steps=5, coefficients=None, margin=1.0, eps=1e-7):
     """Return G (..., rows, cols) with its singular values replaced by values near 1; zero stays
     zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon. A step is
     X <- a X + (b A + c A^2) X with A = X X^T. Adding within the matmuls halves the rounding."""
@@ -881,7 +832,7 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients=NEWTON_SCHULZ, margin=1
     X = X.mT if tall else X
     size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
     X = X / (margin * size + eps)
-    for a, b, c in coefficients[:steps]:
+    for a, b, c in (coefficients or NEWTON_SCHULZ)[:steps]:
         A = symmetric_matmul(X)
         B = symmetric_matmul(A, A, c, b)
         X = torch.baddbmm(X, B, X, beta=a)
@@ -910,8 +861,10 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 # ranks (messages, ranks, n, ...), and changes rows.weights, which has the same shape.
 
 
-def muon(rows, lr: float, now: Moment, hp, orthogonalise=zeropower_via_newtonschulz5):
-    """Step by Muon, for matrices. Ranks send its updates: on a GPU, half the bytes of weights."""
+def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
+    """Step by Muon, for matrices, with zeropower_via_newtonschulz5 or another function. Ranks send
+    its updates: on a GPU, half the bytes of weights."""
+    orthogonalise = orthogonalise or zeropower_via_newtonschulz5
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
     buffer = rows.state["momentum_buffer"]
@@ -976,10 +929,6 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
         Group("values", tables, adam, hp.embed_lr, 1),
         Group("scalar", scalars, adam, hp.scalar_lr, 0),
     ]
-
-
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Rows:
@@ -1084,7 +1033,7 @@ class Optimizers:
     3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
     """
 
-    groups_of = staticmethod(parameter_groups)
+    groups_of = Late(lambda: parameter_groups)  # a fork may have others
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         self.hp, self.rank, self.world_size = hp, rank, world_size
@@ -1102,8 +1051,10 @@ class Optimizers:
                 rows = Rows(group, params, rank, world_size)
                 self.groups.append((group, rows))
                 if group.complete == "layer":
+                    # A parameter that kept its Rows would keep itself, and the model's memory.
+                    arrived = functools.partial(Rows.arrived, weakref.proxy(rows))
                     for p in params:
-                        p.register_post_accumulate_grad_hook(rows.arrived)
+                        p.register_post_accumulate_grad_hook(arrived)
 
     def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
         """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
@@ -1140,14 +1091,8 @@ class Optimizers:
                     raise RuntimeError(f".data or .grad of a parameter in {rows.name} was rebound")
             rows.wait()
             rows.grad.mul_(grad_scale)
-            returned = group.rule(rows, group.lr * now.lr, now, self.hp)
-            if returned is None:
-                returned = rows.own, None
-            elif not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
-                wanted = "it must return None, or an update and a function that applies the update"
-                found = f"the update rule of {rows.name} returned a {type(returned).__name__}"
-                raise UserError(f"{found}: {wanted} (see above muon in train_gpt.py)")
-            update, apply = returned
+            # A rule returns None, or an update and a function that applies it: see above muon.
+            update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
             sent.append((rows, rows.gather(update), apply))
         for rows, update, apply in sent:
             rows.wait()
@@ -1171,11 +1116,12 @@ class Optimizers:
                     saved[rows.name][key] = whole.to("cpu", copy=True)
         return saved
 
-    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients."""
-        for _, rows in self.groups:
+    def load_state_dict(self, saved: dict[str, dict[str, Tensor]], learnt=()) -> None:
+        """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients.
+        ValueError if the groups that have `learnt` have no state like that of the warm-up."""
+        for group, rows in self.groups:
             rows.clear()
-            rows.state = {}
+            made, rows.state = rows.state, {}
             shape = rows.weights.shape[:3]
             for key, value in saved.get(rows.name, {}).items():
                 if value.ndim:
@@ -1185,6 +1131,12 @@ class Optimizers:
                 else:
                     part = value.expand(len(rows.weights))
                 rows.state[key] = part.contiguous().to(rows.weights.device, copy=True)
+            both = rows.state, made
+            found, wanted = (
+                {k: x.shape for k, x in s.items() if x.is_floating_point()} for s in both
+            )
+            if made and (group, rows) in learnt and found != wanted:
+                raise ValueError(f"the state of {rows.name} is {found}, not {wanted}")
 
 
 # -----------------------------------------------------------------------------
@@ -1208,14 +1160,14 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    patience = timedelta(minutes=10)  # gloo's own is half an hour
+    dist.init_process_group(backend, None, patience, world_size, rank, store)
     return device, rank, world_size
 
 
 def all_reduce_(tensor: Tensor) -> Tensor:
-    """Sum a tensor over all ranks, in place, and return it. All ranks must take the same branches:
-    a rank that decided alone would leave the others waiting. So a value that decides a branch (a
-    loss, a signal to stop, a kernel's fault) is summed first."""
+    """Sum a tensor over all ranks, in place, and return it. A value that decides a branch (a loss,
+    a signal to stop, a kernel's fault) is summed first: all ranks must take the same branches."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
@@ -1232,14 +1184,37 @@ stop_signals: list[tuple[int, float]] = []  # that came, with their times
 
 
 def note_signal(number: int, frame) -> None:
-    """Note a SIGTERM or SIGINT: `train` saves and stops. A SIGINT a second later ends the process.
-    An earlier one may be a copy: the terminal and torchrun both send a Ctrl-C to the workers."""
+    """Note a signal to stop: `train` saves and ends. A SIGINT a second later ends the process. An
+    earlier one may be a copy: a launcher passes on a Ctrl-C that the terminal also sends."""
     now = time.monotonic()
     if stop_signals and number == signal.SIGINT and now > stop_signals[0][1] + 1:
         os._exit(130)
     if not stop_signals and os.environ.get("RANK", "0") == "0":
-        os.write(2, b"\nstopping: the step is finished and saved first\n")  # print() may be running
+        with contextlib.suppress(OSError):  # no print(), which may be running
+            os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
     stop_signals.append((number, now))
+
+
+class Console(io.FileIO):
+    """Standard output or error. When it is lost (a closed terminal, `| head`, a full disk), what is
+    written goes nowhere, and no error ends the run, which has its log."""
+
+    def write(self, data) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data) or len(data)  # None: the reader of a pipe is too slow
+        return len(data)
+
+
+def open_console(rank: int) -> None:
+    """Make Consoles of the standard streams. Only rank 0 has an output."""
+    while os.open(os.devnull, os.O_RDWR) <= 2:  # instead of what was closed, as by `>&-`
+        pass
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is getattr(sys, f"__{name}__"):  # not what a caller has put there
+            file = io.BufferedWriter(Console(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, "utf-8", line_buffering=True))
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def as_program(name: str, work: Callable) -> None:
@@ -1247,8 +1222,9 @@ def as_program(name: str, work: Callable) -> None:
     once; torchrun then ends the other ranks, which wait. A rank that lost another one waits, too,
     so that the one that failed reports first."""
     rank = int(os.environ.get("RANK", 0))
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    open_console(rank)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as while importing: see the top
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         work()
         if dist.is_initialized():
@@ -1257,9 +1233,9 @@ def as_program(name: str, work: Callable) -> None:
         sys.exit(130)
     except (UserError, OSError, RuntimeError) as error:
         message = " ".join(str(error).split())[:500]
-        lost = isinstance(error, dist.DistError)
-        if lost or (isinstance(error, RuntimeError) and re.search("gloo|pair clos", message)):
-            lost = True
+        of_gloo = isinstance(error, RuntimeError) and re.search("gloo|pair clos", message)
+        lost = of_gloo or isinstance(error, dist.DistError)
+        if lost:
             message = f"another rank has stopped or hangs: {message}"
         elif isinstance(error, torch.OutOfMemoryError):
             message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {message}"
@@ -1274,18 +1250,21 @@ def as_program(name: str, work: Callable) -> None:
 
 
 class Log:
-    """What rank 0 writes about a run: its log, its metrics, and the console. logs/RUN_ID.txt begins
-    with all that it takes to reproduce the run (`header`). It is locked while the process lives, so
-    that no other process writes the run. logs/RUN_ID.jsonl has an object for each step: the fields
-    of Moment; train_loss, before the update; ms, from the arrival of the last step's result on the
-    host to this one's; tokens_per_s; and with grad_clip grad_norm. Another object has a step's
-    val_loss. If a step comes twice, later fields count."""
+    """What rank 0 writes: the log, the metrics, and the console. logs/RUN_ID.txt, which begins with
+    `header`, is locked while the process lives. logs/RUN_ID.jsonl has an object for each step: the
+    fields of Moment; train_loss, before the update; ms, from the arrival of the last step's result
+    on the host to this one's; tokens_per_s; and with grad_clip grad_norm. Another object has a
+    step's val_loss. If a step comes twice, later fields count."""
 
-    def __init__(self, run_id: str, resume: bool, rank: int, steps: int):
-        """Open a run's files. UserError if they are in use, or exist without `resume`."""
-        self.run_id = run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
+    def __init__(self, hp: Hyperparameters, rank: int):
+        """Open a run's files. UserError if they are in use, or exist without --resume. What a
+        killed process, or a full disk, left of a header or a line is removed."""
+        self.hp = hp
+        self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
         self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
         self.path.parent.mkdir(exist_ok=True)
+        if rank == 0 and hp.keep:
+            self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
         self.file = self.path.open("a", buffering=1, encoding="utf-8")
         metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
         self.metrics = metrics.open("a", buffering=1, encoding="utf-8")
@@ -1293,17 +1272,63 @@ class Log:
             if rank == 0:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            reason = f"another process is writing the run {self.run_id}, or the disk has no locks"
+            *_, holder = "a process", *re.findall(r"\nthis is (.*)\n", self.path.read_text("utf-8"))
+            reason = f"{holder} is writing the run {self.run_id}, or the disk has no locks"
             raise UserError(f"{reason} ({error}); choose another --run_id") from error
-        self.is_new = os.fstat(self.file.fileno()).st_size == 0
-        if not (self.is_new or resume):
+        before = self.path.read_bytes()
+        if before and not hp.resume:
             raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
-        print(file=self.metrics)  # ends a line that a killed process was writing
-        self.bar = tqdm(total=steps, file=sys.stdout, leave=False, disable=None)
+        self.is_new = f"\n{RULE}\nrecord ".encode() not in before
+        for file in (self.file, self.metrics):
+            before = Path(file.name).read_bytes()
+            whole = 0 if self.is_new else before.rfind(b"\n") + 1
+            if whole < len(before):
+                file.truncate(whole)
+        self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, leave=False, disable=None)
+        self.row = {}  # the metrics of the last step that has begun
+        self.result = self.arrival = None  # of that step, on its way to the host
+        self.stop = False  # whether a rank had a signal to stop, before that step
+        self.ended = 0.0  # when the step before ended, in seconds
+
+    def begin_step(self, now: Moment, result: Tensor) -> None:
+        """Note what train_step has returned for the step at `now`. It is on its way to the host."""
+        self.row = vars(now) | {"step": now.step + 1}
+        self.result = result.to("cpu", non_blocking=True)
+        self.bar.update()
+        if result.is_cuda:
+            self.arrival = torch.cuda.current_stream().record_event()
+        else:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """If a step has begun, wait until its result is on the host, and write its row of the
+        metrics. UserError if its loss is not finite."""
+        if self.result is None:
+            return
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        began, self.ended = self.ended, time.perf_counter()
+        loss, stop, *norm = self.result.tolist()
+        self.stop, self.result = stop > 0, None
+        rate = self.hp.batch_seqs * self.row["seq_len"] / (self.ended - began)
+        ms = round(1e3 * (self.ended - began), 3)
+        self.row |= {"train_loss": loss, "ms": ms, "tokens_per_s": round(rate)}
+        if norm:
+            self.row["grad_norm"] = norm[0]
+        self.write(json.dumps(self.row), self.metrics)
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
+        check_loss(loss, self.row["step"] - 1)
+
+    def write(self, text: str, file) -> None:
+        """Write a line to a file. UserError, with the file's name, if the disk is full."""
+        try:
+            print(text, file=file)
+        except OSError as error:
+            raise UserError(f"could not write {file.name}: {error.strerror}") from error
 
     def __call__(self, line: str, console: bool = True) -> None:
         """Write a line to the log and, with `console`, to the console."""
-        print(line, file=self.file)
+        self.write(line, self.file)
         if console:
             self.bar.write(line)
             sys.stdout.flush()
@@ -1316,20 +1341,20 @@ def script_of(run: type["Run"]) -> Path:
 
 def header(run: type["Run"], hp: Hyperparameters) -> str:
     """Return how a log begins: the source of the started script alone, then versions, machine,
-    settings, and the project's files that it imports. A line of 100 "=" follows each part."""
+    settings, and the project's files that it imports. A RULE follows each part."""
     script = script_of(run)
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     files = {Path(name).resolve() for name in names if name} - {script}
     others = sorted(p for p in files if p.is_file() and p.parent in (script.parent, HERE))
-    command = "nvidia-smi || lscpu || sysctl machdep.cpu"
+    command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
     parts = [
         script.read_text("utf-8"),
         f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
-        subprocess.run(command, shell=True, capture_output=True, text=True).stdout,
+        subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout,
         "\n".join([f"script: {script.name}", *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
     ]
     parts += [f"{path.name}:\n{path.read_text('utf-8')}" for path in others]
-    return "\n".join(f"{part}\n{'=' * 100}" for part in parts)
+    return "\n".join(f"{part}\n{RULE}" for part in parts)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1342,7 +1367,6 @@ def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
     path = folder / f"state_step{state['step']:06}.pt"
     unfinished = folder / "unfinished.tmp"
     try:
-        folder.mkdir(exist_ok=True)
         with unfinished.open("wb") as file:
             torch.save(state, file)
             file.flush()
@@ -1366,17 +1390,24 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         if "hyperparameters" in state:
             known = run.records.get(state["record"])
-            if known is None or state["hyperparameters"].keys() != vars(known).keys():
+            types = {k: type(v) for k, v in state["hyperparameters"].items()}
+            if known is None or types != {k: type(v) for k, v in vars(known).items()}:
                 raise UserError(f"{path} is a checkpoint of another script, {state['script']}")
-            state["hyperparameters"] = replace(known, **state["hyperparameters"])
-            run.check(state["hyperparameters"])
+            state["hyperparameters"] = hp = replace(known, **state["hyperparameters"])
+            run.check(hp)
+            step, seconds = state["step"], state["seconds"]
+            possible = type(step) is int and 0 < step <= hp.num_iterations
+            if not (possible and isinstance(seconds, float) and 0 <= seconds < math.inf):
+                raise ValueError(f"it is of step {step!r} after {seconds!r} s")
         return state
     except (OSError, MemoryError, UserError):
         raise
     except Exception as error:  # torch's own advice is an unsafe load
         reason = error if isinstance(error, (ValueError, TypeError)) else type(error).__name__
         text = f"{path} is not an intact checkpoint of this program ({reason})"
-        raise UserError(f"{text}; to go on from the one before, delete it") from error
+        if re.fullmatch(r"state_step\d+\.pt", Path(path).name):
+            text += "; without it, a run goes on from the one before"
+        raise UserError(text) from error
 
 
 # -----------------------------------------------------------------------------
@@ -1384,14 +1415,14 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
 
 
 class Run:
-    """What a fork that imports this file replaces, in a subclass."""
+    """What a fork that imports this file replaces, in a subclass, as by `model_class = MyGPT`."""
 
     records: dict[str, Hyperparameters] = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    model_class = GPT
-    optimizers_class = Optimizers
-    moment = Moment
-    check = staticmethod(check)
+    model_class = Late(lambda: GPT)
+    optimizers_class = Late(lambda: Optimizers)
+    moment = Late(lambda: Moment)
+    check = Late(lambda: check)
 
     @staticmethod
     def planner(moments: list[Moment], hp: Hyperparameters) -> Callable:
@@ -1425,14 +1456,16 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
             options = {"choices": ("on", "off")}
         elif isinstance(value, tuple):
             options = {"type": float, "nargs": len(value)}
-        text = f"{comments[f.name]} [{show(value)}]".replace("%", "%%")
+        text = f"{comments.get(f.name, '')} [{show(value)}]".replace("%", "%%")
         parser.add_argument(f"--{f.name}", help=text, **options)
     try:
         given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(error) from error
     if unknown:
-        raise UserError(f"unknown words: {' '.join(unknown)}; --help lists the flags")
+        near = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in fields(default)], 1)
+        remedy = f"did you mean {near[0]}?" if near else "--help lists the flags"
+        raise UserError(f"unknown words: {' '.join(unknown)}; {remedy}")
     given = vars(given)
     asked = given.pop("record")
     for name, value in given.items():
@@ -1509,10 +1542,10 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
     return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
 
 
-def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) -> None:
-    """Choose kernels, then make a step for each graph_key of the moments, on made-up tokens, and
-    restore the weights. Compilation leaves cycles of Python objects, which hold gigabytes of GPU
-    memory: they are collected, and one more step then reserves the memory that the run needs."""
+def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, saved=None) -> None:
+    """Choose kernels, make a step for each graph_key of the moments, on made-up tokens, and load a
+    checkpoint or the initial weights. UserError if it does not fit. Compilation leaves cycles that
+    hold gigabytes: they are collected, and more steps reserve the memory that the run needs."""
     hp = model.hp
     initial = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
     choose_kernels(model, hp, device, all_reduce_, log)
@@ -1528,8 +1561,15 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
         evaluate(model, (val.int(), val), now, device)  # first: its blocks of memory are larger
         x = tokens[:, : now.seq_len]
         train_step(model, optimizers, x.int(), x, now)
-    model.load_state_dict(initial)
-    optimizers.load_state_dict({})
+    if compiled.allowed:  # after a step, memory is divided in another way than after a validation
+        train_step(model, optimizers, x.int(), x, now)
+    saved = saved or {"model": initial, "optimizers": {}, "step": 0}
+    learnt = optimizers.learning(moments[saved["step"] - 1]) if saved["step"] else []
+    try:
+        model.load_state_dict(saved["model"])
+        optimizers.load_state_dict(saved["optimizers"], learnt)
+    except Exception as error:  # whatever may be wrong with somebody's file
+        raise UserError(f"the checkpoint of step {saved['step']} does not fit: {error}") from error
 
 
 def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
@@ -1548,28 +1588,10 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
 
 
 def check_loss(loss: float, step: int) -> None:
-    """Raise UserError if a loss is not finite. All ranks have the same loss, so all stop."""
+    """Raise UserError, on all ranks alike, if the loss after so many steps is not finite."""
     if not math.isfinite(loss):
-        raise UserError(f"the loss is {loss} at step {step}: try lower rates, or --fp8 off")
-
-
-def finish_step(log, row: dict, hp, values: Tensor, arrival, since: float) -> tuple[float, float]:
-    """Wait until train_step's `values` are on the host (`arrival`: an event, or on a CPU the time).
-    Complete and write the step's row of the metrics; the step before ended at `since`. Return the
-    sum of `stop`, and the time."""
-    ended = arrival
-    if not isinstance(arrival, float):
-        arrival.synchronize()
-        ended = time.perf_counter()
-    loss, stop, *norm = values.tolist()
-    rate = hp.batch_seqs * row["seq_len"] / (ended - since)
-    row |= {"train_loss": loss, "ms": round(1e3 * (ended - since), 3), "tokens_per_s": round(rate)}
-    if norm:
-        row["grad_norm"] = norm[0]
-    print(json.dumps(row), file=log.metrics)
-    log.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
-    check_loss(loss, row["step"])
-    return stop, ended
+        remedy = "try lower rates, or --fp8 off" if step else "the initial weights are at fault"
+        raise UserError(f"the loss is {loss} after step {step}: {remedy}")
 
 
 def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
@@ -1593,7 +1615,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     model = build(run, hp, device)
 
     # Rank 0 locks the log before any rank looks for a checkpoint: nobody saves another one then.
-    log = Log(hp.run_id, hp.resume, rank, last_step)
+    log = Log(hp, rank)
     all_reduce_(torch.zeros(1, device=device)).item()
     saved = newest_checkpoint(run, hp)
     first_step, seconds = saved.get("step", 0), saved.get("seconds", 0.0)
@@ -1604,10 +1626,11 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     optimizers = run.optimizers_class(model, hp, rank, world_size)
 
     if log.is_new:
-        print(header(run, hp), file=log.file)
+        log.write(header(run, hp), log.file)
     flags = changed_flags(replace(hp, run_id="", resume=False), run.records[record])
     log(shlex.join(["record", record, *flags]))
     log(f"on {world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, log in {log.path}")
+    log(f"this is process {os.getpid()} on {os.uname().nodename}")
     if record == "demo" and hp.device == "auto" and not on_gpu:
         log("no GPU found: this is a small demonstration, on the sample corpus in data/")
     if on_gpu and hp.fp8 and not fp8_supported(device):
@@ -1616,11 +1639,9 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
-    warm_up(model, optimizers, moments, device, log)
+    warm_up(model, optimizers, moments, device, log, saved)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     if saved:
-        model.load_state_dict(saved["model"])
-        optimizers.load_state_dict(saved["optimizers"])
         log(f"resumed at step {first_step}")
         saved.clear()  # frees more than the model's size
     if on_gpu:
@@ -1628,34 +1649,29 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 
     batches = distributed_data_generator(planned, rank, world_size, device, first_step)
     batch = next(batches)
-    row, values, arrival, stop = {}, None, None, 0.0  # of the step before
-    slow = True  # whether a validation takes seconds; the first one may
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, note_signal)
     log.bar.update(first_step)
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
-    start = ended = clock(device)
+    start = log.ended = clock(device)
     for step in range(first_step, last_step + 1):  # steps made so far
         now, last, new = moments[step], step == last_step, step > first_step
-        leave = stop and new and not last and now.can_stop
+        leave = log.stop and new and not last and now.can_stop
         validate = now.validate and (new or step == 0)
         due = last or leave or (hp.save_every and step % hp.save_every == 0)
         save = hp.keep and new and due
         if validate or save or leave:
-            if values is not None:
-                stop, ended = finish_step(log, row, hp, values, arrival, ended)
-                values = None
+            log.end_step()
             seconds += clock(device) - start
             if validate:
-                if slow:
+                if not log.row:
                     log(f"validating on {hp.val_tokens} tokens")
-                begin = clock(device)
                 loss = evaluate(model, val_batch, now, device)
-                slow = clock(device) - begin > 3
                 times = f"train_time:{1e3 * seconds:.0f}ms"
                 times += f" step_avg:{1e3 * seconds / max(step, 1):.2f}ms"
                 log(f"step:{step}/{last_step} val_loss:{loss:.5f} {times}")
-                print(json.dumps({"step": step, "val_loss": loss}), file=log.metrics)
+                log.write(json.dumps({"step": step, "val_loss": loss}), log.metrics)
                 check_loss(loss, step)
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
@@ -1675,30 +1691,26 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                     save_checkpoint(Path("logs", log.run_id), state, hp.keep)
             if last or leave:
                 break
-            start = ended = clock(device)
+            start = log.ended = clock(device)
 
         torch.manual_seed((hp.seed + 1) * 2**20 + step)  # for forks that draw numbers
         result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
-        result = result.to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if on_gpu else time.perf_counter()
         batch = next(batches, None)  # is read while the GPU computes
-        if values is not None:
-            stop, ended = finish_step(log, row, hp, values, arrival, ended)
-        values, arrival = result, copied
+        log.end_step()  # the step before
         ms = 1e3 * (seconds + time.perf_counter() - start)
         line = f"step:{step + 1}/{last_step} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
-        if row:
-            line += f" previous_loss:{row['train_loss']:.4f}"
+        if log.row:
+            line += f" previous_loss:{log.row['train_loss']:.4f}"
         log(line, console=log.bar.disable)
-        row = vars(now) | {"step": step + 1}
-        log.bar.update()
+        log.begin_step(now, result)
 
     log.bar.close()
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
     if leave:
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
         command = [show(script_of(run)), "--record", record, *flags, "--run_id", log.run_id]
-        remedy = f"saved; go on with ./run.sh {shlex.join(command)} --resume on"
+        run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
+        remedy = f"saved; go on with {run_sh} {shlex.join(command)} --resume on"
         log(f"stopped by {number.name} after step {step}: {remedy if hp.keep else 'not saved'}")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -1708,8 +1720,9 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
 
 
-def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:
+def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:
     """Run the command line of this file, or of a fork whose Run is given."""
+    run = run or Run
     as_program(script_of(run).name, lambda: train(run, *parse_args(argv, run)))
 
 

@@ -568,8 +568,10 @@ def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
 
 def is_tied(step: int, hp: Hyperparameters) -> bool:
     """Say whether head and embedding are one table: for a share of the scheduled steps, extended to
-    the next step at which Adam learns. With a share of 1, always."""
-    steps, every = math.ceil(hp.scheduled_steps * hp.tied_frac), hp.adam_every
+    the next step at which Adam learns. With a share of 1, always. Records with exact stages round
+    the share up, the others to the nearest step."""
+    share, every = hp.scheduled_steps * hp.tied_frac, hp.adam_every
+    steps = math.ceil(share) if hp.exact_stages else round(share)
     last = math.ceil((steps + 1) / every) * every - 1
     return hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= last)
 
@@ -691,8 +693,6 @@ def gate_of(x: Tensor, weight: Tensor) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, value embeddings mixed into v, and gates."""
 
-    attend = staticmethod(t.attend)  # tools/sample.py sets one with a cache of keys and values
-
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         width = hp.num_heads * hp.head_dim
@@ -710,14 +710,17 @@ class CausalSelfAttention(nn.Module):
         else:
             nn.init.zeros_(self.c_proj.weight)
         self.paired = layer.paired
-        if hp.key_offset and layer.mask == "long":
-            self.attend = attend_with_offset
+        self.offsets_keys = hp.key_offset and layer.mask == "long"
         self.gates_by_values = hp.gate_by_values and not layer.paired
         self.gate = self.value_gate = None
         if hp.attention_gate:
             self.gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
         if hp.value_gate and layer.values is not None:
             self.value_gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
+
+    def attend(self, *arguments) -> Tensor:
+        """Call attend. tools/sample.py replaces this method by one that caches keys and values."""
+        return attend_with_offset(*arguments) if self.offsets_keys else t.attend(*arguments)
 
     def gated(self, x: Tensor, value: Tensor) -> Tensor:
         """Return the value embedding (1, T, H, D), gated for each head."""
@@ -848,36 +851,6 @@ def next_targets(targets: Tensor, count: int) -> Tensor:
     return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
 
 
-@has_twin
-def weighted_cross_entropy(logits, targets, form, shares=None, grad_scale=None, dtype=None):
-    """Return what train_gpt.py's softcapped_cross_entropy does, for logits capped by a sigmoid.
-
-    The logits (T, V) first become z = a sigmoid((logit + b) / c) of the form (a, b, c), so
-    dz/dlogit is (z - z^2 / a) / c. With shares (K,) and targets (T, K) of next_targets, the
-    gradient is that of the losses of all K targets times their shares, and the loss returned is
-    that of the next token alone. Targets of a row may be equal; a target of -1 has no share.
-    """
-    a, b, c = form
-    targets = targets.view(len(targets), -1)
-    share = (targets >= 0) * (1.0 if shares is None else shares)  # (T, K)
-    targets = targets.clamp(min=0)
-    z = logits.float().mul_(1 / c).add_(b / c).sigmoid_().mul_(a)
-    p = torch.softmax(z, dim=-1)
-    z_of_target = z.gather(1, targets)
-    p_of_target = p.gather(1, targets)
-    loss = -p_of_target[:, 0].log().sum()
-    if grad_scale is None:
-        return loss, None
-    scale = 1 / c * grad_scale
-    total = share.sum(1, keepdim=True)
-    grad = z.addcmul_(z, z, value=-1 / a).mul_(p).mul_(scale * total)
-    grad_of_target = p_of_target * total  # by z
-    for k in range(targets.size(1)):
-        grad_of_target = grad_of_target - share[:, k, None] * (targets == targets[:, k, None])
-    slope_of_target = torch.addcmul(z_of_target, z_of_target, z_of_target, value=-1 / a)
-    return loss, t.with_targets(grad, targets, slope_of_target * grad_of_target * scale, dtype)
-
-
 class Head(t.Head):
     """train_gpt.py's Head, with logits capped by a sigmoid, and several targets for each token."""
 
@@ -892,9 +865,18 @@ class Head(t.Head):
         """Return the tokens in a chunk: fewer where memory is small."""
         return 8192 if memory_is_small(device) else super().chunk_len(device)
 
-    def cross_entropy(self, logits, targets, grad_scale, dtype, shares=None):
-        """Return what weighted_cross_entropy returns."""
-        return weighted_cross_entropy(logits, targets, self.form, shares, grad_scale, dtype)
+    @t.compiled
+    @has_twin
+    def chunk_loss(self, x, targets, scale: float, shares: Tensor | None = None) -> Tensor:
+        """Return scale times the summed loss () of the next token. With shares (K,) and targets
+        (T, K) of next_targets, its gradient is that of the losses of all targets, times their
+        shares; a target of -1 has no share."""
+        if shares is None:
+            return super().chunk_loss(x, targets, scale)
+        chances = torch.log_softmax(self.logits(x), dim=-1).gather(1, targets.clamp(min=0))
+        learned = -scale * (chances * shares * (targets >= 0)).sum()
+        shown = -scale * chances[:, 0].sum()
+        return learned + (shown - learned).detach()
 
     def grad_scale(self, tokens: int) -> float:
         """Return the factor on the gradient of a sequence's summed loss. With --loss_sum it is 1,
@@ -910,16 +892,15 @@ class Head(t.Head):
         return super().loss(x, next_targets(targets, len(shares)), weights)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32, never
-        from FP8."""
+        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
         a, b, c = self.form
-        return a * torch.sigmoid((F.linear(x, self.weight.type_as(x)).float() + b) / c)
+        return a * self(x).float().add_(b).div_(c).sigmoid_()
 
 
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
-    kernels = ("weighted_cross_entropy", "relu2_mlp", "symmetric_matmul")
+    kernels = ("chunk_loss", "relu2_mlp", "symmetric_matmul")
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
@@ -1257,7 +1238,7 @@ class Optimizers(t.Optimizers):
     copy. After the split it learns on its own, from a copy of the head's state.
     """
 
-    groups_of = staticmethod(parameter_groups)
+    groups_of = t.Late(lambda: parameter_groups)
 
     def learning(self, now: Moment) -> list:
         """Return the groups that learn at a moment."""
@@ -1287,10 +1268,10 @@ class Run(t.Run):
 
     records = RECORDS
     default_record = "2026-03-06_SimplifyHC"
-    model_class = GPT
-    optimizers_class = Optimizers
-    moment = Moment
-    check = staticmethod(check)
+    model_class = t.Late(lambda: GPT)
+    optimizers_class = t.Late(lambda: Optimizers)
+    moment = t.Late(lambda: Moment)
+    check = t.Late(lambda: check)
 
     @staticmethod
     def planner(moments: list[Moment], hp: Hyperparameters) -> Callable:

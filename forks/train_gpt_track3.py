@@ -128,8 +128,6 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """One layer: attention with normalised, rotated q and k, then an MLP with ReLU squared."""
 
-    attend = staticmethod(t.attend)
-
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         dim, width = hp.model_dim, hp.num_heads * hp.head_dim
@@ -139,6 +137,10 @@ class Block(nn.Module):
         self.q, self.k, self.v = (Linear(dim, width) for _ in range(3))
         self.attn_proj = Linear(width, dim)
         self.fc, self.mlp_proj = Linear(dim, 4 * dim), Linear(4 * dim, dim)
+
+    def attend(self, *arguments) -> Tensor:
+        """Call attend. tools/sample.py replaces this method by one that caches keys and values."""
+        return t.attend(*arguments)
 
     @t.compiled
     def forward(self, x: Tensor, rotary, mask) -> Tensor:
@@ -152,10 +154,10 @@ class Block(nn.Module):
         return x + self.mlp_proj(F.relu(self.fc(self.norm2(x))).square())
 
 
-def capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Return cap * l / sqrt(l^2 + cap^2) of logits l in float32, and the cube root of its slope."""
-    ratio = cap * (logits.float().square() + cap**2).rsqrt()
-    return logits.float() * ratio, ratio
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * l / sqrt(l^2 + cap^2) of logits l, in float32."""
+    logits = logits.float()
+    return cap * logits * (logits.square() + cap**2).rsqrt()
 
 
 class Head(t.Head):
@@ -164,39 +166,16 @@ class Head(t.Head):
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
-        self.bias = nn.Parameter(torch.zeros(hp.padded_vocab))
+        self.bias = nn.Parameter(torch.zeros(self.out_features))
         self.batch_seqs = hp.batch_seqs
 
     def grad_scale(self, tokens: int) -> float:
         """Return the factor on the gradient of a sequence's summed loss."""
         return self.batch_seqs
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss () of x (T, C) and targets (T,) int64."""
-        if self.bias.grad is None:
-            self.bias.grad = torch.zeros_like(self.bias)
-        return super().loss(x, targets, self.bias.detach(), self.bias.grad)
-
-    def cross_entropy(self, logits, targets, grad_scale, dtype, bias, bias_grad):
-        """Return the summed loss () of capped logits (T, V) + bias (V,), and the logits' gradient
-        times grad_scale, whose sum over T is added to bias_grad (V,). Softmax subtracts the cap,
-        the upper bound of capped logits, in place of their maximum."""
-        targets = targets[:, None]
-        right, _ = capped(logits.gather(1, targets) + bias[targets], self.softcap)
-        z, ratio = capped(logits + bias, self.softcap)
-        p = torch.exp(z - self.softcap)
-        total = p.sum(dim=1, keepdim=True)
-        loss = (total.log() + self.softcap - right).sum()
-        if grad_scale is None:
-            return loss, None
-        hit = torch.arange(p.size(1), device=p.device) == targets
-        grad = ((p / total - hit.float()) * ratio**3 * grad_scale).to(dtype)
-        bias_grad.add_(grad.sum(dim=0, dtype=bias_grad.dtype))
-        return loss, grad
-
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C), in float32."""
-        return capped(F.linear(x, self.weight.type_as(x)) + self.bias, self.softcap)[0]
+        return capped(self(x) + self.bias, self.softcap)
 
 
 class GPT(t.GPT):
@@ -275,15 +254,17 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
 class Optimizers(t.Optimizers):
     """train_gpt.py's optimizers: Muon or AdamW for hidden matrices, AdamW for the rest."""
 
-    groups_of = staticmethod(parameter_groups)
+    groups_of = t.Late(lambda: parameter_groups)
 
 
 class Run(t.Run):
     """A run of the benchmark."""
 
     records, default_record = RECORDS, "muon"
-    model_class, optimizers_class, moment = GPT, Optimizers, Moment
-    check = staticmethod(check)
+    model_class = t.Late(lambda: GPT)
+    optimizers_class = t.Late(lambda: Optimizers)
+    moment = t.Late(lambda: Moment)
+    check = t.Late(lambda: check)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ import train_gpt  # noqa: E402
 os.environ.pop("TRITON_INTERPRET", None)
 
 VOCAB = 512
-SIGNALS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+# A job in the background ignores SIGINT, and nohup SIGHUP; so would the programs that tests start.
+SIGNALS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+for number, handler in SIGNALS.items():
+    signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +50,10 @@ def as_before():
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path_factory, monkeypatch):
-    """Forget a test's scripts, and give the project's modules of their names back. Functions with
-    twins are known by name, too."""
+    """Forget a test's scripts, and give the project's modules of their names back."""
     for name in ("path", "meta_path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
     before = dict(sys.modules)
-    if "gpu_kernels" in before:
-        plain = dict(before["gpu_kernels"].PLAIN)
-        monkeypatch.setattr(before["gpu_kernels"], "PLAIN", plain)
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path_factory.getbasetemp())):

@@ -246,6 +246,9 @@ import train_gpt  # noqa: E402
 gpu_kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
     lambda device: shared < 160_000
 )
+train_gpt.fp8_supported = gpu_kernels.fp8_supported = torch.compiler.assume_constant_result(
+    lambda device: CAPABILITY >= 89
+)
 fork.memory_is_small = torch.compiler.assume_constant_result(
     lambda device, tokens=49152: memory < 40
 )
@@ -308,32 +311,28 @@ def layer_graphs_2026(hp):
         yield "paired layer" if paired else "layer", call
 
 
-@torch.no_grad()
 def loss_graphs(hp, run):
     """Yield the graphs of the head and its loss, as a run compiles them."""
     with torch.device("meta"):
         head = run.model_class(hp).lm_head
-    tokens, vocab = head.chunk_len(torch.device("cuda")), hp.padded_vocab
+    head = head.to_empty(device="cpu")
+    tokens = head.chunk_len(torch.device("cuda"))
     x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
-    targets, several, grad_scale = torch.zeros(tokens, dtype=torch.int64), (), 1 / hp.seq_len
+    targets, scale, several = (
+        torch.zeros(tokens, dtype=torch.int64),
+        head.grad_scale(hp.seq_len),
+        (),
+    )
     trained = targets
-    if run is fork.Run:
-        grad_scale = 1.0 if hp.loss_sum else grad_scale
-        if hp.most_targets > 1:
-            trained = fork.next_targets(targets, hp.most_targets)
-            several = (torch.ones(hp.most_targets),)
-    weight, grad_w = torch.empty(vocab, hp.model_dim), torch.zeros(vocab, hp.model_dim)
-    inputs, w, dtype = x, weight.bfloat16(), torch.bfloat16
-    if hp.fp8 and CAPABILITY >= 89:
-        e4m3, dtype = torch.float8_e4m3fn, torch.float8_e5m2
-        yield "head in float8", captured(train_gpt.to_fp8, weight, hp.w_s, e4m3)
-        inputs, w = train_gpt.to_fp8(x, hp.x_s, e4m3), train_gpt.to_fp8(weight, hp.w_s, e4m3)
-        grad_scale *= hp.grad_s
-    grads = torch.empty(tokens, vocab, dtype=dtype)
-    yield "loss", captured(head.chunk_loss, inputs, w, trained, grad_scale, *several)
-    yield "loss backward", captured(head.chunk_backward, inputs, w, grads, grad_w)
-    of_validation = captured(head.chunk_loss, x, weight.bfloat16(), targets, None)
-    yield "loss of validation", of_validation
+    if getattr(hp, "most_targets", 1) > 1:
+        trained, several = (
+            fork.next_targets(targets, hp.most_targets),
+            (torch.ones(hp.most_targets),),
+        )
+    learning = x.clone().requires_grad_()
+    yield "loss", captured(head.chunk_loss, learning, trained, scale, *several)
+    with torch.no_grad():
+        yield "loss of validation", captured(head.eval().chunk_loss, x, targets, scale)
 
 
 @torch.no_grad()

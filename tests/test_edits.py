@@ -8,8 +8,8 @@ import importlib.util
 import itertools
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,9 +28,6 @@ NUMBERS = itertools.count()
 def edited(tmp_path, monkeypatch):
     """Return load(old, new): it returns train_gpt.py as a module in which the one line that has
     `old` has `new` in its place."""
-    gpu_kernels = sys.modules.get("gpu_kernels")
-    if gpu_kernels:  # the module's functions are entered there
-        monkeypatch.setattr(gpu_kernels, "PLAIN", dict(gpu_kernels.PLAIN))
     source = Path(SCRIPT).read_text("utf-8")
 
     def load(old: str = "", new: str = ""):
@@ -108,18 +105,11 @@ def chunk(m, hp):
     return loss, x.grad, head.weight.grad
 
 
-def cross_entropy(m, hp, dtype=torch.float32):
-    function = m.compiled(m.softcapped_cross_entropy)
-    loss, grad = function(3 * randn(8, 512), torch.arange(8), 15.0, 512.0, dtype)
-    return loss, grad.float()
-
-
-float8_cross_entropy = partial(cross_entropy, dtype=torch.float8_e5m2)
-
-
-def product_of_float8(m, hp):
-    a, b = (randn(n, 32).to(torch.float8_e4m3fn) for n in (16, 48))
-    return [m.compiled(m.matmul)(a, b.T, 2.0, torch.bfloat16).float()]
+@torch.enable_grad()
+def chunk_in_float8(m, hp):
+    """The same in FP8, which is slow on a CPU."""
+    with patch.object(m, "fp8_supported", lambda device: True):
+        return chunk(m, hp)
 
 
 def muon(m, hp):
@@ -153,18 +143,21 @@ EDITS = [
     (angles, "torch.cat([sin, -sin], dim=-1)", "torch.cat([sin, sin], dim=-1)"),
     (attention, "(x.size(-1),), eps=eps)", "(x.size(-1),), eps=0.5)"),
     (attention, "normed * cos + swapped * sin", "normed * cos - swapped * sin"),
-    (attention, "mask.type_as(q), scale=scale)", "mask.type_as(q), scale=2 * scale)"),
+    (attention, "scale=scale, **options)", "scale=2 * scale, **options)"),
     (attention, "v = self.lambdas[0] * v", "v = self.lambdas[1] * v"),
     (mlp, "F.relu(", "F.gelu("),
     (block, "return x + self.mlp(", "return x - self.mlp("),
-    (chunk, "logits = matmul(", "logits = -matmul("),
-    (chunk, "return a @ b\n", "return a @ (2 * b)\n"),
-    (chunk, "grad_w.addmm_(grad.T, x)", "grad_w.addmm_(grad.T, x, alpha=2)"),
-    (cross_entropy, "most, slope = 2 * softcap", "most, slope = 3 * softcap"),
-    (cross_entropy, "targets, grad_of_targets.to(dtype))", "targets, 0 * grad_of_targets)"),
-    (float8_cross_entropy, "to_fp8(grad_of_targets, 1.0", "to_fp8(grad_of_targets, 2.0"),
-    (float8_cross_entropy, "(x * scale).clamp(", "(x + scale).clamp("),
-    (product_of_float8, "1.0 / scale", "2.0 / scale"),
+    (chunk, "2 * self.softcap * self(x)", "2 * self.softcap * self(2 * x)"),
+    (chunk, "return scale * F.cross_entropy(", "return scale * 2 * F.cross_entropy("),
+    (chunk, "return F.linear(x, self.weight.type_as(x))\n", "return F.linear(x, -self.weight)\n"),
+    (chunk_in_float8, "return scaled_matmul(x, w.T", "return 2 * scaled_matmul(x, w.T"),
+    (
+        chunk_in_float8,
+        "grad_w = scaled_matmul(grad.T, x, ",
+        "grad_w = scaled_matmul(grad.T, x, 2 * ",
+    ),
+    (chunk_in_float8, "(x * scale).clamp(", "(x + scale).clamp("),
+    (chunk_in_float8, "1.0 / scale", "2.0 / scale"),
     (muon, "grad.lerp(buffer, momentum)", "grad.lerp(buffer, 0 * momentum)"),
     (muon, "X = torch.baddbmm(X, B, X, beta=a)", "X = torch.baddbmm(X, B, X, beta=0.9 * a)"),
     (muon, "a.mT, beta=beta, alpha=alpha)", "a.mT, beta=beta, alpha=0.9 * alpha)"),
@@ -181,9 +174,17 @@ def test_an_edited_line_changes_compiled_code_as_uncompiled(result_of, old, new,
 # Edits and Triton twins
 
 OF_TWINS = [
-    ("softcapped_cross_entropy", "most, slope = 2 * softcap", "most, slope = 3 * softcap"),
-    ("softcapped_cross_entropy", "grad_of_targets.to(dtype))", "-grad_of_targets.to(dtype))"),
-    ("softcapped_cross_entropy", "(x * scale).clamp(", "(x + scale).clamp("),
+    ("chunk_loss", "return scale * F.cross_entropy(", "return scale * 2 * F.cross_entropy("),
+    ("chunk_loss", "2 * self.softcap * self(x)", "2 * self.softcap * self(2 * x)"),
+    (
+        "chunk_loss",
+        "return F.linear(x, self.weight.type_as(x))\n",
+        "return F.linear(x, -self.weight)\n",
+    ),
+    ("chunk_loss", "grad = to_fp8(grad, grad_s", "grad = to_fp8(grad, 2 * grad_s"),
+    ("chunk_loss", "(x * scale).clamp(", "(x + scale).clamp("),
+    ("chunk_loss", "1.0 / scale", "1.001 / scale"),
+    ("chunk_loss", ">= (8, 9)", ">= (9, 0)"),
     ("relu2_mlp", "F.relu(", "F.gelu("),
     ("symmetric_matmul", "beta=beta, alpha=alpha)", "beta=beta, alpha=0.9 * alpha)"),
 ]
@@ -191,13 +192,42 @@ OF_TWINS = [
 
 @pytest.mark.parametrize(("name", "old", "new"), OF_TWINS)
 def test_a_twin_never_replaces_a_function_that_was_edited_nor_one_whose_helper_was(
-    name, old, new, edited, tiny, monkeypatch
+    name, old, new, edited, tiny
 ):
     """The script is a copy in another folder here."""
     kernels = pytest.importorskip("gpu_kernels")
-    digest = kernels.digest(kernels.PLAIN[name])
-    monkeypatch.setitem(kernels.TWINS, name, (*kernels.TWINS[name][:2], digest))
-    edited()
-    assert kernels.digest(kernels.PLAIN[name]) == digest
-    edited(old, new)
-    assert "was edited" in kernels.fault(name, tiny, torch.device("cpu"))
+    assert not kernels.was_edited(name, edited().GPT(tiny))
+    model = edited(old, new).GPT(tiny)
+    assert "was edited" in kernels.fault(name, model, tiny, torch.device("cpu"))
+
+
+class Other(train_gpt.Head):
+    """A head that computes the same, in methods of its own."""
+
+    def logits(self, x):
+        return train_gpt.Head.logits(self, x)
+
+    def forward(self, x):
+        return train_gpt.Head.forward(self, x)
+
+    def chunk_loss(self, x, targets, scale):
+        return train_gpt.Head.chunk_loss(self, x, targets, scale)
+
+
+OTHERS = [(train_gpt.Head, name, vars(Other)[name]) for name in ("logits", "forward", "chunk_loss")]
+OTHERS += [(train_gpt, name, lambda *given: None) for name in ("to_fp8", "FP8Linear", "relu2_mlp")]
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), OTHERS)
+def test_a_twin_never_replaces_what_a_fork_assigns_or_overrides(
+    owner, name, value, tiny, monkeypatch
+):
+    kernels, model = pytest.importorskip("gpu_kernels"), train_gpt.GPT(tiny)
+    twin = "relu2_mlp" if name == "relu2_mlp" else "chunk_loss"
+    assert not kernels.was_edited(twin, model)
+    monkeypatch.setattr(owner, name, value)
+    assert kernels.was_edited(twin, model)
+    monkeypatch.undo()
+    if owner is train_gpt.Head:
+        model.lm_head = type("Its", (train_gpt.Head,), {name: value})(tiny)
+        assert kernels.was_edited(twin, model)

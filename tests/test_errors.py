@@ -1,5 +1,6 @@
 """Bad input ends with a status, one line that helps, and no half-written file, on all ranks."""
 
+import functools
 import math
 import os
 import re
@@ -11,14 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import language, shard
-from runs import Program, before_step, console_of, error_of, outcome, wait_at_most
+from logfile import read_log
+from runs import (
+    SCRIPT,
+    Program,
+    before_step,
+    console_of,
+    error_of,
+    outcome,
+    val_losses,
+    wait_at_most,
+)
 
 import train_gpt
 from train_gpt import UserError, main
 
 # Flags added to those of a run that works, and words of the message.
 TABLE = [
-    ("--num_iter 3", "unknown words: --num_iter 3; --help lists the flags"),
+    ("--num_iter 3", "unknown words: --num_iter 3; did you mean --num_iterations?"),
+    ("--frobnicate 3", "unknown words: --frobnicate 3; --help lists the flags"),
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--kernels auto", "argument --kernels: invalid choice: 'auto' (choose from"),
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
@@ -27,8 +39,17 @@ TABLE = [
     ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be finite and not negative"),
     ("--num_layers 14", "--num_layers 14: must be even, and at most the 12 rows of --layers"),
     ("--device cuda", "process 0 finds 0 GPUs on its machine: use --device cpu"),
-    ("--seq_len 17408 --batch_seqs 1", "a sequence of 17408 tokens needs a GPU; try --record"),
+    (
+        "--seq_len 17408 --batch_seqs 1",
+        "needed for a sequence of 17408 tokens; without a GPU, try --record demo",
+    ),
     ("--run_id " + "a" * 300, "logs/aaaa"),
+    ("--run_id ..", "--run_id ..: must be a plain name"),
+    ("--run_id a/b", "--run_id a/b: must be a plain name"),
+    ("--run_id results", "--run_id results: must be a plain name"),
+    ("--run_id a.txt", "--run_id a.txt: must be a plain name"),
+    ("--seed 9999999999999999999", "--seed 9999999999999999999: must be finite"),
+    ("--run_id taken", "File exists: 'logs/taken'"),
     ("--train_files none*.bin", "no shard matches none*.bin"),
     ("--train_files magic.bin", "magic.bin is not an intact token shard: its 1040 bytes begin "),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
@@ -38,7 +59,8 @@ TABLE = [
     ("--resume on", "--resume on: say which run with --run_id NAME"),
     ("--resume on --run_id it --seed 2", "saved by train_gpt.py without this: train_gpt.py"),
     ("--resume on --run_id half", "is not an intact checkpoint of this program"),
-    ("--embed_lr 1e38", "the loss is nan at step 2: try lower rates, or"),
+    ("--embed_lr 1e38", "the loss is nan after step 1: try lower rates, or"),
+    ("--init_bound 1e38", "the loss is nan after step 0: the initial weights are at"),
 ]
 
 
@@ -50,6 +72,7 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     flags = [*language(folder), "--val_loss_every", "0"]
     console_of([*flags, "--num_iterations", "1", "--run_id", "it"], folder)
     whole = (folder / "logs/it/state_step000001.pt").read_bytes()
+    (folder / "logs/taken").touch()
     (folder / "logs/half").mkdir()
     (folder / "logs/half/state_step000001.pt").write_bytes(whole[: len(whole) // 2])
     shard(folder / "magic.bin", range(8), magic=1)
@@ -100,14 +123,42 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
         assert tensor.isfinite().all()
 
 
-def on_a_small_disk(words: list[str]) -> None:
-    """Run main, which cannot write files of more than 300 kB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+def on_a_small_disk(words: list[str], size: int) -> None:
+    """Run main, which cannot write longer files."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     main(words)
 
 
+def on_a_disk_that_fills(words: list[str]) -> None:
+    """Run main; before a step, the disk has room for 20 more bytes of the log."""
+
+    def fill() -> None:
+        size = os.path.getsize("logs/it.txt") + 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    before_step(2, fill)
+    main(words)
+
+
+IN_THE_HEADER = functools.partial(on_a_small_disk, size=50_000)
+
+
+@pytest.mark.parametrize("work", [IN_THE_HEADER, on_a_disk_that_fills])
+def test_a_log_that_a_full_disk_has_cut_is_whole_when_the_run_goes_on(work, flags, tmp_path):
+    words = [*flags, "--save_every", "1", "--run_id", "it", "--resume", "on"]
+    program = Program(words, work=work)
+    assert program.end() == [1]
+    message = "train_gpt.py: error: could not write logs/it.txt: File too large"
+    assert message in program.text("err") and "Traceback" not in program.text("err")
+    out = console_of(words, tmp_path)
+    assert ("resumed at step 2" in out) == (work is not IN_THE_HEADER)
+    found = read_log(Path("logs/it.txt"))
+    assert found.loss == val_losses(out)[4] and found.source == Path(SCRIPT).read_text().strip()
+
+
 def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
-    program = Program([*flags, "--save_every", "2", "--run_id", "it"], work=on_a_small_disk)
+    work = functools.partial(on_a_small_disk, size=300_000)
+    program = Program([*flags, "--save_every", "2", "--run_id", "it"], work=work)
     assert program.end() == [1]
     err = program.text("err")
     assert err.count("\n") == 1
@@ -122,7 +173,7 @@ def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
     ("words", "ranks", "message"),
     [
         ("--batch_seqs 4", 3, "3 ranks cannot share 4 sequences: start a number that divides"),
-        ("--embed_lr 1e38", 2, "the loss is nan at step 2"),
+        ("--embed_lr 1e38", 2, "the loss is nan after step 1"),
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(words, ranks, message, flags):

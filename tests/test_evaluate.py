@@ -135,8 +135,8 @@ def test_what_cannot_be_scored_is_refused(trained, tmp_path, capsys):
     """A file of other rows; and a model whose questions would see each other."""
     (tmp_path / "it.jsonl").write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n')
     hp = train_gpt_track3.Run.records["demo"]
-    of_track3 = {"script": "train_gpt_track3.py", "record": "demo", "model": {}}
-    torch.save(of_track3 | {"hyperparameters": dict(vars(hp))}, tmp_path / "it.pt")
+    of_track3 = {"script": "train_gpt_track3.py", "record": "demo", "step": 1, "seconds": 1.0}
+    torch.save(of_track3 | {"hyperparameters": dict(vars(hp)), "model": {}}, tmp_path / "it.pt")
     for path, message in {
         trained.path: "it.jsonl:1: not a HellaSwag question (IndexError",
         tmp_path / "it.pt": "its model has no document mask",

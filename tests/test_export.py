@@ -54,7 +54,7 @@ def write_checkpoint(of, path: Path) -> tuple[torch.nn.Module, train_gpt.Moment]
         p.data = torch.rand(p.shape) * p.size(-1) ** -0.5
     state = {"script": f"{of.__name__}.py", "record": record, "hyperparameters": dict(vars(hp))}
     step = hp.num_iterations // 8
-    torch.save(state | {"step": step, "model": model.state_dict()}, path)
+    torch.save(state | {"step": step, "seconds": 1.0, "model": model.state_dict()}, path)
     return model.eval(), of.Run.moment(step, hp)
 
 

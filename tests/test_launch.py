@@ -1,8 +1,10 @@
 """run.sh and tools/launch.py: what they install, fetch and start."""
 
 import ast
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,12 +57,13 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: sys.exit(command[1:]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(SystemExit) as end:
         launch.start([str(path), *words])
     assert calls == [[str(shards)]]
     expected = ["--standalone", "--nproc_per_node=8", str(path), *words, "--run_id"]
-    assert end.value.code[2:-1] == expected
+    assert end.value.code[3:-1] == expected
 
 
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monkeypatch):
@@ -199,6 +202,42 @@ sys.exit(words[:1] == ["-"])  # it has no torch
     assert (tmp_path / "calls").read_text() == "begin end " * 2  # torch, then requirements.txt
 
 
+# A Python without torch. An environment made of it has a copy of it. Its pip waits until run.sh has
+# said what pip does.
+MADE_UP = """#!/bin/sh
+case "$1 $2" in
+"- "*) exit 1 ;;
+"-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m pip") echo "Collecting torch" && until grep -q "still" err; do /bin/sleep 0.02; done ;;
+*) echo "NAME $*" ;;
+esac
+"""
+
+
+def test_an_environment_is_made_anew_of_the_python_that_is_named_while_run_sh_speaks(tmp_path):
+    """The clock is made up, too: a second takes a hundredth of one."""
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    sources = {name: MADE_UP.replace("NAME", name) for name in ("python3.11", "python3.12")}
+    sources["sleep"] = "#!/bin/sh\nexec /bin/sleep 0.01\n"
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
+        (tmp_path / name).chmod(0o755)
+
+    def start(python: str) -> str:
+        words = f"PATH={tmp_path}:/usr/bin:/bin PYTHON={python} ./run.sh --seed 3 2>err"
+        options = {"cwd": tmp_path, "shell": True, "text": True, "timeout": HANGS}
+        out = subprocess.check_output(words, **options)
+        assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/launch.py --seed 3"
+        return (tmp_path / "err").read_text()
+
+    assert "\nrun.sh: still installing (10 s) Collecting torch\n" in start("python3.11")
+    assert start("python3.11") == ""
+    replaced = f"run.sh: {tmp_path}/.venv is of another Python than python3.12: replacing it\n"
+    assert replaced in start("python3.12")
+    assert start("python3.12") == ""
+
+
 def imports_of(path: Path) -> set[str]:
     """Return the packages that are imported with a file, through files of the project, too."""
     names = set()
@@ -219,3 +258,13 @@ def imports_of(path: Path) -> set[str]:
 def test_what_a_tool_imports_is_installed_for_it(tool, shell):
     if "__main__" in tool.read_text():
         assert imports_of(tool) <= shell(f"tools/{tool.name}")[1]
+
+
+@pytest.mark.parametrize("name", ["train_gpt", "tools/launch", "tools/compare", "tools/ablate"])
+def test_a_ctrl_c_during_imports_leaves_no_traceback(name, tmp_path):
+    (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    (tmp_path / "scipy.py").write_text("import numpy\n")
+    options = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "capture_output": True}
+    command = [sys.executable, HERE / f"{name}.py"]
+    done = subprocess.run(command, **options)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")

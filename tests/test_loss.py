@@ -95,7 +95,7 @@ def test_compiled_loss_equals_float64(shares, compile_with, monkeypatch):
     x, head, targets = case(train_gpt_2026, 32, **SUMMED)
     loss = head.loss(x, targets, shares)
     loss.backward()
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     value, grad_x, grad_w = objective(x, head.weight, targets, SUMMED, shares)
     assert loss.item() == pytest.approx(value, rel=2e-7)
     assert relative_error(x.grad, grad_x) < 1e-6
@@ -159,16 +159,18 @@ def with_bigrams(tiny, **changed):
 
 
 @pytest.mark.parametrize("script", [train_gpt, train_gpt_2026])
-def test_a_micro_batch_makes_no_dense_gradient_and_no_logits_of_a_whole_sequence(script, tiny):
-    """Not even for a moment."""
+def test_a_micro_batch_makes_no_dense_gradient_of_a_table_and_no_logits_of_a_sequence(script, tiny):
+    """Not even for a moment. The head's gradient, which is dense, is made once for each chunk."""
     hp = replace(tiny, vocab_size=640, head_dim=32)
     hp = hp if script is train_gpt else with_bigrams(hp)
     model, tokens = script.GPT(hp), torch.randint(0, 640, (385,))
-    script.Optimizers(model, hp)
+    optimizers = script.Optimizers(model, hp)
     with NewShapes() as watch:
-        model(tokens[:-1].int(), tokens[1:], script.Moment(0, hp)).backward()
-    tables = {(rows, hp.model_dim) for rows in (640, 777)} | {(640, hp.num_heads * hp.head_dim)}
-    assert not tables & set(watch.shapes)
+        loss = model(tokens[:-1].int(), tokens[1:], script.Moment(0, hp))
+        optimizers.begin_last_backward(script.Moment(0, hp))
+        loss.backward()
+    assert watch.shapes.count((640, hp.model_dim)) == 2
+    assert not {(777, hp.model_dim), (640, hp.num_heads * hp.head_dim)} & set(watch.shapes)
     logits = [shape for shape in watch.shapes if shape[-1:] == (640,)]
     assert logits and max(shape[0] for shape in logits) == 256 < 384
 

@@ -1,5 +1,7 @@
 """Which parameter learns by what, the update rules against float64, and what ranks share."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -107,16 +109,6 @@ def test_parameters_and_their_sums_begin_at_multiples_of_16_bytes(tiny):
     sums = [p.grad for p in model.parameters()]
     assert all(s.data_ptr() % 16 == 0 and s.dtype == torch.float32 for s in sums)
     assert len(sums) == len(before)
-
-
-@pytest.mark.parametrize(("returned", "kind"), [(torch.ones(1), "Tensor"), ((1,), "tuple")])
-def test_a_rule_that_returns_something_else_is_told_what_to_return(
-    returned, kind, tiny, monkeypatch
-):
-    monkeypatch.setattr(train_gpt, "muon", lambda rows, lr, now, hp: returned)
-    wanted = f"rule of muon 32x128 returned a {kind}: it must return None, or an update and a func"
-    with pytest.raises(train_gpt.UserError, match=wanted):
-        Optimizers(GPT(tiny), tiny).step(MOMENTS[0])
 
 
 def test_a_rebound_parameter_is_refused(tiny):
@@ -292,3 +284,25 @@ def test_gradients_leave_when_they_are_complete(
     assert during[: len(first)] == first
     matrices = during[len(first) :]
     assert sorted(matrices) == ["layer 0"] + 4 * ["muon"] and matrices[0] == "muon"
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_a_model_and_its_optimizers_are_freed_without_a_collection(world_size, tiny):
+    """Five are built and deleted. Through its hook, a parameter must not keep itself."""
+    tensors = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            model = GPT(tiny)
+            optimizers = Optimizers(model, tiny, 0, world_size)
+            tokens = torch.arange(tiny.seq_len)
+            model(tokens.int(), tokens, Moment(0, tiny)).backward()
+            tensors += [weakref.ref(p) for p in model.parameters()]
+            tensors += [weakref.ref(rows.weights) for _, rows in optimizers.groups]
+            del model, optimizers
+            assert not [tensor for tensor in tensors if tensor() is not None]
+    finally:
+        gc.enable()

@@ -48,6 +48,8 @@ def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
         ["muon_lr", "0.05", "0.04"],
         ["momentum_warmup_steps", "300", "500"],
     ]
+    _, lines, _ = printed("forks/train_gpt_2026.py", "--diff", "2025-08", "2026-03")
+    assert ["momentum_cooldown_steps", "0", "50"] in [re.split("  +", line) for line in lines]
 
 
 def write_log(path, record: str, curve: dict, place: str = H100S, data: str = "fineweb"):

@@ -108,8 +108,8 @@ def test_ctrl_c_saves_leaves_with_130_and_says_how_to_go_on(flags, tmp_path):
     flags = [*flags, "--save_every", "0", "--muon_lr", "0.0333333333333"]
     run = Program(flags, work=interrupted_twice)
     assert run.end() == [130]
-    assert run.text("err") == "\nstopping: the step is finished and saved first\n"
-    said = r"stopped by SIGINT after step (\d+): saved; go on with ./run.sh train_gpt.py (.*)\n"
+    assert run.text("err") == "\nstopping after this step; a second Ctrl-C ends at once\n"
+    said = r"stopped by SIGINT after step (\d+): saved; go on with \S*/run.sh train_gpt.py (.*)\n"
     step, command = re.search(said, run.text("out")).groups()
     assert (tmp_path / f"logs/it/state_step{int(step):06}.pt").exists() and int(step) >= 3
     assert f"\nresumed at step {step}\n" in console_of(shlex.split(command), tmp_path)
@@ -202,7 +202,8 @@ def test_a_live_run_is_not_joined_and_a_finished_one_does_not_go_on(flags, tmp_p
         Path("go").touch()
     for status, err in found:
         assert status == 1
-        assert err.startswith("train_gpt.py: error: another process is writing the run it")
+        holder = f"process {live.ranks[0].pid} on {os.uname().nodename}"
+        assert err.startswith(f"train_gpt.py: error: {holder} is writing the run it")
     assert live.end() == [0], live.text("err")
     assert [row["step"] for row in rows(Path("logs/it.jsonl"))] == list(range(1, 10))
     assert Path("logs/it.txt").read_text().count("step:9/9 val_loss") == 1

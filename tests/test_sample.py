@@ -94,6 +94,8 @@ def test_text_is_that_of_the_seed_or_of_the_likeliest_tokens(trained, capsys, mo
 
     a, b, c = (written("--n", "2", "--tokens", "20", "--seed", seed) for seed in "112")
     assert a == b != c and len(a.split("-" * 80)) == 2
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     model = train_gpt.GPT(saved["hyperparameters"]).eval()

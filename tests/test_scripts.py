@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import evaluate
+import export
 import launch
 import pytest
+import sample
 import script
 import torch
 from runs import SCRIPT, Program, error_of, run, val_losses
@@ -80,8 +82,11 @@ def launched(words: list, folder: Path) -> dict[int, float]:
         program = Program(words, work=launch_with)
         assert program.end() == [0], program.text("err")
         (hint,) = re.findall("^read what it writes: (.*)", program.text("out"), re.M)
-        command, tool, path = hint.split()
+        command, tool, path, *script = hint.split()
         assert [command, tool] == [f"{HERE}/run.sh", "tools/sample.py"] and Path(path).exists()
+        named = Path(words[0]).resolve()
+        is_elsewhere = named.suffix == ".py" and named.parent != HERE
+        assert script == ["--script", str(named)] * is_elsewhere
     return val_losses(program.text("out"))
 
 
@@ -129,17 +134,14 @@ def saved(trained, tmp_path, monkeypatch):
     return save
 
 
-def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(saved, fork, capsys):
-    """Of a path the name alone counts: a checkpoint cannot choose a file elsewhere."""
-    first = saved("first")
-    shutil.copy(SCRIPT, "copy_of_it.py")
-    used = saved("used", script=f"{fork.parent}/elsewhere/copy_of_it.py")
+def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(saved, capsys):
+    first, used = saved("first"), saved("used")
     lost = saved("lost", script="no_longer_there.py")
     saved("words", hyperparameters=saved.settings | {"vocab_size": 512})
     saved("half").write_bytes(used.read_bytes()[:9999])
     evaluate.main(["--device", "cpu"])
     shown = capsys.readouterr()
-    assert shown.out.startswith(f"{used}, saved by {fork.parent}/elsewhere/copy_of_it.py\nval_loss")
+    assert shown.out.startswith(f"{used}, saved by train_gpt.py\nval_loss")
     lines = shown.err.splitlines()
     assert len(lines) == 3 and all(line.endswith("; trying an older one") for line in lines)
     evaluate.main(["--run_id", "first", "--device", "cpu"])
@@ -148,9 +150,33 @@ def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(save
     assert f"{first}, saved by train_gpt.py\n" in out and f"{lost}, saved by no_l" in out
 
     for words, message in {
-        str(lost): "was saved by no_longer_there.py; there is no script no_longer_there.py",
         "logs/none.pt": "there is no checkpoint logs/none.pt",
         "--run_id none": "no checkpoint under logs/: train a model first, or name one",
     }.items():
         status, err = error_of(words.split(), capsys, evaluate.main)
         assert status == 1 and err.startswith("evaluate.py: error: ") and message in err
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"script": "evil.py"}, "'evil.py', not by a script of the project: .* --script PATH"),
+        ({"script": "../evil.py"}, "not by a script of the project"),
+        ({"script": ["evil.py"]}, "not by a script of the project"),
+        ({"script": 7}, "not by a script of the project"),
+        ({"record": "none"}, "is a checkpoint of another script"),
+        ({"record": []}, "not an intact checkpoint"),
+        ({"hyperparameters": 7}, "not an intact checkpoint"),
+        ({"step": "7"}, "step.* '?7"),
+        ({"model": 7}, "not an intact checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("tool", [evaluate, export, sample])
+def test_a_checkpoint_starts_no_script_of_the_current_folder_and_its_faults_are_a_line(
+    tool, changed, message, saved, capsys
+):
+    Path("evil.py").write_text("raise SystemExit('it ran')")
+    words = [saved("it", **changed), "--device", "cpu"]
+    words += ["--export", "hf", "exported"] if tool is export else []
+    status, err = error_of(words, capsys, tool.main)
+    assert status == 1 and re.search(message, err) and not Path("exported").exists()

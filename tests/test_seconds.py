@@ -46,28 +46,10 @@ def test_the_mean_time_is_that_of_all_steps(run_class, record, monkeypatch):
         return ms_of(step) * (3 if made[step] == 5 else 1), []
 
     monkeypatch.setattr(seconds, "time_block", time_block)
-    (found,) = seconds.time_schedules([run], budget=1e9, rounds=5)
+    found = seconds.time_schedule(run, budget=1e9)
     expected = [ms_of(step) for step in range(hp.num_iterations)]
     assert found == pytest.approx(sum(expected) / len(expected), rel=0.005)
     assert len(made) <= 3 * len({run_class.moment(s, hp).graph_key for s in range(0, 1490, every)})
-
-
-def test_sides_change_places_and_each_keeps_its_times(monkeypatch):
-    made = []
-
-    def time_schedules(runs, budget, rounds) -> list[float]:
-        assert (budget, rounds) == (20.0, 5)
-        made.extend(runs)
-        return [{"a": 1.0, "b": 2.0}[name] for name in runs]
-
-    hp = SimpleNamespace(device="cpu")
-    monkeypatch.setattr(seconds.script, "find", lambda path: path)
-    chosen = lambda path, flags: SimpleNamespace(name=path, hp=hp)  # noqa: E731
-    monkeypatch.setattr(seconds, "configuration", chosen)
-    monkeypatch.setattr(seconds, "Timed", lambda one, device: one.name)
-    monkeypatch.setattr(seconds, "time_schedules", time_schedules)
-    assert seconds.measure([["a"], ["b"]], budget=60.0, repeats=3) == [[1.0, 2.0]] * 3
-    assert made == ["a", "b", "b", "a", "a", "b"]
 
 
 def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given():
@@ -99,7 +81,7 @@ def test_a_time_is_remembered_until_something_changes_or_it_is_forgotten(
     copy = tmp_path / "its_own.py"
     copy.write_text((HERE / "tests" / "small_fork.py").read_text())
     times = iter([50.0, 60.0, 70.0, 80.0, 90.0])
-    monkeypatch.setattr(seconds, "ms_per_step", lambda *_, **__: [[next(times)]])
+    monkeypatch.setattr(seconds, "ms_per_step", lambda *_: next(times))
 
     def steps(*words, time_again=False) -> int:
         args = argparse.Namespace(seconds=6.3, time_again=time_again)

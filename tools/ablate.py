@@ -40,9 +40,13 @@ another --judge.
 import math
 import re
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 import numpy as np
 from scipy import stats

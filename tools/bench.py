@@ -8,8 +8,8 @@
 
 Model, optimizers, batches and steps are those of the script, which is train_gpt.py unless another
 one is named. Nothing is logged. A step has the whole global batch; with --batch_seqs 1, one GPU is
-measured quickly. Steps are timed at the first, the middle and the last step of the schedule; steps
-of two configurations take turns.
+measured quickly. Steps are timed at the first, the middle and the last step of the schedule. Steps
+of two configurations take turns, so both models are in memory: the sum of both memory_gb.
 
 --json prints one object at the end: machine, runs, windows, trace (path, table, and a step's
 launches of kernels). A run has: script, record, flags, data, compiled, notes (chosen kernels),
@@ -21,7 +21,6 @@ time divided by the first run's, block by block.
 """
 
 import argparse
-import inspect
 import json
 import os
 import shlex
@@ -41,9 +40,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import script  # noqa: E402
 
 import train_gpt  # noqa: E402
-from train_gpt import clock  # noqa: E402
+from train_gpt import UserError, clock  # noqa: E402
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ORIGINAL = dict(vars(train_gpt))  # before a fork replaces something
 BLOCKS = 5  # of timed steps in a measurement; the median is reported
 BATCHES = 32  # different ones; then they come again
 # Profiler events whose names begin so are launches of kernels, by CUDA's runtime or driver.
@@ -86,10 +86,7 @@ class Timed:
         notes = []
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start = clock(device)
-        # What gpu_kernels.py knows by name may be of the other run's script.
-        kernels = core.choose_kernels.__globals__
-        self.in_use, plain = kernels.get("IN_USE", {}), kernels.get("PLAIN", {})
-        plain |= {name: inspect.unwrap(vars(core)[name]) for name in plain if name in vars(core)}
+        self.in_use = core.choose_kernels.__globals__.get("IN_USE", {})
         self.model = core.build(run_class, hp, device)
         self.compiled = core.compiled.allowed
         self.optimizers = run_class.optimizers_class(self.model, hp, RANK, RANKS)
@@ -342,12 +339,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.configurations.append(configuration(path, flags + args.vs))
         if len({chosen.hp.device for chosen in args.configurations}) > 1:
             parser.error("--vs cannot change --device: run bench.py once for each")
+        replaced = [name for name in ORIGINAL if vars(train_gpt)[name] is not ORIGINAL[name]]
+        if replaced and len({chosen.script for chosen in args.configurations}) > 1:
+            found = f"a fork replaces train_gpt.{replaced[0]}, here for both scripts"
+            parser.error(f"--vs: {found}: use ./run.sh --compare A B --judge time")
     return args
+
+
+def bench(argv: list[str] | None) -> None:
+    """Time what the flags name; UserError if two models do not fit into a GPU."""
+    args = parse_args(argv)
+    try:
+        work(args)
+    except torch.OutOfMemoryError as error:
+        if args.vs is None:
+            raise
+        reason = "out of GPU memory, which held the models of both configurations"
+        raise UserError(f"{reason}: time each of them without --vs") from error
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Errors are one line, as in train_gpt.py."""
-    train_gpt.as_program("bench.py", lambda: work(parse_args(argv)))
+    train_gpt.as_program("bench.py", lambda: bench(argv))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ round, that uncertainty is not included.
 --judge loss --deviation 0.0013 takes the standard deviation of a run's loss as known, as the
 optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
 
---seconds N gives both sides the steps that take N seconds of training here. Both are timed in
-turn, five times, with models built anew. They get different numbers of steps only if their times
-differ significantly (p < 0.01): else, a noisy measurement would favour one of two equal sides.
+--seconds N gives both sides the steps that take N seconds of training here. Both are timed six
+times in alternating order, each time by a process of its own. They get different numbers of steps
+only if their times differ significantly (p < 0.01): else, a noisy measurement would favour one of
+two equal sides.
 
 --judge loss --baseline NAME takes the runs of A from the comparison NAME, if nothing has changed
 since then, and makes only runs of B. There are at most as many pairs as NAME has runs of A.
@@ -51,10 +52,14 @@ import fcntl
 import json
 import math
 import shlex
+import signal
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 import numpy as np
 import torch
@@ -65,6 +70,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]] 
 import launch  # noqa: E402
 import leaderboard  # noqa: E402
 import process  # noqa: E402
+import result  # noqa: E402
 import script  # noqa: E402
 import seconds  # noqa: E402
 from leaderboard import ALPHA, FEWEST, show_p  # noqa: E402
@@ -75,7 +81,7 @@ from train_gpt import Hyperparameters, UserError, as_program  # noqa: E402
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
 WITHOUT = ("--keep", "0", "--val_loss_every", "0")
-REPEATS = 5  # pairs of measurements of the time of a step, for --seconds
+REPEATS = 6  # pairs of measurements of the time of a step, for --seconds
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +170,7 @@ class Side:
             delete_unfinished(log)
             own = ["--seed", str(seed), "--run_id", log.stem]
             status = launch.train(self.path, [*WITHOUT, *self.flags, *own], quiet=True)
-            if status == 130:
+            if status in result.STOPPED:
                 raise KeyboardInterrupt
             if status:
                 raise UserError(f"the run {log.stem} failed (status {status}): see above")
@@ -236,10 +242,16 @@ def steps_of(a: Side, b: Side, args: argparse.Namespace) -> list[int]:
     both = a.settings(), b.settings()
     if len({process.processes(hp.batch_seqs, process.gpus_for(hp)) for hp in both}) > 1:
         raise UserError("--seconds: A and B run on different numbers of GPUs: set NPROC")
-    sides = [(side.path, list(side.flags)) for side in (a, b)]
-    ms = np.array(seconds.ms_per_step(sides, args.seconds, REPEATS))  # (REPEATS, 2)
-    ratios = np.log(ms[:, 1] / ms[:, 0])
-    of_a, of_b = np.exp(np.log(ms).mean(0))
+    budget = seconds.budget(args.seconds) / REPEATS
+    text = f"{REPEATS} times for {budget:.0f} s, and the time to start"
+    print(f"timing steps of A and B, each {text}", flush=True)
+    ms = {a: [], b: []}
+    for repeat in range(REPEATS):
+        for side in (a, b) if repeat % 2 == 0 else (b, a):
+            ms[side].append(seconds.ms_per_step(side.path, list(side.flags), budget))
+            print(f"a step of {side.name} takes {ms[side][-1]:.2f} ms", flush=True)
+    ratios = np.log(ms[b]) - np.log(ms[a])
+    of_a, of_b = (np.exp(np.log(ms[side]).mean()) for side in (a, b))
     p = float(p_value(ratios))
     if p >= ALPHA:
         of_a = of_b = (of_a * of_b) ** 0.5
@@ -255,21 +267,6 @@ def steps_of(a: Side, b: Side, args: argparse.Namespace) -> list[int]:
 def more_steps(steps: int) -> int:
     """Return the steps of the longer run, which measures what a step is worth."""
     return max(steps + 1, round(LONGER * steps))
-
-
-def edited_kernels(side: Side) -> list[str]:
-    """Return the kernels that a side loses on a GPU because their functions were edited."""
-    hp, run_class = side.settings(), script.load(side.path)
-    known = script.core(run_class).choose_kernels.__globals__
-    if not (process.gpus_for(hp) and hp.kernels and "TWINS" in known):
-        return []
-    modules = [vars(sys.modules[cls.__module__]) for cls in run_class.__mro__]
-    lost = []
-    for name in run_class.model_class.kernels:
-        plain = next(module[name] for module in modules if name in module)
-        if known["digest"](plain) != known["TWINS"][name][2]:
-            lost.append(name)
-    return lost
 
 
 def losses_of_kernels(a: Run, b: Run) -> str:
@@ -386,10 +383,6 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
         seeds = runs_kept(a, args)
         plan |= {"baseline": a.kept, "seeds": seeds}
     most = len(seeds)
-    for side in (a, b):
-        if lost := edited_kernels(side):
-            reason = "their functions were edited, so slower ones are compared"
-            print(f"{side.name} runs without the kernels {' '.join(lost)}: {reason}", flush=True)
     logs = [side.log(name, seed) for seed in seeds for side in (a, b)]
     if judge == "together":
         logs.append(longer(a, 1).log(name, args.seed))
@@ -408,15 +401,15 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
                 raise UserError(f"--baseline {a.kept}: {found}: compare without --baseline")
             if judge == "together" and worth is None:
                 worth = worth_of_time(a, runs[a], name, seed, bar)
-            of_all = f"{len(pairs)} of at most {most} pairs"
+            of_all, lost = f"{len(pairs)} of at most {most} pairs", losses_of_kernels(*pairs[0])
             if len(pairs) < FEWEST:
-                bar.write(f"{of_all}: the first result comes after pair {FEWEST}\n")
+                bar.write(f"{lost}{of_all}: the first result comes after pair {FEWEST}\n")
                 continue
             numbers = numbers_of(pairs, worth)
             p = p_value(numbers[judge], known)
             limit = limits[len(pairs) - FEWEST]
             state = "significant" if p < limit else "not significant"
-            text = sentence(numbers, worth, known) + losses_of_kernels(*pairs[0])
+            text = sentence(numbers, worth, known) + lost
             if a.kept:
                 text += f"the runs of A are those of {a.kept}, so A and B were not made in turn; "
             text = f"{text}the difference is {state} after {of_all} "

@@ -104,7 +104,7 @@ def log_likelihoods(
     device = model.lm_head.weight.device
     # A fork's model may read tokens before the start of a document. Each document follows enough
     # ends of text to hide its neighbour.
-    gap = [END_OF_TEXT] * model.context_tokens
+    gap = [END_OF_TEXT] * getattr(model, "context_tokens", 0)
     longest = len(gap) + max(map(len, documents))
     size = max(SEQUENCE[device.type], -(-longest // BLOCK) * BLOCK)
     # Twice for short windows, and twice for paired heads, which have two positions per token.

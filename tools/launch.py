@@ -11,11 +11,15 @@ is also a line of logs/results.jsonl; result.py lists its keys.
 import argparse
 import math
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
 import process  # noqa: E402
@@ -47,7 +51,10 @@ def train(path: Path, flags: list[str], quiet: bool = False, asked: float = math
     saved = script.core(run_class).checkpoints(Path("logs", hp.run_id))
     if saved and not (status or quiet):
         run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
-        print("read what it writes:", shlex.join([run_sh, "tools/sample.py", str(saved[0])]))
+        command = [run_sh, "tools/sample.py", str(saved[0])]
+        if path.parent not in (HERE, HERE / "forks"):
+            command += ["--script", str(path)]  # a checkpoint names no script elsewhere
+        print("read what it writes:", shlex.join(command))
     if found["train_time_s"] > seconds.LATE * asked:
         late = f"training took {found['train_time_s']:.0f} s instead of {asked:g}"
         print(f"{late}: --time_again times the steps again", flush=True)

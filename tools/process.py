@@ -14,15 +14,23 @@ import numpy as np
 import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
+import machine  # noqa: E402
+
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError  # noqa: E402
 
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
 
 
 def gpus_for(hp: Hyperparameters) -> int:
-    """Return the number of GPUs that a run with these settings may use."""
-    return 0 if hp.device == "cpu" else torch.cuda.device_count()
+    """Return the number of GPUs that a run with these settings may use. UserError if this machine
+    has GPUs that torch cannot use."""
+    if hp.device == "cpu":
+        return 0
+    if reason := machine.fault():
+        raise UserError(f"{reason}; --device cpu trains without them")
+    return torch.cuda.device_count()
 
 
 def processes(batch_seqs: int, gpus: int) -> int:
@@ -68,7 +76,9 @@ def start(hp: Hyperparameters, words: list[str], **options) -> tuple[int, str]:
     """Run a Python program, the first of the words, on the GPUs for which the settings ask, and
     wait. Return its exit status (128 + n after signal n), and the signal or the error.
 
-    The terminal sends a Ctrl-C to the program, too, which saves and ends. A SIGTERM is passed on.
+    The first signal to stop is passed on as a SIGTERM, and a later SIGINT as it is: it ends a run
+    that saves at once. A terminal sends its signals to a single program, too, but not to torchrun
+    and its ranks.
     """
     gpus = gpus_for(hp)
     count = processes(hp.batch_seqs, gpus)
@@ -76,17 +86,26 @@ def start(hp: Hyperparameters, words: list[str], **options) -> tuple[int, str]:
     if count > 1:
         # On CPUs, processes share the cores; on GPUs, one thread each is enough.
         env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        torchrun = [
+            "-P",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={count}",
+        ]
     # A script in another folder must find the project's modules.
     env["PYTHONPATH"] = f"{HERE}:{env.get('PYTHONPATH', '')}".rstrip(":")
     command = [sys.executable, *torchrun, *words]
-    child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, **options)
-    last, signals = deque(maxlen=200), []
+    child, signals, last = None, [], deque(maxlen=200)
 
     def note(number: int, frame) -> None:
         signals.append(number)
-        if number == signal.SIGTERM:
+        if child and len(signals) == 1:
             child.terminate()
+        elif child and number == signal.SIGINT and torchrun:  # it would not pass on a SIGINT
+            subprocess.run(f"pkill -INT -P {child.pid}", shell=True)
+        elif child and number == signal.SIGINT:
+            child.send_signal(number)
 
     def pass_on() -> None:
         for line in child.stderr:
@@ -94,17 +113,25 @@ def start(hp: Hyperparameters, words: list[str], **options) -> tuple[int, str]:
             print(text, end="", file=sys.stderr, flush=True)
             last.append(text.strip())
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, note)
+    own_session = bool(torchrun)  # each of its ranks has one, too
+    options |= {"env": env, "stderr": subprocess.PIPE, "start_new_session": own_session}
+    child = subprocess.Popen(command, **options)
+    if signals:  # that came before the child
+        child.terminate()
     reader = Thread(target=pass_on, daemon=True)
     reader.start()
     status = child.wait()
+    if status and signals:
+        status = 128 + signals[0]  # the program has had a SIGTERM, and torchrun has its own status
+    elif status < 0:
+        status = 128 - status
     reader.join(timeout=10)  # a process that the program left behind may keep the pipe open
     for number, handler in before.items():
         signal.signal(number, handler)
-    if status < 0:
-        status = 128 - status
-    elif status and signals:
-        status = 128 + signals[0]  # torchrun's own status is another one
     if status > 128:
         return status, signal.Signals(status - 128).name
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in last if line]

@@ -44,15 +44,15 @@ def print_difference(run_class: type[train_gpt.Run], names: list[str]) -> None:
     parse = script.core(run_class).parse_args
     names = [parse(["--record", name], run_class)[1] for name in names]
     a, b = (vars(run_class.records[name]) for name in names)
-    width = 2 + max(map(len, names))
-    print(f"{'':<24}{names[0]:<{width}}{names[1]}")
+    rows = [["setting", *names]]
     for setting in a:
         # A setting that is a table, such as `layers`, has a row here for each of its rows.
         tables = [show(settings[setting]).split(",") for settings in (a, b)]
         for i, (one, other) in enumerate(itertools.zip_longest(*tables, fillvalue="-")):
             title = f"{setting} {i}" if max(map(len, tables)) > 1 else setting
             if one != other:
-                print(f"{title:<24}{one:<{width}}{other}")
+                rows.append([title, one, other])
+    print_table(rows)
 
 
 def print_against_published(log: Path) -> None:

@@ -1,13 +1,13 @@
 """The summary of a run: the last lines on the console, and an object in logs/results.jsonl.
 
 run              name of the run; logs/RUN.txt is its log
-status           finished, stopped (by a signal, after saving) or failed
+status           finished, stopped (by a signal, and a checkpoint was saved) or failed
 reason           the signal, or the error
 script, digest   the script, and a digest of its source and of the project's files that it imports
 record, flags    its settings
 machine          GPUs
 steps, tokens    made and read, since step 0
-val_loss         of the last step, in nats per token, if the run is finished
+val_loss         of the last step, in nats per token, if the run has come so far
 bits_per_byte    val_loss / ln 2 * tokens / bytes, of the text that validation reads
 train_time_s     without warm-up, validation and saving, since step 0
 warm_up_s        compilation and warm-up of this start
@@ -23,9 +23,9 @@ What is unknown is null in the file, and not printed.
 
 import hashlib
 import json
+import os
 import re
 import shlex
-import signal
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -34,14 +34,15 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
+import process  # noqa: E402
 import script  # noqa: E402
 from logfile import RULE  # noqa: E402
 
 from gpt2 import bits_per_byte  # noqa: E402
-from train_gpt import END_OF_TEXT, Hyperparameters, Run  # noqa: E402
+from train_gpt import END_OF_TEXT, Hyperparameters, Run, UserError  # noqa: E402
 
 RESULTS = Path("logs", "results.jsonl")
-STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit statuses
+STOPPED = [128 + number for number in process.STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 
 
@@ -94,10 +95,12 @@ def result_of(start: Start, status: int, reason: str) -> dict:
     steps = int(last(r"step:(\d+)/", whole) or 0)
     ms = int(last(r"step:.* train_time:(\d+)ms", whole) or 0)
     tokens = hp.batch_seqs * sum(run_class.moment(step, hp).seq_len for step in range(steps))
-    val_loss = bits = None
-    if not status:
-        val_loss = float(last(r"step:.* val_loss:(\S+)", whole))
-        bits = bits_of(val_loss, hp, run_class)
+    val_loss = last(rf"step:{hp.num_iterations}/.* val_loss:(\S+)", whole)
+    val_loss = val_loss and float(val_loss)
+    bits = val_loss and bits_of(val_loss, hp, run_class)
+    saved = "; go on with" in (last(r"stopped by .* after step .*") or "")
+    if status in STOPPED and not saved:
+        reason += ": no checkpoint was saved"
     warm_up, parameters = last(r"compilation and warm-up.*: (.*) s$"), last(r"parameters: (.*)")
     memory = last(r"peak memory allocated: (\d+) MiB")
     off = dict(re.findall(r"^kernel (\w+) is off: (.*)$", lines, re.MULTILINE))
@@ -105,7 +108,7 @@ def result_of(start: Start, status: int, reason: str) -> dict:
     flags = script.core(run_class).changed_flags(replace(hp, run_id="", resume=False), default)
     return {
         "run": hp.run_id,
-        "status": "stopped" if status in STOPPED else "failed" if status else "finished",
+        "status": "stopped" if saved else "failed" if status else "finished",
         "reason": reason if status else None,
         "script": script.show(start.path),
         "digest": start.digest,
@@ -130,10 +133,12 @@ def result_of(start: Start, status: int, reason: str) -> dict:
 
 def not_begun(path: Path, flags: list[str], error: BaseException) -> dict:
     """Return the summary of a run that an error, or a signal, has kept from beginning."""
-    is_stopped = isinstance(error, KeyboardInterrupt)
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        reason = "SIGINT: the run had not begun"
     known = {
-        "status": "stopped" if is_stopped else "failed",
-        "reason": f"{type(error).__name__}: {error}",
+        "status": "failed",
+        "reason": reason,
         "script": script.show(path),
         "digest": digest(path),
         "flags": shlex.join(flags),
@@ -142,10 +147,18 @@ def not_begun(path: Path, flags: list[str], error: BaseException) -> dict:
 
 
 def note(result: dict) -> None:
-    """Append a summary to logs/results.jsonl, in one write: runs may end at the same time."""
+    """Append a summary to logs/results.jsonl, in one write: runs may end at the same time. A line
+    that a full disk has cut is ended first."""
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+    line = json.dumps(result).encode() + b"\n"
+    try:
+        with RESULTS.open("ab+") as file:
+            file.seek(-1 if file.tell() else 0, os.SEEK_END)
+            if file.read(1) not in (b"", b"\n"):
+                line = b"\n" + line
+            file.write(line)
+    except OSError as error:
+        raise UserError(f"could not write {RESULTS}: {error.strerror}") from error
 
 
 def print_result(result: dict) -> None:

@@ -142,6 +142,7 @@ def sample(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
     device, _, _ = train_gpt.start_device(checkpoint.hp.device)
     model = checkpoint.model(device, compile="off")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for each number of keys
     seed = torch.seed() % 2**32 if args.seed is None else args.seed
     generator = torch.Generator().manual_seed(seed)
 

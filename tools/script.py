@@ -137,8 +137,8 @@ class Checkpoint:
         """Return its model on a device, for evaluation; `changed` replaces settings. UserError if
         its weights are those of other settings."""
         hp = replace(self.hp, **changed)
-        model = core(self.run_class).build(self.run_class, hp, device)
         try:
+            model = core(self.run_class).build(self.run_class, hp, device)
             model.load_state_dict(self.saved["model"])
         except RuntimeError as error:
             raise UserError(f"{self.path} has other weights than its settings: {error}") from error
@@ -146,23 +146,24 @@ class Checkpoint:
 
 
 def script_that_saved(path: Path) -> Path:
-    """Return the script that saved a checkpoint; train_gpt.py if the checkpoint names none.
-    UserError if the script is not found."""
+    """Return the script that a checkpoint names; train_gpt.py if it names none. UserError if the
+    project and forks/ have no script of that name: a checkpoint chooses no code elsewhere."""
     try:  # with mmap, weights stay in the file
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        # The name alone counts: a checkpoint from elsewhere must not choose what code runs.
-        name = Path(saved["script"]).name
-    except Exception:  # a published one, or load_checkpoint will say what is wrong
+        name = saved.get("script", OWN.name)
+    except Exception:  # load_checkpoint will say what is wrong
         return OWN
-    try:
-        return find(name)
-    except UserError as error:
-        raise UserError(f"{path} was saved by {name}; {error}") from error
+    for script in (*HERE.glob("*.py"), *HERE.glob("forks/*.py")):
+        if script.name == name:
+            return script
+    remedy = "name that script: --script PATH"
+    raise UserError(f"{path} was saved by {name!r:.80}, not by a script of the project: {remedy}")
 
 
 def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
     """Return a checkpoint's content, and the Run of `script`, or else of the script that saved it.
-    UserError if the file or the script is missing, or if its tokens are not GPT-2's."""
+    UserError if the file or the script is missing, if its tokens are not GPT-2's, or if its step is
+    no number."""
     if not path.is_file():
         raise UserError(f"there is no checkpoint {path}")
     run_class = load(script or script_that_saved(path))
@@ -170,6 +171,9 @@ def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
     words = getattr(saved.get("hyperparameters"), "vocab_size", END_OF_TEXT + 1)
     if words <= END_OF_TEXT:
         raise UserError(f"{path}: {words} tokens are not GPT-2's vocabulary")
+    step = saved.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise UserError(f"{path}: its step is {step!r:.80}: no program of this project saved it")
     return saved, run_class
 
 

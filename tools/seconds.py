@@ -9,7 +9,6 @@ A time is remembered in logs/times.json, by a digest of source, settings, torch 
 """
 
 import argparse
-import gc
 import hashlib
 import json
 import math
@@ -37,13 +36,13 @@ from logfile import OF_ONE_RUN  # noqa: E402
 from train_gpt import Hyperparameters, UserError, all_reduce_, as_program, start_device  # noqa: E402
 
 TIMES = Path("logs", "times.json")
-ROUNDS = 15  # at most, in all repeats; in each, a block of steps is timed at each window
+ROUNDS = 15  # at most; in each, a block of steps is timed at each window
 BLOCK_S = 0.2  # least time of a block, so that waiting for the GPU at its ends does not count
 LATE = 1.1  # a run that takes so many times the seconds asked for should be timed again
 
 
 # -----------------------------------------------------------------------------
-# The program: time the schedules of some scripts, in turn
+# The program: time the schedule of a script
 
 
 def shares_of(run: Timed) -> dict[int, float]:
@@ -67,53 +66,30 @@ def shares_of(run: Timed) -> dict[int, float]:
     return shares
 
 
-def time_schedules(runs: list[Timed], budget: float, rounds: int) -> list[float]:
-    """Return for each run the mean ms of a step. The runs take turns, for `budget` seconds or
-    `rounds` rounds; each step is timed once in any case."""
-    device, begin = runs[0].device, time.perf_counter()
-    shares = [shares_of(run) for run in runs]
-    times = [defaultdict(list) for _ in runs]  # for each run: step -> ms of its blocks
-    counts = [{} for _ in runs]  # for each run: step -> number of steps in a block
+def time_schedule(run: Timed, budget: float) -> float:
+    """Return the mean ms of a step. Each kind is timed once, then in rounds, as long as the next
+    round fits into `budget` seconds."""
+    begin, shares = time.perf_counter(), shares_of(run)
+    times = defaultdict(list)  # step -> ms of its blocks
+    counts = {}  # step -> number of steps in a block
     round_s = 0.0
-    for i, run in enumerate(runs):
-        for step in shares[i]:
-            time_block(run, step, 1)  # reads data for the first time
-            ms, _ = time_block(run, step, run.every)
-            ms = all_reduce_(torch.tensor(ms, device=device)).item() / RANKS  # all count alike
-            counts[i][step] = run.every * math.ceil(1e3 * BLOCK_S / ms / run.every)
-            round_s += ms * counts[i][step] / 1e3
-            if counts[i][step] == run.every:
-                times[i][step].append(ms)
-    for _ in range(rounds):
+    for step in shares:
+        time_block(run, step, 1)  # reads data for the first time
+        ms, _ = time_block(run, step, run.every)
+        ms = all_reduce_(torch.tensor(ms, device=run.device)).item() / RANKS  # all count alike
+        counts[step] = run.every * math.ceil(1e3 * BLOCK_S / ms / run.every)
+        round_s += ms * counts[step] / 1e3
+        if counts[step] == run.every:
+            times[step].append(ms)
+    for _ in range(ROUNDS):
         is_over = time.perf_counter() - begin + round_s > budget
-        is_over = all_reduce_(torch.tensor(float(is_over), device=device)).item()
-        for i, run in enumerate(runs):
-            for step, count in counts[i].items():
-                if not (is_over and times[i][step]):
-                    times[i][step].append(time_block(run, step, count)[0])
+        is_over = all_reduce_(torch.tensor(float(is_over), device=run.device)).item()
+        for step, count in counts.items():
+            if not (is_over and times[step]):
+                times[step].append(time_block(run, step, count)[0])
         if is_over:
             break
-    return [
-        sum(share * median(of_run[step]) for step, share in of_schedule.items())
-        for of_run, of_schedule in zip(times, shares, strict=True)
-    ]
-
-
-def measure(sides: list[list[str]], budget: float, repeats: int) -> list[list[float]]:
-    """Return for each repeat the mean ms of a step of each side, a script and its flags. The order
-    alternates. Models are built anew for each repeat, because a run's speed also depends on where
-    its memory lies. A repeat holds the models of all sides, but runs one at a time."""
-    chosen = [configuration(script.find(path), flags) for path, *flags in sides]
-    device, _, _ = start_device(chosen[0].hp.device)
-    found = []
-    for repeat in range(repeats):
-        turn = 1 if repeat % 2 == 0 else -1
-        runs = [Timed(one, device) for one in chosen[::turn]]
-        found.append(time_schedules(runs, budget / repeats, ROUNDS // repeats)[::turn])
-        del runs
-        gc.collect()
-        torch.cuda.empty_cache()
-    return found
+    return sum(share * median(times[step]) for step, share in shares.items())
 
 
 # -----------------------------------------------------------------------------
@@ -139,17 +115,18 @@ def check(seconds: float, flags: list[str]) -> None:
         raise UserError("--seconds chooses --num_iterations: leave one of them out")
 
 
-def ms_per_step(
-    sides: list[tuple[Path, list[str]]], seconds: float, repeats: int
-) -> list[list[float]]:
-    """Start this file as a program, and return what `measure` returns. UserError if it fails."""
-    budget = len(sides) * max(seconds / 10, 20.0)
-    print(f"timing steps: this takes about {budget:.0f} s, and the time to compile", flush=True)
-    words = [[str(path), *flags] for path, flags in sides]
+def budget(seconds: float) -> float:
+    """Return for how many seconds steps are timed, if a run is to take `seconds`."""
+    return max(seconds / 10, 20.0)
+
+
+def ms_per_step(path: Path, flags: list[str], budget: float) -> float:
+    """Start this file as a program, and return what `time_schedule` returns of a script with these
+    flags. UserError if it fails."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "ms.json")
-        request = json.dumps([words, budget, repeats, str(out)])
-        hp, _ = script.parse(*sides[0])
+        request = json.dumps([str(path), flags, budget, str(out)])
+        hp, _ = script.parse(path, flags)
         status, reason = process.start(hp, [__file__, request])
         if status in result.STOPPED:
             raise KeyboardInterrupt
@@ -220,7 +197,9 @@ def with_steps(path: Path, flags: list[str], args: argparse.Namespace, longer=No
     key = machine_key(path, script.parse(path, flags)[0])
     ms = None if args.time_again else remembered().get(key)
     if ms is None:
-        ms = ms_per_step([(path, flags)], args.seconds, repeats=1)[0][0]
+        most = budget(args.seconds)
+        print(f"timing steps: this takes about {most:.0f} s, and the time to compile", flush=True)
+        ms = ms_per_step(path, flags, most)
         TIMES.parent.mkdir(exist_ok=True)
         unfinished = TIMES.with_suffix(".tmp")
         unfinished.write_text(json.dumps(remembered() | {key: ms}))
@@ -233,11 +212,13 @@ def with_steps(path: Path, flags: list[str], args: argparse.Namespace, longer=No
 
 
 def work() -> None:
-    """Do what a request asks for, and write what `measure` returns into its file."""
-    sides, budget, repeats, out = json.loads(sys.argv[1])
-    found = measure(sides, budget, repeats)
+    """Do what a request asks for, and write the ms into its file."""
+    path, flags, budget, out = json.loads(sys.argv[1])
+    chosen = configuration(Path(path), flags)
+    device, _, _ = start_device(chosen.hp.device)
+    ms = time_schedule(Timed(chosen, device), budget)
     if RANK == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(ms))
 
 
 if __name__ == "__main__":

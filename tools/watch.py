@@ -4,11 +4,13 @@
     ./run.sh tools/watch.py logs/RUN.txt                a certain run, live or finished
 
 Reads the log and the .jsonl beside it, which has a row per step. On FineWeb, the record's published
-losses are plotted, too. If the output is not a terminal, the plot is printed once. Pictures of runs
-are made by tools/leaderboard.py --plot.
+losses are plotted, too. A run that ended early is followed by the command that goes on with it. If
+the output is not a terminal, the plot is printed once. Pictures of runs are made by
+tools/leaderboard.py --plot.
 """
 
 import argparse
+import fcntl
 import json
 import shutil
 import statistics
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import logfile
 import plotext
-from logfile import Run, read_log
+from logfile import RULE, Run, read_log
 
 RECENT = 25  # steps whose median is the speed
 
@@ -49,6 +51,31 @@ def read_metrics(path: Path) -> list[dict]:
             continue
         rows[last] = rows.get(last, {}) | row
     return [rows[step] for step in sorted(rows) if step <= last]
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a process may be writing a log: a run locks its log while it lives."""
+    with path.open() as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def early_end(run: Run) -> str:
+    """Return what a log says of the stop of its run, or how to go on with a run that says nothing;
+    "" if the run is finished."""
+    if run.steps in run.curve:
+        return ""
+    lines = run.path.read_text("utf-8").split(f"\n{RULE}\n")[-1].splitlines()
+    if lines[-1].startswith("stopped by "):
+        return lines[-1]
+    text = "the run failed or was killed"
+    for record in [line for line in lines if line.startswith("record ")][-1:]:
+        command = f"./run.sh {run.settings.get('script', '')} --{record} --run_id {run.path.stem}"
+        text += f"; go on with {command} --resume on"
+    return text
 
 
 def published(run: Run) -> dict[int, float]:
@@ -140,20 +167,22 @@ def main(argv: list[str] | None = None) -> None:
     if not logs:
         sys.exit("watch.py: no log under logs/: name one")
     path = max(logs, key=lambda log: log.stat().st_mtime) if len(logs) > 1 else logs[0]
-    live, ended = sys.stdout.isatty(), False
-    while not ended:
+    live, written = sys.stdout.isatty(), True
+    while written:
         try:
+            written = is_written(path)  # before it is read: otherwise, the end could be missed
             run, rows = look(path)
             text = view(run, rows, time.time() - path.stat().st_mtime, *shutil.get_terminal_size())
-            ended = run.steps in run.curve
+            if not written:
+                text = f"{text}\n{early_end(run)}".rstrip("\n")
         except (ValueError, OSError) as error:
             text = f"{path}: {getattr(error, 'strerror', None) or error}"
-            if not live:
+            if not (live and written):
                 sys.exit(f"watch.py: {text}")
         print(f"\x1b[H\x1b[J{text}" if live else plotext.uncolorize(text), flush=True)
         if not live:
             break
-        if not ended:
+        if written:
             time.sleep(args.interval)
 
 

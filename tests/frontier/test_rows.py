@@ -321,4 +321,6 @@ def test_a_run_of_another_length_has_shares_of_it(name, steps):
     floor = float(ROW[name].floor)
     assert [now.lr for now in moments[rest:]] == pytest.approx([floor] * counts[3])
     tied = [now.tied for now in moments].index(False)
-    assert tied % 2 == 0 and 0 < tied - rest * 2 / 3 < 3
+    # Of integers: 2/3 of the steps, rounded up in row B and to the nearest in row D, then made odd.
+    share = -(-2 * rest // 3) if name == "B" else (4 * rest + 3) // 6
+    assert tied == (share | 1) + 1

@@ -68,13 +68,12 @@ def stopped(words: list[str]) -> None:
 
 
 def test_one_rank_goes_on_where_two_were_stopped(flags, whole, tmp_path):
-    """A signal is seen in the next step, whose result comes one later. Adam learns at each second
-    step, so the run makes a fourth one."""
+    """A signal is seen in the next step. Adam learns at each second step, and that is one."""
     run = Program([*flags[D], "--save_every", 0], 2, stopped)
     assert run.end() == [143, 143], run.text("err")
-    assert list(tmp_path.glob("logs/it/*.pt")) == [tmp_path / checkpoint(4)]
+    assert list(tmp_path.glob("logs/it/*.pt")) == [tmp_path / checkpoint(2)]
     out = console_of([*flags[D], *RESUME], tmp_path, main)
-    assert "\nresumed at step 4\n" in out
+    assert "\nresumed at step 2\n" in out
     assert_close(outcome(tmp_path), whole(D))
 
 

@@ -1,0 +1,103 @@
+"""tools/machine.py: GPUs that torch cannot use stop a run, and a report for `./run.sh setup`."""
+
+import re
+import sys
+
+import compare
+import launch
+import machine
+import process
+import pytest
+import torch
+from runs import error_of
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*) for _ in 1 2 3 4 5 6 7 8; do echo "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54"; done ;;
+*) echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |" ;;
+esac
+"""
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Make this a machine of eight GPUs with a CPU build of torch, and the current folder empty."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (launch.main, []),
+        (launch.main, ["--device", "cuda"]),
+        (launch.main, ["--seconds", "9"]),
+        (launch.main, ["--runs", "2"]),
+        (compare.main, ["--compare", "", "--muon_lr 0.1"]),
+    ],
+)
+def test_gpus_that_torch_cannot_use_stop_a_command(main, words, node, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.sh", *words])
+    status, err = error_of([], capsys, lambda _: main())
+    assert status == 1
+    assert re.match("run.sh: error: torch cannot use the 8 GPUs of this machine: ", err)
+    assert (
+        f"{sys.executable} has torch {torch.__version__} (CPU build), the driver is 550.54" in err
+    )
+    assert "(for CUDA up to 12.4)" in err and "--device cpu trains without them" in err
+
+
+@pytest.mark.parametrize(("visible", "flags"), [("0", ["--device", "cpu"]), ("", []), ("-1", [])])
+def test_a_run_without_gpus_can_be_asked_for(visible, flags, node, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(sys, "argv", ["run.sh", *flags])
+    monkeypatch.setattr(process, "start", lambda *_: sys.exit("started"))
+    with pytest.raises(SystemExit, match="started"):
+        launch.main()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "error", "remedy"),
+    [
+        ("13.0", "The NVIDIA driver is too old (found version 12040)", "update the driver, or"),
+        ("12.4", "Error 802: system not yet initialized", "torch says: Error 802: system"),
+        (None, "", "install a torch with CUDA there, or name another Python with PYTHON="),
+    ],
+)
+def test_the_remedy_depends_on_what_keeps_torch_from_the_gpus(
+    cuda, error, remedy, node, tmp_path, monkeypatch
+):
+    def init():
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(machine, "HERE", tmp_path)
+    assert f": {remedy}" in machine.fault()
+    if cuda is None:
+        monkeypatch.setattr(torch, "__file__", str(tmp_path / ".venv/lib/torch/__init__.py"))
+        assert f": delete {tmp_path}/.venv, and ./run.sh installs" in machine.fault()
+
+
+def test_setup_is_not_ready_where_torch_cannot_use_the_gpus(node, capsys):
+    with pytest.raises(machine.UserError, match="torch cannot use the 8 GPUs"):
+        machine.report()
+    out = capsys.readouterr().out
+    assert "\nGPUs           8 x NVIDIA H100 80GB HBM3, 81559 MiB\n" in out and "ready" not in out
+
+
+def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(machine, "FINEWEB", f"{tmp_path}/fineweb")
+    for name in ("train_000001", "train_000002", "val_000000"):
+        (tmp_path / f"fineweb_{name}.bin").touch()
+    machine.report()
+    out = capsys.readouterr().out
+    assert "\nGPUs           none\n" in out and "\nFineWeb        2 train and 1 validation" in out
+    assert out.endswith("run.sh: ready to train the demo, without a GPU\n")

@@ -1,0 +1,125 @@
+"""What does this machine have, and can a run start here? `./run.sh setup` ends with this report.
+
+Its last line says what ./run.sh will train, or why torch cannot use the GPUs that are here.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from glob import glob
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project
+from train_gpt import FINEWEB, HERE, UserError, as_program, fp8_supported  # noqa: E402
+
+# Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
+warnings.filterwarnings("ignore", "CUDA initialization")
+
+
+def nvidia_smi(*flags: str) -> str:
+    """Return what nvidia-smi prints; "" if it fails, or if there is none."""
+    try:
+        done = subprocess.run(["nvidia-smi", *flags], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return "" if done.returncode else done.stdout
+
+
+def listed_gpus() -> list[list[str]]:
+    """Return for each GPU that nvidia-smi lists its name, its memory and its driver's version."""
+    table = nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return [line.split(", ") for line in table.splitlines()]
+
+
+def driver_of(gpus: list[list[str]]) -> str:
+    """Return the version of the GPUs' driver, and the newest CUDA that it supports."""
+    cuda = re.search(r"CUDA (UMD )?Version: *([\d.]+)", nvidia_smi())
+    return f"{gpus[0][2]} (for CUDA up to {cuda[2] if cuda else 'an unknown version'})"
+
+
+def torch_here() -> str:
+    """Return torch's version, and the CUDA that it was built with."""
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return f"{torch.__version__} ({built})"
+
+
+def error_of_torch() -> str:
+    """Return the error with which torch's CUDA build starts, "" if there is none."""
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def fault() -> str:
+    """Return why torch cannot use the GPUs that nvidia-smi lists, and a remedy; "" if it can, if
+    there are none, or if CUDA_VISIBLE_DEVICES hides them."""
+    hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if hidden or torch.cuda.is_available() or not (gpus := listed_gpus()):
+        return ""
+    venv = HERE / ".venv"
+    if torch.version.cuda:
+        remedy = "update the driver, or install a torch with an older CUDA by that Python's pip"
+        if "too old" not in (error := error_of_torch()):
+            remedy = f"torch says: {error}"
+    elif venv.resolve() in Path(torch.__file__).resolve().parents:
+        remedy = f"delete {venv}, and ./run.sh installs a torch with CUDA"
+    else:
+        remedy = "install a torch with CUDA there, or name another Python with PYTHON=path"
+    found = f"{sys.executable} has torch {torch_here()}, the driver is {driver_of(gpus)}"
+    return f"torch cannot use the {len(gpus)} GPUs of this machine: {found}: {remedy}"
+
+
+def kernels_here() -> str:
+    """Return whether the Triton kernels can run, or why not."""
+    try:
+        import gpu_kernels
+    except ImportError as error:
+        return f"none: {error}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return gpu_kernels.obstacle(device) or f"Triton {gpu_kernels.triton.__version__} works"
+
+
+def rows() -> dict[str, str]:
+    """Return what this machine has, by name."""
+    gpus = listed_gpus()
+    counts = Counter(f"{name}, {memory}" for name, memory, _ in gpus)
+    shards = {kind: len(glob(f"{FINEWEB}_{kind}_*.bin")) for kind in ("train", "val")}
+    found = {
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "torch": torch_here(),
+        "driver": driver_of(gpus) if gpus else "nvidia-smi lists no GPU",
+        "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in counts.items()) or "none",
+        "processor": f"{os.cpu_count()} cores, {platform.machine()}",
+        "kernels": kernels_here(),
+        "FineWeb": f"{shards['train']} train and {shards['val']} validation shards",
+        "free disk": f"{shutil.disk_usage(HERE).free / 1e9:.1f} GB in {HERE}",
+    }
+    if torch.cuda.is_available():
+        works = fp8_supported(torch.device("cuda"))
+        found["FP8"] = "works" if works else "wants compute capability 8.9: the head is in bfloat16"
+    if os.path.exists("/dev/shm"):  # not on macOS
+        found["shared memory"] = f"{shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB free"
+    return found
+
+
+def report() -> None:
+    """Print what this machine has. UserError if it has GPUs that torch cannot use."""
+    for name, value in rows().items():
+        print(f"{name:15}{value}")
+    if reason := fault():
+        raise UserError(reason)
+    count = torch.cuda.device_count()
+    print("run.sh: ready to train", f"on {count} GPUs" if count else "the demo, without a GPU")
+
+
+if __name__ == "__main__":
+    as_program("run.sh", report)
