@@ -1,19 +1,20 @@
 """Triton kernels, forward and backward, for train_gpt.py and its forks, and the choice among them.
 
 The scripts run without this file. Each kernel here is the twin of a plain function or method, which
-is marked @has_twin there and says what is computed. A run uses a twin if the twin builds and agrees
-with the plain function (choose_kernels). Kernels take floats as constants, because torch.compile
-would pass them as float64.
+is marked @has_twin there and says what is computed. A run uses a twin if the twin builds, agrees
+with the plain function and is not slower (choose_kernels). Kernels take floats as constants,
+because torch.compile would pass them as float64.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import itertools
+import math
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import triton
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 IN_USE = {}  # by name: the twins that are called in place of plain functions
+TIMES = {}  # by name: milliseconds of the plain function and of its twin, on this rank
 
 
 def has_twin(plain):
@@ -40,9 +42,8 @@ def obstacle(device: torch.device) -> str:
     if device.type == "cuda":
         old = torch.cuda.get_device_capability(device) < (8, 0)
         return "Triton wants a GPU with bfloat16, from Ampere on" if old else ""
-    if triton.knobs.runtime.interpret:
-        return ""
-    return "Triton wants a CUDA GPU (or, to try the kernels, TRITON_INTERPRET=1)"
+    missing = "Triton wants a CUDA GPU (or, to try the kernels, TRITON_INTERPRET=1)"
+    return "" if triton.knobs.runtime.interpret else missing
 
 
 @torch.compiler.assume_constant_result
@@ -54,76 +55,56 @@ def shared_memory_is_small(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
 
 
-def fp8_supported(device: torch.device) -> bool:
-    """Say whether a device has fast FP8 matmuls: GPUs do, from Ada on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 # -----------------------------------------------------------------------------
 # The head's loss, with the gradient of the logits in float8
 
 
 @triton.jit
-def softcap_kernel(
-    logits, targets, shares, losses, grads, vocab, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, WITH_GRAD: tl.constexpr,
-    TARGETS: tl.constexpr, WITH_SHARES: tl.constexpr, COLUMNS: tl.constexpr,
+def softcap_grad_kernel(
+    logits, targets, shares, sums, grads, grads_t, rows, vocab, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, TARGETS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads one row twice: from memory for the sum, then from the cache.
-
-    z = A sigmoid((logit + B) / C) is at most A, so softmax subtracts A, not the maximum.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab
-    targets += row * TARGETS
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, vocab, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
-        term = tl.exp(A * (tl.sigmoid((logit + B) * (1 / C)) - 1))
-        total += tl.where(column < vocab, term, 0.0)
-    total = tl.sum(total)
-    of_target = tl.sigmoid((tl.load(logits + tl.load(targets)).to(tl.float32) + B) * (1 / C))
-    tl.store(losses + row, tl.log(total) - A * (of_target - 1))
-    if WITH_GRAD:
-        weight = 1.0
-        if WITH_SHARES:  # the softmax is weighted by the sum of the shares of the row's targets
-            weight = 0.0
-            for k in tl.static_range(TARGETS):
-                weight += tl.where(tl.load(targets + k) >= 0, tl.load(shares + k), 0.0)
-        for start in range(0, vocab, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            logit = tl.load(logits + column, column < vocab, 0.0).to(tl.float32)
-            s = tl.sigmoid((logit + B) * (1 / C))
-            p = tl.exp(A * (s - 1)) * (weight / total)
-            for k in tl.static_range(TARGETS):
-                share = tl.load(shares + k) if WITH_SHARES else 1.0
-                p -= tl.where(column == tl.load(targets + k), share, 0.0)
-            grad = tl.clamp(A / C * SCALE * p * s * (1 - s), -LARGEST, LARGEST)
-            tl.store(grads + row * vocab + column, grad.to(grads.dtype.element_ty), column < vocab)
+    """Each program computes one tile, and stores it in grads, and its transpose in grads_t if there
+    is one. Only the tile's corner is in int64, so that all numbers fit registers."""
+    top, left = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None]
+    inside = (top + i < rows) & (left + j < vocab)
+    place = top.to(tl.int64) * vocab + left + (i * vocab + j)
+    weight = tl.zeros([ROWS, 1], tl.float32)  # the sum of the shares of a row's targets
+    wanted = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in tl.static_range(TARGETS):
+        target = tl.load(targets + (top + i) * TARGETS + k, top + i < rows, -1).to(tl.int32)
+        share = SCALE * (1.0 if shares is None else tl.load(shares + k))
+        weight += tl.where(target >= 0, share, 0.0)
+        wanted += tl.where(left + j == target, share, 0.0)
+    weight /= tl.load(sums + top + i, top + i < rows, 1.0)
+    s = tl.sigmoid((tl.load(logits + place, inside, 0.0).to(tl.float32) + B) * (1 / C))
+    grad = (tl.exp(A * (s - 1)) * weight - wanted) * s * (1 - s)
+    grad = tl.clamp(grad, -LARGEST, LARGEST).to(grads.dtype.element_ty)
+    tl.store(grads + place, grad, inside)
+    if grads_t is not None:
+        tl.store(grads_t + left.to(tl.int64) * rows + top + (j * rows + i), grad, inside)
 
 
 def softcap_losses(logits, targets, shares, form, grad_scale, dtype):
-    """Return the summed loss () of the next token, for logits (T, V) capped by the sigmoid form
-    (a, b, c) and targets (T,) or (T, K). With a dtype, also return in it the gradient (T, V) of all
-    targets' losses times their shares (K,), times grad_scale."""
-    losses = torch.empty(len(logits), device=logits.device)
-    a, b, c = form
-    with_grad = dtype is not None
-    grads = torch.empty_like(logits, dtype=dtype) if with_grad else logits  # any tensor will do
-    softcap_kernel[(len(logits),)](
-        logits, targets.contiguous(), losses if shares is None else shares, losses, grads,
-        logits.size(1), A=a, B=b, C=c, SCALE=grad_scale, LARGEST=torch.finfo(grads.dtype).max,
-        WITH_GRAD=with_grad, TARGETS=targets.numel() // len(targets),
-        WITH_SHARES=shares is not None, COLUMNS=8192, num_warps=16,
+    """Return the summed loss () of the next token, for logits (T, V) and targets (T,) or (T, K).
+    With a dtype, also return in it the gradient (T, V) of all targets' losses times their shares
+    (K,), times grad_scale; and its transpose: a copy in float8, else a view. The form (a, b, c)
+    caps logits: a sigmoid((logit + b) / c) is at most a, so softmax subtracts a, no maximum."""
+    (T, V), (a, b, c), targets = logits.shape, form, targets.reshape(len(targets), -1).contiguous()
+    sums = torch.exp(a * (torch.sigmoid((logits.float() + b) / c) - 1)).sum(1)
+    of_target = torch.sigmoid((logits.gather(1, targets[:, :1]).float().flatten() + b) / c)
+    loss = (sums.log() - a * (of_target - 1)).sum()
+    if dtype is None:
+        return loss, None, None
+    grads = torch.empty_like(logits, dtype=dtype)
+    grads_t = grads.new_empty(V, T) if dtype.itemsize == 1 else None
+    softcap_grad_kernel[(-(-V // 128), -(-T // 64))](
+        logits, targets, shares, sums, grads, grads_t, T, V, a, b, c, a / c * grad_scale,
+        torch.finfo(dtype).max, targets.size(1), 64, 128, num_warps=8,
     )  # fmt: skip
-    return losses.sum(), grads if with_grad else None
-
-
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return x * scale in float8, clamped: a plain cast to float8_e5m2 overflows to inf."""
-    largest = torch.finfo(dtype).max
-    return (x * scale).clamp(-largest, largest).to(dtype)
+    return loss, grads, grads.T if grads_t is None else grads_t
 
 
 def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,9 +118,7 @@ def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, dtype: torch.dtype) -> T
 
 
 class FusedLoss(torch.autograd.Function):
-    """Compute chunk_loss. The forward pass also makes the logits' gradient, for FP8 in float8. FP8
-    wants that transposed, too, which is left to the backward pass: where torch.compile makes both
-    at once, it writes each byte of the transpose far from the one before."""
+    """Compute chunk_loss. The forward pass also makes the logits' gradient, for FP8 in float8."""
 
     @staticmethod
     def forward(ctx, x, w, targets, shares, form, scale, fp8_scales):
@@ -149,40 +128,39 @@ class FusedLoss(torch.autograd.Function):
             logits, grad_s = x @ w.T, 1.0
         else:
             x_s, w_s, grad_s = fp8_scales
-            x, w = to_fp8(x, x_s, torch.float8_e4m3fn), to_fp8(w, w_s, torch.float8_e4m3fn)
+            e4m3 = torch.float8_e4m3fn  # whose largest number is 448
+            x, w = (x * x_s).clamp(-448, 448).to(e4m3), (w * w_s).clamp(-448, 448).to(e4m3)
             factor = torch.full((), 1 / (x_s * w_s), device=x.device)
             logits = scaled_matmul(x, w.T, factor, torch.bfloat16)
             grad_dtype = torch.float8_e5m2
         if not ctx.needs_input_grad[0]:
             grad_dtype = None
-        loss, grads = softcap_losses(logits, targets, shares, form, scale * grad_s, grad_dtype)
-        ctx.save_for_backward(x, w, grads)
+        loss, *grads = softcap_losses(logits, targets, shares, form, scale * grad_s, grad_dtype)
+        ctx.save_for_backward(x, w, *grads)
         return loss * scale
 
     @staticmethod
     def backward(ctx, grad):
-        x, w, grads = ctx.saved_tensors
+        x, w, grads, grads_t = ctx.saved_tensors
         x_s, w_s, grad_s = ctx.fp8_scales or (1.0, 1.0, 1.0)
         grad_x = scaled_matmul(grads, w, grad / (grad_s * w_s), torch.bfloat16)
-        grad_w = scaled_matmul(grads.T, x, grad / (grad_s * x_s), torch.float32)
+        grad_w = scaled_matmul(grads_t, x, grad / (grad_s * x_s), torch.float32)
         return grad_x, grad_w, None, None, None, None, None  # autograd casts to the inputs' dtypes
 
 
 def fused_chunk_loss(head, x, targets, scale, shares=None):
     """Compute chunk_loss of a head of train_gpt.py, or of forks/train_gpt_2026.py with its form.
-
-    cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap.
-    """
+    cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap."""
     form = getattr(head, "form", (2 * head.softcap, 0.0, head.softcap / 2))
-    in_fp8 = head.use_fp8 and head.training and fp8_supported(x.device)
-    fp8_scales = (head.x_s, head.w_s, head.grad_s) if in_fp8 else None
+    fp8_scales = (head.x_s, head.w_s, head.grad_s) if head.in_fp8(x.device) else None
     return FusedLoss.apply(x, head.weight, targets, shares, form, scale, fp8_scales)
 
 
-def loss_example(model, hp, device, dtype):
+def loss_example(model, hp, device, dtype, whole=False):
     """Return example arguments of fused_chunk_loss: a head like the model's, rows of the trunk's
     output, and targets, as many a row as hp ever has."""
-    rows, count = 1024, getattr(hp, "most_targets", 1)
+    rows = min(hp.seq_len, model.lm_head.chunk_len(device)) if whole else 1024
+    count = getattr(hp, "most_targets", 1)
     weight_dtype = torch.promote_types(dtype, model.lm_head.weight.dtype)
     head = type(model.lm_head)(hp).to(device, weight_dtype)
     head.weight.data.normal_(std=4 * hp.model_dim**-0.5)
@@ -201,7 +179,7 @@ def loss_example(model, hp, device, dtype):
 
 @triton.jit
 def relu2_kernel(
-    a, b, post, out, M, N, K, stride_k, stride_n, BACKWARD: tl.constexpr,
+    a, b, post, out, M, N, K, stride_k, stride_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one tile. Eight rows of tiles run together, to share the cache."""
@@ -223,11 +201,11 @@ def relu2_kernel(
         b += BLOCK_K * stride_k
     place = m[:, None] * N + n[None]
     inside = (m[:, None] < M) & (n[None] < N)
-    if BACKWARD:
-        total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
-    else:
+    if post is None:
         total = tl.maximum(total, 0.0)
         total *= total
+    else:
+        total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
     tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
@@ -237,18 +215,18 @@ def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
     With post, which is such a square, return (a @ b) times the square's derivative instead. Tiles
     are narrow where a program has little shared memory.
     """
-    (M, K), N, backward = a.shape, b.size(1), post is not None
+    (M, K), N = a.shape, b.size(1)
     block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
     tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
-    inputs = a, b, post if backward else out, out, M, N, K, *b.stride(), backward
+    inputs = a, b, post, out, M, N, K, *b.stride()
     block_k = 128 // a.element_size()  # in bytes, for the shared memory
     relu2_kernel[(tiles,)](*inputs, block_m, block_n, block_k, num_warps=8, num_stages=3)
     return out
 
 
 class FusedMLP(torch.autograd.Function):
-    """Compute relu2_mlp. For the backward pass it keeps only the squares: the derivative is twice
-    their roots."""
+    """Compute relu2_mlp, with ReLU squared inside two of the six matmuls. For the backward pass it
+    keeps only the squares: the derivative is twice their roots."""
 
     @staticmethod
     def forward(ctx, x, w_in, w_out):
@@ -265,17 +243,65 @@ class FusedMLP(torch.autograd.Function):
         return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
 
 
-def fused_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """Compute relu2_mlp, with ReLU squared inside two of the six matmuls."""
-    return FusedMLP.apply(x, w_in, w_out)
-
-
-def mlp_example(model, hp, device, dtype):
-    """Return example arguments of fused_mlp: rows of activations, and a layer's weights."""
-    C, H, rows = hp.model_dim, 4 * hp.model_dim, min(hp.seq_len, 4096)
+def mlp_example(model, hp, device, dtype, whole=False):
+    """Return example arguments of FusedMLP: rows of activations, and a layer's weights."""
+    C, H, rows = hp.model_dim, 4 * hp.model_dim, hp.seq_len if whole else min(hp.seq_len, 4096)
     shapes = (rows, C), (H, C), (C, H)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
     return tuple(t.mul_(C**-0.5).requires_grad_() for t in tensors)
+
+
+# -----------------------------------------------------------------------------
+# Look-ups in vocabulary tables, whose gradients are sums over equal tokens in a fixed order
+
+
+@triton.jit
+def sum_rows_kernel(grad, order, starts, out, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Each program sums columns of the rows of grad that have one token: order[start] to order[end]
+    are their numbers."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start, end = tl.load(starts + token), tl.load(starts + token + 1)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(start, end, ROWS):
+        place = first + tl.arange(0, ROWS)
+        row = tl.load(order + place, place < end, 0).to(tl.int64)
+        inside = (place < end)[:, None] & (column < C)[None]
+        tile = tl.load(grad + row[:, None] * C + column[None], inside, 0.0)
+        total += tl.sum(tile.to(tl.float32), 0)
+    tl.store(out + token * C + column, total.to(out.dtype.element_ty), column < C)
+
+
+class FusedLookUp(torch.autograd.Function):
+    """Compute look_up. One sort of the tokens serves all tables, which have equally many rows."""
+
+    @staticmethod
+    def forward(ctx, tokens, *tables):
+        ctx.save_for_backward(tokens)
+        ctx.vocab = len(tables[0])
+        return tuple(table[tokens] for table in tables)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (tokens,) = ctx.saved_tensors
+        tokens, order = tokens.sort(stable=True)
+        every = torch.arange(ctx.vocab + 1, dtype=tokens.dtype, device=tokens.device)
+        starts = torch.searchsorted(tokens, every, out_int32=True)
+        outs = [grad.new_empty(ctx.vocab, grad.size(1)) for grad in grads]
+        for grad, out in zip(grads, outs, strict=True):
+            C = grad.size(1)
+            grid = ctx.vocab, -(-C // 256)
+            sum_rows_kernel[grid](grad.contiguous(), order, starts, out, C, 32, 256)
+        return None, *outs
+
+
+def look_up_example(model, hp, device, dtype, whole=False):
+    """Return example arguments of look_up: tokens, of which small ones are common, and tables."""
+    draws = torch.rand(hp.seq_len if whole else 4096, device=device)
+    tokens = (2 ** (draws * math.log2(hp.vocab_size))).int()
+    shape = hp.vocab_size, hp.model_dim
+    tables = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
+    return tokens, *tables
 
 
 # -----------------------------------------------------------------------------
@@ -285,7 +311,7 @@ def mlp_example(model, hp, device, dtype):
 @triton.jit
 def symmetric_kernel(
     a, c, out, n, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    WITH_C: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
+    TILE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one tile on or below the diagonal, and stores it and its transpose."""
     if tl.program_id(0) < tl.program_id(1):
@@ -305,7 +331,7 @@ def symmetric_kernel(
         right += TILE_K
     inside = (row[:, None] < n) & (column[None] < n)
     place = matrix * n * n + row[:, None] * n + column[None]
-    if WITH_C:
+    if c is not None:
         total = ALPHA * total + BETA * tl.load(c + place, inside, 0.0).to(tl.float32)
     total = total.to(out.dtype.element_ty)
     tl.store(out + place, total, inside)
@@ -318,26 +344,28 @@ def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
     a = a.contiguous()
     count, n, K = a.shape
     out, tiles, tile_k = a.new_empty(count, n, n), -(-n // 128), 128 // a.element_size()
-    inputs = a, out if c is None else c, out, n, K, alpha, beta, c is not None
-    symmetric_kernel[(tiles, tiles, count)](*inputs, 128, tile_k, num_warps=8, num_stages=3)
+    sizes = n, K, alpha, beta, 128, tile_k
+    symmetric_kernel[(tiles, tiles, count)](a, c, out, *sizes, num_warps=8, num_stages=3)
     return out
 
 
-def symmetric_example(model, hp, device, dtype):
+def symmetric_example(model, hp, device, dtype, whole=False):
     """Return example arguments of fused_symmetric: square matrices, and their products."""
-    a = torch.randn(4, hp.model_dim, hp.model_dim, device=device).to(dtype) * hp.model_dim**-0.5
+    C, count = hp.model_dim, 32 if whole else 4
+    a = torch.randn(count, C, C, device=device).to(dtype) * C**-0.5
     return a, a @ a.mT, 2.0315, -4.7750
 
 
 # -----------------------------------------------------------------------------
 # The twins, and the choice among them
 
-# By the plain function's name: the twin, an example of arguments, and digests of the plain
-# functions for which the twin was written. A fork may edit these by less than the comparison in
-# `fault` can detect; its twin is then not used.
+# By the plain function's name: the twin, example arguments (few, or the whole of a run's), and
+# digests of the plain functions that it was written for. A fork may edit these by less than `fault`
+# detects; its twin is then not used.
 TWINS = {
-    "chunk_loss": (fused_chunk_loss, loss_example, ("8eb9ac313145", "708cfc0dbb50")),
-    "relu2_mlp": (fused_mlp, mlp_example, ("ddbad9ebf2b5",)),
+    "chunk_loss": (fused_chunk_loss, loss_example, ("f6d01a56822b", "16e32f4132bc")),
+    "look_up": (FusedLookUp.apply, look_up_example, ("714a50dc293a",)),
+    "relu2_mlp": (FusedMLP.apply, mlp_example, ("d618c7ed1e58",)),
     "symmetric_matmul": (fused_symmetric, symmetric_example, ("f18e34256c4e",)),
 }
 
@@ -356,8 +384,7 @@ def functions_of(value) -> list:
     values = vars(value).values() if inspect.isclass(value) else [value]
     functions = [inspect.unwrap(getattr(v, "__func__", v)) for v in values]
     functions = [f for f in functions if isinstance(f, types.FunctionType)]
-    folder = Path(torch.__file__).parent
-    return [f for f in functions if folder not in Path(f.__code__.co_filename).parents]
+    return [f for f in functions if f.__module__.split(".")[0] != "torch"]
 
 
 def digest(plain) -> str:
@@ -376,64 +403,89 @@ def digest(plain) -> str:
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
 
 
-def was_edited(name: str, model) -> bool:
-    """Say whether what a model calls by the name of a twin is not what that was written for."""
-    return digest(plain_function(model, name)) not in TWINS[name][2]
-
-
 def outcome(function, arguments) -> list[Tensor]:
-    """Return the result of a call, and the gradients of the arguments that require them, or of
+    """Return the results of a call, and the gradients of the arguments that require them, or of
     their weight."""
     leaves = [a.weight if isinstance(a, nn.Module) else a for a in arguments]
     leaves = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
-    result = function(*arguments)
+    results = function(*arguments)
+    results = results if isinstance(results, tuple) else (results,)
     # Equal gradients would hide a permutation of the rows.
-    seed = result.detach() if result.ndim else torch.ones_like(result)
-    grads = torch.autograd.grad(result, leaves, seed) if leaves else ()
-    return [t.detach().float() for t in (result, *grads)]
+    seeds = [r.detach() if r.ndim else torch.ones_like(r) for r in results]
+    grads = torch.autograd.grad(results, leaves, seeds) if leaves else ()
+    return [t.detach().to_dense() for t in (*results, *grads)]
+
+
+def milliseconds(functions: list, arguments) -> list[float]:
+    """Return the times of functions with their gradients: medians of eleven calls each, in turn."""
+    filler, marks = torch.empty(2**29, dtype=torch.uint8, device="cuda"), []
+    for function in functions * 11:
+        for _ in range(20):  # this empties the cache; meanwhile the host launches what follows
+            filler.zero_()
+        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        marks[-1][0].record()
+        outcome(function, arguments)
+        marks[-1][1].record()
+    torch.cuda.synchronize()
+    times = torch.tensor([start.elapsed_time(end) for start, end in marks])
+    return times.view(-1, len(functions)).median(0).values.tolist()
 
 
 def fault(name: str, model, hp, device: torch.device) -> str:
     """Return why a twin cannot replace the plain function that a model calls, or "" if it can.
 
     Both are compiled as the run compiles them, and compared on examples of the run's widths: in
-    float32, which shows small errors, and on a GPU also as the run computes.
+    float32, which shows small errors, and on a GPU also as the run computes. There they are timed,
+    too, unless memory is small, so that plain functions might not fit.
     """
-    twin, example, _ = TWINS[name]
+    twin, example, written_for = TWINS[name]
     on_gpu = device.type == "cuda"
     cases = [(replace(hp, fp8=False), torch.float32, 1e-4)]
     if on_gpu:
         cases.append((hp, torch.bfloat16, 0.02))
     try:
-        if was_edited(name, model):
+        plain = plain_function(model, name)
+        if digest(plain) not in written_for:
             return "the plain function was edited: change its twin and its digest in gpu_kernels.py"
-        both = inspect.unwrap(plain_function(model, name)), twin
-        if on_gpu and hp.compile != "off":
-            both = [torch.compile(function, dynamic=False) for function in both]
+        both = [inspect.unwrap(plain), twin]
+        if on_gpu and hp.compile != "off" and name != "look_up":  # whose caller is not compiled
+            options = {"realize_reads_threshold": 8}  # as `compiled` of train_gpt.py
+            both = [torch.compile(function, dynamic=False, options=options) for function in both]
         for settings, dtype, limit in cases:
             arguments = example(model, settings, device, dtype)
-            plains, twins = [outcome(function, arguments) for function in both]
-            deviations = [(b - a).norm() / a.norm() for a, b in zip(plains, twins, strict=True)]
-            deviation = torch.stack(deviations).max().item()  # NaN, if one is
-            if not deviation < limit:
+            pairs = zip(*[outcome(function, arguments) for function in both], strict=True)
+            pairs = [(a.float(), b.float()) for a, b in pairs]
+            deviation = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()
+            if not deviation < limit:  # it is NaN, if one is
                 return f"in {dtype} it deviates from the plain function by {deviation:.1e}"
+        if on_gpu and torch.cuda.get_device_properties(device).total_memory >= 40e9:
+            with contextlib.suppress(Exception):  # as when the plain function lacks memory
+                arguments = example(model, hp, device, torch.bfloat16, whole=True)
+                TIMES[name] = milliseconds(both, arguments)
     except Exception as error:  # any error of a compiler or a driver
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ""
 
 
 def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> None:
-    """Use the twins of model.kernels that have no `fault` on any rank, because all ranks must
-    compute the same. Log what is used, and why others are not."""
+    """Use the twins of model.kernels that have no `fault` on any rank and are not slower in all
+    ranks' times: all ranks must compute the same. Log what is used, and why others are not."""
     IN_USE.clear()
+    TIMES.clear()
     reason = obstacle(device) if hp.kernels else "--kernels off"
-    faults = [reason or fault(name, model, hp, device) for name in model.kernels]
-    votes = torch.tensor([float(bool(text)) for text in faults], device=device)
-    all_reduce_(votes)
-    for name, text, against in zip(model.kernels, faults, votes.tolist(), strict=True):
-        if not against:
+    faults = {name: reason or fault(name, model, hp, device) for name in model.kernels}
+    torch.cuda.empty_cache()
+    rows = [(bool(text), *TIMES.get(name, (0.0, 0.0)), 1.0) for name, text in faults.items()]
+    sums = torch.tensor(rows, device=device)
+    all_reduce_(sums)
+    for (name, text), row in zip(faults.items(), sums.tolist(), strict=True):
+        against, plain, twin, ranks = row
+        if twin:
+            log(f"kernel {name}: {twin / ranks:.2f} ms, plain {plain / ranks:.2f} ms")
+        if not against and twin <= 1.1 * plain:  # so that noise does not decide
             IN_USE[name] = TWINS[name][0]
         elif not reason:
-            log(f"kernel {name} is off: {text or 'another rank cannot use it'}")
+            slow = "another rank cannot use it" if against else "plain is faster"
+            log(f"kernel {name} is off: {text or slow}")
     if device.type == "cuda" or IN_USE:  # nobody expects kernels on a CPU
         log(f"kernels: {' '.join(IN_USE) or 'none'}" + (f", {reason}" if reason else ""))

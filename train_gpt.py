@@ -5,14 +5,14 @@
     python train_gpt.py --help                               # every setting is a flag
 
 The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
-published as 2.93 minutes on 8 H100s. --record selects others: two of 2024, and the demo. Settings
+published as 2.997 minutes on 8 H100s. --record selects others: two of 2024, and the demo. Settings
 and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
 
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
     Schedules        learning rate, window and momentum as functions of the step
     Numerics         compiled functions, FP8 matmuls, the linear layer that uses them
-    Model            masks, attention, layers, and a head whose loss never stores the logits
+    Model            masks, attention, layers, and the head with its loss
     Optimizers       Muon and Adam as update rules, and how ranks share them
     Machine          devices, ranks, errors, the log, checkpoints
     Run              flags, warm-up, the timed loop: `train` is the whole program
@@ -56,6 +56,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.optim.adam import adam as torch_adam
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 try:
@@ -88,26 +89,24 @@ class UserError(ValueError):
 class Late:
     """A name that is looked up when it is used, because a fork may assign t.GPT = MyGPT."""
 
-    def __init__(self, look_up: Callable):
-        self.look_up = look_up
+    def __init__(self, find: Callable):
+        self.find = find
 
     def __get__(self, instance, owner):
-        return self.look_up()
+        return self.find()
 
 
 # -----------------------------------------------------------------------------
 # Settings: each is a flag, and the comment behind it is the flag's help
 
-# Values of `layers`: a row for each layer. layer_table explains them.
-LAYERS_2024 = ",".join(["long+vfirst"] * 12)
-LAYERS_2025 = (
+LAYERS_2025 = (  # layer_table explains it
     "long+v0,short+v1,short+v2,short,long,short,short,none,short,short+v0,short+v1,long+v2"
 )
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that may change when a run goes on."""
+    """Settings of how a run is made. They may change when it goes on: its data may have moved."""
 
     run_id: str = ""  # name of the run, whose log is logs/RUN_ID.txt; if empty, the time
     resume: bool = False  # go on from the newest checkpoint of --run_id, or begin that run
@@ -184,7 +183,7 @@ WINDOW_WARMUP = Hyperparameters(
     window_step=64,
     seq_len=65536,
     val_seq_len=65536,
-    layers=LAYERS_2024,
+    layers=",".join(["long+vfirst"] * 12),
     vocab_size=50304,
     init_bound=1.0,
     attn_scale=0.0,
@@ -242,13 +241,11 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     for row in hp.layers.split(","):
         found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
         if not found:
-            form = "a row is long, short or none; after long or short, +v0 to +v9 or +vfirst"
-            raise UserError(f"--layers: {row!r} is not a layer; {form}")
+            raise UserError(f"--layers: {row!r} is not a layer, such as none, short or long+v0")
         table.append(Layer(window=row.split("+")[0], values=found[3]))
     half = hp.num_layers // 2
     if hp.num_layers > len(table) or hp.num_layers % 2:
-        rule = f"must be even, and at most the {len(table)} rows of --layers"
-        raise UserError(f"--num_layers {hp.num_layers}: {rule}")
+        raise UserError(f"--num_layers {hp.num_layers}: must be even, and at most {len(table)}")
     return tuple(table[:half] + table[len(table) - half :])
 
 
@@ -265,6 +262,8 @@ def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that no run can have."""
     if not re.fullmatch(r"(?!results$|.*\.(txt|jsonl)$)(\w[\w.,+=@:-]*)?", hp.run_id):
         raise UserError(f"--run_id {hp.run_id}: must be a plain name; results, *.txt are taken")
+    if hp.resume and not hp.run_id:
+        raise UserError("--resume on: say which run with --run_id NAME")
     for name, value in vars(hp).items():
         numbers = [] if isinstance(value, str) else np.ravel(value)
         if not all(0 <= number < (2**40 if type(value) is int else math.inf) for number in numbers):
@@ -281,53 +280,48 @@ def check(hp: Hyperparameters) -> None:
 # Data: shards of GPT-2 tokens, and batches that depend on the step alone
 
 
-def load_data_shard(path: str | Path) -> Tensor:
+def load_data_shard(path: str | Path) -> np.ndarray:
     """Return the tokens of a shard, (n,) uint16, memory-mapped. The format is llm.c's: 256
     little-endian int32 (20240520, version 1, n, zeros), then n uint16. UserError for another."""
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 3).tolist()
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
     if size <= 1024 or size % 2 or header != expected:
-        found = f"its {size} bytes begin with {header}, expected {expected}"
-        raise UserError(f"{path} is not an intact token shard: {found}; fetch or make it again")
-    return torch.from_numpy(np.memmap(path, "<u2", mode="c", offset=1024))
+        found = f"its {size} bytes begin with {header}, not {expected}"
+        raise UserError(f"{path} is no shard: {found}; fetch or make it again")
+    return np.memmap(path, "<u2", mode="r", offset=1024)
 
 
-def consecutive(shards: list[np.ndarray], seq_len: int, batch_seqs: int) -> Iterator[tuple]:
+def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
     """Plan batches: yield a shard's tokens (n,) and the sequences of a batch in it. A sequence is a
     list of pieces (start, stop) of the tokens: here one piece, in a fork several. The last of its
     seq_len + 1 tokens is only a target, and begins the next sequence."""
-    batch = batch_seqs * seq_len
+    batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
-        positions = range(0, len(tokens) - batch - 1, batch)  # as in 2025-01-26, which also reads
-        if len(tokens) == batch + 1 and tokens is not shards[0]:  # a later shard of one batch
-            positions = [0]
-        for position in positions:
-            starts = range(position, position + batch, seq_len)
-            yield tokens, [[(start, start + seq_len + 1)] for start in starts]
+        for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
+            starts = range(position, position + batch, hp.seq_len)
+            yield tokens, [[(start, start + hp.seq_len + 1)] for start in starts]
 
 
-def plan_batches(pattern, seq_len, batch_seqs, num_batches, epochs=1, vocab_size=50257, plan=None):
-    """Return what `plan`, or else `consecutive`, yields for num_batches batches, going over the
-    shards at most `epochs` times (0: no limit). `pattern` is a glob. UserError if shards are
-    missing, damaged, too short, or hold a token outside the vocabulary."""
-    plan = plan or consecutive
+def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Callable, moments=()):
+    """Return the first num_batches that a plan, as `consecutive`, yields from the shards of a glob,
+    which it reads at most hp.epochs times (0: no limit). A fork's plan also depends on the batches'
+    moments. UserError if shards are missing, damaged, too short, or hold a token outside the
+    vocabulary."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        remedy = "cached_fineweb.py fetches FineWeb; --train_files, --val_files name others"
-        raise UserError(f"no shard matches {pattern}; {remedy}")
-    shards = [load_data_shard(path).numpy() for path in paths]
-    passes = epochs or num_batches  # a pass that yields no batch is the last one
-    planned = list(itertools.islice(plan(shards * passes, seq_len, batch_seqs), num_batches))
+        raise UserError(f"no shard matches {pattern}: cached_fineweb.py fetches FineWeb")
+    shards = [load_data_shard(path) for path in paths]
+    passes = hp.epochs or num_batches  # a pass that yields no batch is the last one
+    planned = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
     if len(planned) < num_batches:
-        found = f"{pattern} has {len(planned)} batches of {batch_seqs} x {seq_len} tokens"
-        remedy = f"add shards (the longest has {max(map(len, shards))} tokens), or raise --epochs"
-        raise UserError(f"{found}, each in one shard; the run reads {num_batches}: {remedy}")
+        found = f"{pattern} has {len(planned)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
+        raise UserError(f"{found}, the run reads {num_batches}: add longer shards or --epochs")
     for path, tokens in zip(paths, shards, strict=True):
-        used = any(tokens is other for other, _ in planned)
-        if used and tokens.max() >= min(vocab_size, END_OF_TEXT + 1):
+        is_read = any(tokens is other for other, _ in planned)
+        if is_read and tokens.max() >= min(hp.vocab_size, END_OF_TEXT + 1):
             found = f"token {tokens.max()} at position {tokens.argmax()}"
-            raise UserError(f"{path}: {found} is outside the vocabulary of {vocab_size}")
+            raise UserError(f"{path}: {found} is outside the vocabulary of {hp.vocab_size}")
     return planned
 
 
@@ -405,13 +399,31 @@ def compiled(function):
         if torch.compiler.is_compiling() or not compiled.allowed:
             return function(*args, **kwargs)
         if fast is None:
-            fast = torch.compile(function, dynamic=False)
+            # By default (4), Inductor stores float32 tensors that kernels could compute again.
+            options = {"realize_reads_threshold": 8}
+            fast = torch.compile(function, dynamic=False, options=options)
         return fast(*args, **kwargs)
 
     return call
 
 
 compiled.allowed = False
+
+
+@torch.compiler.assume_constant_result
+def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
+    """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
+
+
+def recomputed(function, *arguments):
+    """Return function(*arguments). In training, compiled code does not keep what the function makes
+    for its backward pass, which makes that again."""
+    if torch.is_grad_enabled() and torch.compiler.is_compiling():
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return function(*arguments)
 
 
 def fp8_supported(device: torch.device) -> bool:
@@ -466,16 +478,20 @@ class CastedLinear(nn.Linear):
         self.use_fp8 = use_fp8
         self.x_s, self.w_s, self.grad_s = x_s, w_s, grad_s
 
+    def in_fp8(self, device: torch.device) -> bool:
+        """Say whether the layer is an FP8Linear now, on a device."""
+        return self.use_fp8 and self.training and fp8_supported(device)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), in bfloat16 with FP8, else x's dtype."""
-        if self.use_fp8 and self.training and fp8_supported(x.device):
+        if self.in_fp8(x.device):
             out = FP8Linear.apply(x.flatten(0, -2), self.weight, self.x_s, self.w_s, self.grad_s)
             return out.view(*x.shape[:-1], -1)
         return F.linear(x, self.weight.type_as(x))
 
 
 # -----------------------------------------------------------------------------
-# Model: masks, attention, layers, and a head whose loss never stores the logits
+# Model: masks, attention, layers, and the head with its loss
 
 
 def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
@@ -527,8 +543,7 @@ def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
     if first.is_cuda and compiled.allowed:
         return block_lists(first)
     if len(first) > 16384:
-        reason = f"--compile on and a GPU are needed for a sequence of {len(first)} tokens"
-        raise UserError(f"{reason}; without a GPU, try --record demo")
+        raise UserError(f"{len(first)} tokens need a GPU and --compile on: try --record demo")
     position = torch.arange(len(first), device=first.device)
     hidden = (position > position[:, None]) | (position < first[:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
@@ -579,19 +594,19 @@ def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
 
 
 def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the angles at positions (..., 1), each (..., 1, head_dim) in float32.
-    Both channels of a pair have an entry: (cos, cos) and (sin, -sin)."""
+    """Return cos and sin of the angles at positions (..., 1): each (..., 1, head_dim / 2) float32,
+    an entry for a pair of channels."""
     angle = position[..., None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
+    return angle.cos(), angle.sin()
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Return norm(x) with each pair of channels d and d + D/2 rotated by a rotary_table, as attend
     wants it: (1, T, H, D) becomes (1, H, T, D). A cat in place of the flip would read x twice."""
-    normed = norm(x, eps).float()
-    swapped = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return (normed * cos + swapped * sin).type_as(x).transpose(1, 2)
+    pairs = norm(x, eps).float().unflatten(-1, (2, -1))  # (1, T, H, 2, D / 2)
+    sign = 1 - 2 * torch.arange(2, device=x.device)[:, None]  # 1 for channel d, -1 for d + D/2
+    turned = pairs * cos[..., None, :] + pairs.flip(-2) * (sin[..., None, :] * sign)
+    return turned.flatten(-2).type_as(x).transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
@@ -635,14 +650,20 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(out.transpose(1, 2).flatten(2)), first_v
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """Return relu(x)^2 (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
 @has_twin
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H)."""
-    return F.linear(F.relu(F.linear(x, w_in)).square(), w_out)
+    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H). Autograd
+    would keep relu's result and its square, 7 GB more in all layers of 2025-01-26."""
+    return F.linear(recomputed(relu_squared, F.linear(x, w_in)), w_out)
 
 
 class MLP(nn.Module):
-    """Two projections around ReLU squared (arXiv 2109.08668)."""
+    """Two projections around ReLU squared."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -658,8 +679,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One layer: add an earlier layer's output and x0, the embeddings, to the input; then apply
-    attention and the MLP. What differs between layers or steps is an argument, so equal layers are
-    compiled once. In one graph of all layers, all gradients would be complete only at its end."""
+    attention and the MLP."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -668,7 +688,6 @@ class Block(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0
         self.eps = hp.norm_eps
 
-    @compiled
     def forward(self, x, x0, value, skip, rotary, mask) -> tuple[Tensor, Tensor | None]:
         """Map x (1, T, C) to (1, T, C), and first_v. skip is None, or (weight, earlier output)."""
         first_v = None
@@ -682,8 +701,8 @@ class Block(nn.Module):
 
 
 class Head(CastedLinear):
-    """Turns the trunk's output into logits and their loss, in chunks of tokens: the float32 logits
-    of a sequence (9.9 GB) never exist. Each chunk's backward pass follows its forward pass."""
+    """Turns the trunk's output into logits and their loss, in chunks of tokens: the logits of a
+    sequence take 9.9 GB in float32. Each chunk's backward pass follows its forward pass."""
 
     def __init__(self, hp: Hyperparameters):
         rows = -(-hp.vocab_size // 128) * 128
@@ -698,7 +717,11 @@ class Head(CastedLinear):
 
     def chunk_len(self, device: torch.device) -> int:
         """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient."""
-        return 256 if device.type == "cpu" else 16384
+        if device.type == "cpu":
+            return 256
+        if memory_is_small(device):
+            return 8192
+        return 16384 if memory_is_small(device, 2 * 49152) else 49152  # from 79 GB on
 
     def grad_scale(self, tokens: int) -> float:
         """Return the factor on the gradient of a sequence's summed loss."""
@@ -715,6 +738,8 @@ class Head(CastedLinear):
         gradients of the head's parameters to their .grad; backward() on the loss brings that of x.
         `more` goes to chunk_loss, of which a fork may have another."""
         total, grads = 0, []
+        # The chunks' gradients of a bfloat16 weight, as forks have, add up in float32.
+        self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         size, scale = self.chunk_len(x.device), self.grad_scale(len(x))
         for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
             part = part.detach().requires_grad_(x.requires_grad)
@@ -729,18 +754,27 @@ class Head(CastedLinear):
         mean = total / (scale * len(x))
         if not x.requires_grad:
             return mean
-        link = (x * torch.cat(grads)).sum()  # its gradient by x is what the chunks have brought
-        mean = mean + (link - link.detach())
+        # The loss depends on x by 0 times link. The hook replaces link's gradient by the chunks'.
+        link = x.view_as(x)
+        link.register_hook(lambda grad: torch.cat(grads))
+        mean = mean + 0 * link[0, 0]
         message = "call backward() on the loss itself"  # the weights have their gradients already
         mean.register_hook(lambda grad: torch._assert_async(grad == 1, message))
         return mean
+
+
+@has_twin
+def look_up(tokens: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows (T, C) of tokens (T,) in each of the tables (V, C). On a GPU their gradients
+    are summed in a fixed order. On a CPU they are sparse: the rows of a batch are few."""
+    return tuple(F.embedding(tokens, table, sparse=not table.is_cuda) for table in tables)
 
 
 class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss. Parameters
     are named as in 2025-01-26, so its published checkpoints load."""
 
-    kernels = ("chunk_loss", "relu2_mlp", "symmetric_matmul")  # have twins in gpu_kernels.py
+    kernels = ("chunk_loss", "look_up", "relu2_mlp", "symmetric_matmul")  # twins in gpu_kernels.py
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -748,9 +782,9 @@ class GPT(nn.Module):
         self.layers = layer_table(hp)
         names = sorted({layer.values for layer in self.layers} - {None, "first"})
         width = hp.num_heads * hp.head_dim
-        # Sparse: a backward pass adds a batch's rows of gradients to a table's, and no others.
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, sparse=True)
-        tables = {name: nn.Embedding(hp.vocab_size, width, sparse=True) for name in names}
+        # Of an nn.Embedding only the weight is used, by look_up.
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
+        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
@@ -762,8 +796,10 @@ class GPT(nn.Module):
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
-        tables = self.value_embeds["embed"].items()
-        return self.embed(input_seq), {name: table(input_seq) for name, table in tables}
+        tables = self.value_embeds["embed"]
+        weights = [table.weight for table in tables.values()]
+        x, *rows = look_up(input_seq, self.embed.weight, *weights)
+        return x, dict(zip(tables, rows, strict=True))
 
     @torch.no_grad()
     def masks(self, input_seq: Tensor, now: Moment) -> dict:
@@ -785,23 +821,45 @@ class GPT(nn.Module):
         return self.trunk(x, values, rotary, masks)
 
     def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
-        """Map embeddings (T, C), and rows of value tables by name, to the head's input (T, C). In
-        the second half, layer num_layers - 1 - i adds a skip weight times the output of layer i."""
-        x0 = norm(x, self.hp.norm_eps)[None]  # (1, T, C): attention wants a batch axis
-        x = x0.view(x0.shape)  # if two arguments were one tensor, a layer would be compiled again
-        weights, outputs = self.skip_weights.unbind(), []
-        half = len(weights)
-        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+        """Map embeddings (T, C), and rows of value tables by name, to the head's input (T, C). Four
+        layers are a graph: between graphs, the gradients of x0 and of outputs that several layers
+        read are added by kernels of their own. With one graph for all layers, no gradient could be
+        sent before the backward pass ends."""
+        streams = {"x": x}
+        for start in range(0, len(self.blocks), self.layers_per_graph(x.device)):
+            streams = self.layers_from(start, streams, values, rotary, masks)
+        return streams["x"]
+
+    def layers_per_graph(self, device: torch.device) -> int:
+        """Return the number of layers in a compiled graph. Graphs of four need more memory for
+        validation, 1 to 2 GB."""
+        return 1 if memory_is_small(device) else 4
+
+    @compiled
+    def layers_from(self, start: int, streams: dict, values, rotary, masks: dict) -> dict:
+        """Run the layers of a graph. `streams` are tensors (1, T, C) by name: x, and what later
+        layers read: x0, "output 0" and so on, and the first v. The layer num_layers - 1 - i of the
+        second half adds a skip weight times the output of layer i."""
+        streams = dict(streams)
+        if start == 0:
+            streams["x"] = streams["x0"] = norm(streams["x"], self.hp.norm_eps)[None]
+        x, x0 = streams["x"], streams["x0"]
+        count = len(self.blocks)
+        end = min(start + self.layers_per_graph(x.device), count)
+        for i in range(start, end):
+            values_of = self.layers[i].values
+            value = streams.get("first v") if values_of == "first" else values.get(values_of)
             skip = None
-            if i >= half:
-                skip = weights[i - half], outputs.pop()
-            mask = masks.get(layer.window)
-            x, first_v = block(x, x0, values.get(layer.values), skip, rotary, mask)
+            if i >= count // 2:
+                skip = self.skip_weights[i - count // 2], streams.pop(f"output {count - 1 - i}")
+            mask = masks.get(self.layers[i].window)
+            x, first_v = self.blocks[i](x, x0, value, skip, rotary, mask)
             if first_v is not None:
-                values["first"] = first_v
-            if i < half:
-                outputs.append(x.view(x.shape))
-        return norm(x, self.hp.norm_eps)[0]
+                streams["first v"] = first_v
+            if i < count // 2:
+                streams[f"output {i}"] = x
+        streams["x"] = norm(x, self.hp.norm_eps)[0] if end == count else x
+        return streams
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
         """Return the mean loss () of tokens (T,), whole blocks, and targets (T,) int64."""
@@ -858,7 +916,10 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 # changes rows.own, this rank's part of the weights; both are (messages, n, *row_shape). Tensors in
 # the dict rows.state are saved and resumed; they are (messages, n, ...) or (messages,). A rule may
 # instead return an update (messages, n, ...), and a function that is called with the update of all
-# ranks (messages, ranks, n, ...), and changes rows.weights, which has the same shape.
+# ranks (messages, ranks, n, ...), and changes rows.weights, which has the same shape. A whole rule:
+#
+#     def sign_descent(rows, lr, now, hp):
+#         rows.own.sub_(rows.grad.sign(), alpha=lr)
 
 
 def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
@@ -915,6 +976,8 @@ class Group:
     # When gradients are complete, in the last micro-batch. "forward": after the forward pass;
     # "layer": when the backward pass has passed their layer; "end": at its end.
     complete: str = "end"
+    # The rule is called after so many steps: see `learning`. More than one add up in float32.
+    steps: int = 1
 
 
 def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
@@ -932,17 +995,19 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
 
 
 class Rows:
-    """Parameters of one group whose rows have one shape, as views of one tensor. Their gradients
-    are views of another, so a backward pass adds to it. From now on, nothing may rebind a
-    parameter's .data or .grad, as model.to() and zero_grad() do: it would no longer learn.
+    """Parameters of one group whose rows have one shape, as views of one tensor, `weights`. A
+    backward pass makes new gradients; `collect` adds them to their places in another, `sums`.
 
-    `weights`, and `sums` of gradients in float32, are (messages, parts, n, *row_shape): a message
-    is what ranks send at once, and each rank owns a part of it. On 8 ranks, the 44 matrices of
-    2025-01-26 with 768 x 768 numbers are (6, 8, 1, 768, 768). Scalars are too few to divide: their
-    one part is everybody's. The parameters' rows follow each other; padding stays zero.
+    Both are (messages, parts, n, *row_shape): a message is what ranks send at once, and each rank
+    owns a part of it. On 8 ranks, the 44 matrices of 2025-01-26 with 768 x 768 numbers are (6, 8,
+    1, 768, 768). Scalars are too few to divide: their one part is everybody's. The parameters' rows
+    follow each other; padding stays zero. From now on, nothing may rebind a parameter's .data, as
+    model.to() does: the parameter would no longer learn.
     """
 
-    def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
+    grad: Tensor | None  # in the rule: this rank's part of the mean gradient, as rows.own
+
+    def __init__(self, group: Group, params: list[nn.Parameter], rank, world_size, micro_batches):
         self.parts, self.part = (world_size, rank) if group.row_ndim else (1, 0)
         self.state: dict[str, Tensor] = {}  # the update rule's
         self.works = []  # messages on their way
@@ -962,16 +1027,40 @@ class Rows:
         size = n * self.parts
         messages = -(-self.total // size)
         self.weights = params[0].detach().new_zeros(messages, self.parts, n, *row_shape)
-        self.sums = torch.zeros_like(self.weights, dtype=torch.float32)
-        self.own, self.grad = self.weights[:, self.part], self.sums[:, self.part]
-        self.messages_of = {}
+        adds_up = group.steps * micro_batches > 1
+        self.sums = torch.zeros_like(self.weights, dtype=torch.float32 if adds_up else None)
+        self.own = self.weights[:, self.part]
+        self.places, self.messages_of = {}, {}
         for p, start in zip(params, starts, strict=True):
             stop = start + p.numel() // row_len
             p.data = self.weights.flatten(0, 2)[start:stop].view(p.shape).copy_(p.detach())
-            p.grad_dtype = torch.float32
-            p.grad = self.sums.flatten(0, 2)[start:stop].view(p.shape)
+            self.places[p] = self.sums.flatten(0, 2)[start:stop].view(p.shape)
             self.messages_of[p] = range(start // size, -(-stop // size))
-        self.views = [(p, p.data_ptr(), p.grad) for p in params]
+        self.addresses = [p.data_ptr() for p in params]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.grad = None
+        self.narrow = None  # the own part of their sum, where ranks send less than float32
+        self.empty = set(self.places)  # parameters without a gradient; their places hold old ones
+        for p in self.places:
+            p.grad = None
+
+    def collect(self) -> None:
+        """Add new gradients to their places, or copy them there if they are the first."""
+        new = [p for p in self.places if p.grad is not None]
+        for p in new:
+            if p.grad.is_sparse and p in self.empty:
+                self.places[p].zero_()
+                self.empty.remove(p)
+        for first, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+            chosen = [p for p in new if (p in self.empty) == first]
+            if chosen:
+                write([self.places[p] for p in chosen], [p.grad for p in chosen])
+        self.empty.difference_update(new)
+        for p in new:
+            p.grad = None
 
     def arrived(self, p: nn.Parameter) -> None:
         """Send the messages that a gradient completes. All ranks run this in the same order."""
@@ -979,10 +1068,11 @@ class Rows:
             if message in self.missing:
                 self.missing[message] -= 1
                 if self.missing[message] == 0:
+                    self.collect()
                     self.send(message)
 
     def send(self, message: int) -> None:
-        """Begin to sum a message's gradients over all ranks. After `wait`, grad is the own part."""
+        """Begin to sum a message's gradients over all ranks, in the weights' dtype."""
         del self.missing[message]
         sent = self.sums[message].to(self.weights.dtype)
         own = sent[self.part]
@@ -990,11 +1080,14 @@ class Rows:
             self.works.append(dist.all_reduce(sent, async_op=True))
         else:
             self.works.append(reduce_scatter(own, sent.flatten(0, 1), async_op=True))
-        if own.dtype != self.grad.dtype:
-            self.grad = own[None]  # bfloat16 rows are tables, which have one message
+        if own.dtype != self.sums.dtype:
+            self.narrow = own[None]  # bfloat16 rows are tables, which have one message
 
     def send_rest(self) -> None:
-        """Send the messages that are not sent yet."""
+        """Send the messages that are not sent yet. A gradient that has not come is zero."""
+        self.collect()
+        for p in self.empty:
+            self.places[p].zero_()
         for message in list(self.missing):
             self.send(message)
 
@@ -1003,6 +1096,11 @@ class Rows:
         for work in self.works:
             work.wait()
         self.works = []
+
+    def summed(self) -> Tensor:
+        """Wait, and return this rank's part (messages, n, *row_shape) of the summed gradients."""
+        self.wait()
+        return self.sums[:, self.part] if self.narrow is None else self.narrow
 
     def gather(self, own: Tensor) -> Tensor:
         """Begin to collect the parts of all ranks, (messages, parts, n, ...), of which this one is
@@ -1016,11 +1114,6 @@ class Rows:
         parts = own.new_empty(self.parts, *own.shape)
         self.works.append(all_gather(parts.flatten(0, 1), own.contiguous(), async_op=True))
         return parts.transpose(0, 1)
-
-    def clear(self) -> None:
-        """Make all gradients zero."""
-        self.sums.zero_()
-        self.grad = self.sums[:, self.part]
 
 
 class Optimizers:
@@ -1048,7 +1141,7 @@ class Optimizers:
             for p in group.params:
                 by_shape.setdefault(p.shape[p.ndim - group.row_ndim :], []).append(p)
             for params in by_shape.values():
-                rows = Rows(group, params, rank, world_size)
+                rows = Rows(group, params, rank, world_size, hp.batch_seqs // world_size)
                 self.groups.append((group, rows))
                 if group.complete == "layer":
                     # A parameter that kept its Rows would keep itself, and the model's memory.
@@ -1060,13 +1153,18 @@ class Optimizers:
         """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
         return self.groups
 
-    def begin_last_backward(self, now: Moment) -> None:
-        """Count what the last backward pass brings, and send what is complete before it."""
+    def before_last_backward(self, now: Moment) -> None:
+        """Count what the last backward pass will bring, and send what is complete before it."""
         for group, rows in self.learning(now):
             if self.world_size > 1:
                 rows.missing = Counter(itertools.chain(*rows.messages_of.values()))
             if group.complete == "forward":
                 rows.send_rest()
+
+    def collect(self) -> None:
+        """Add what a backward pass has brought to what others have brought."""
+        for _, rows in self.groups:
+            rows.collect()
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
@@ -1079,18 +1177,15 @@ class Optimizers:
         if self.hp.grad_clip:
             squares = torch.zeros((), device=learning[0][1].own.device)
             for _, rows in learning:
-                rows.wait()
-                norm = torch.linalg.vector_norm(rows.grad, dtype=torch.float32)
+                norm = torch.linalg.vector_norm(rows.summed(), dtype=torch.float32)
                 squares += norm.square() * (rows.parts / self.world_size)  # of scalars, a share
             norms = [all_reduce_(squares).sqrt() * grad_scale]
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
         sent = []
         for group, rows in learning:
-            for p, address, grad in rows.views:
-                if p.data_ptr() != address or p.grad is not grad:
-                    raise RuntimeError(f".data or .grad of a parameter in {rows.name} was rebound")
-            rows.wait()
-            rows.grad.mul_(grad_scale)
+            if [p.data_ptr() for p in rows.places] != rows.addresses:
+                raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
+            rows.grad = rows.summed().mul_(grad_scale)
             # A rule returns None, or an update and a function that applies it: see above muon.
             update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
             sent.append((rows, rows.gather(update), apply))
@@ -1150,8 +1245,7 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= gpus:
-            remedy = f"start {gpus} processes per node" if gpus else "use --device cpu"
-            raise UserError(f"process {local_rank} finds {gpus} GPUs on its machine: {remedy}")
+            raise UserError(f"process {local_rank} finds {gpus} GPUs: start fewer, or --device cpu")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -1160,8 +1254,8 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(minutes=10)  # gloo's own is half an hour
-    dist.init_process_group(backend, None, patience, world_size, rank, store)
+    timeout = timedelta(minutes=10)  # gloo's own is half an hour
+    dist.init_process_group(backend, None, timeout, world_size=world_size, rank=rank, store=store)
     return device, rank, world_size
 
 
@@ -1273,8 +1367,8 @@ class Log:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             *_, holder = "a process", *re.findall(r"\nthis is (.*)\n", self.path.read_text("utf-8"))
-            reason = f"{holder} is writing the run {self.run_id}, or the disk has no locks"
-            raise UserError(f"{reason} ({error}); choose another --run_id") from error
+            reason = f"{holder} is writing {self.path} ({error})"
+            raise UserError(f"{reason}: choose another --run_id") from error
         before = self.path.read_bytes()
         if before and not hp.resume:
             raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
@@ -1289,35 +1383,49 @@ class Log:
         self.result = self.arrival = None  # of that step, on its way to the host
         self.stop = False  # whether a rank had a signal to stop, before that step
         self.ended = 0.0  # when the step before ended, in seconds
+        self.seconds = 0.0  # of all steps: train_time
 
     def begin_step(self, now: Moment, result: Tensor) -> None:
-        """Note what train_step has returned for the step at `now`. It is on its way to the host."""
+        """End the step before. Note what train_step has returned for the step at `now`, which is on
+        its way to the host."""
+        self.end_step()
         self.row = vars(now) | {"step": now.step + 1}
         self.result = result.to("cpu", non_blocking=True)
-        self.bar.update()
         if result.is_cuda:
             self.arrival = torch.cuda.current_stream().record_event()
         else:
             self.end_step()
 
     def end_step(self) -> None:
-        """If a step has begun, wait until its result is on the host, and write its row of the
-        metrics. UserError if its loss is not finite."""
+        """If a step has begun, wait until its result is on the host, and write its line of the log
+        and its row of the metrics. UserError if its loss is not finite."""
         if self.result is None:
             return
         if self.arrival is not None:
             self.arrival.synchronize()
         began, self.ended = self.ended, time.perf_counter()
+        seconds = self.ended - began
+        self.seconds += seconds
         loss, stop, *norm = self.result.tolist()
-        self.stop, self.result = stop > 0, None
-        rate = self.hp.batch_seqs * self.row["seq_len"] / (self.ended - began)
-        ms = round(1e3 * (self.ended - began), 3)
-        self.row |= {"train_loss": loss, "ms": ms, "tokens_per_s": round(rate)}
+        self.result = None
+        self.stop = stop > 0
+        rate = round(self.hp.batch_seqs * self.row["seq_len"] / seconds)
+        self.row |= {"train_loss": loss, "ms": round(1e3 * seconds, 3), "tokens_per_s": rate}
         if norm:
             self.row["grad_norm"] = norm[0]
-        self.write(json.dumps(self.row), self.metrics)
+        step = self.row["step"]
+        line = f"step:{step}/{self.hp.num_iterations} {self.times(step)} train_loss:{loss:.4f}"
+        self(line, console=self.bar.disable)
+        self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
-        check_loss(loss, self.row["step"] - 1)
+        self.write_row(self.row, loss)
+
+    def write_row(self, row: dict, loss: float) -> None:
+        """Write an object of the metrics. UserError, on all ranks, if its loss is not finite."""
+        self.write(json.dumps(row), self.metrics)
+        if not math.isfinite(loss):
+            remedy = "try lower rates, smaller initial weights or --fp8 off"
+            raise UserError(f"the loss is {loss} at step {row['step']}: {remedy}")
 
     def write(self, text: str, file) -> None:
         """Write a line to a file. UserError, with the file's name, if the disk is full."""
@@ -1325,6 +1433,11 @@ class Log:
             print(text, file=file)
         except OSError as error:
             raise UserError(f"could not write {file.name}: {error.strerror}") from error
+
+    def times(self, step: int) -> str:
+        """Return the fields of a line that say how long so many steps have taken."""
+        ms = 1e3 * self.seconds
+        return f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
 
     def __call__(self, line: str, console: bool = True) -> None:
         """Write a line to the log and, with `console`, to the console."""
@@ -1384,8 +1497,8 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
     UserError if the file is damaged, no checkpoint, or of a script with other settings."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
-            if damaged := archive.testzip():
-                raise ValueError(f"its part {damaged} is damaged")
+            if archive.testzip():
+                raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
         if "hyperparameters" in state:
@@ -1398,13 +1511,12 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
             step, seconds = state["step"], state["seconds"]
             possible = type(step) is int and 0 < step <= hp.num_iterations
             if not (possible and isinstance(seconds, float) and 0 <= seconds < math.inf):
-                raise ValueError(f"it is of step {step!r} after {seconds!r} s")
+                raise UserError(f"{path} is not intact: its step is {step!r}, after {seconds!r} s")
         return state
     except (OSError, MemoryError, UserError):
         raise
-    except Exception as error:  # torch's own advice is an unsafe load
-        reason = error if isinstance(error, (ValueError, TypeError)) else type(error).__name__
-        text = f"{path} is not an intact checkpoint of this program ({reason})"
+    except Exception as error:  # without its text: torch's own advice is an unsafe load
+        text = f"{path} is not an intact checkpoint ({type(error).__name__})"
         if re.fullmatch(r"state_step\d+\.pt", Path(path).name):
             text += "; without it, a run goes on from the one before"
         raise UserError(text) from error
@@ -1423,11 +1535,7 @@ class Run:
     optimizers_class = Late(lambda: Optimizers)
     moment = Late(lambda: Moment)
     check = Late(lambda: check)
-
-    @staticmethod
-    def planner(moments: list[Moment], hp: Hyperparameters) -> Callable:
-        """Return the function that plans the batches of these moments, called as `consecutive`."""
-        return consecutive
+    plan = Late(lambda: consecutive)
 
 
 def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:
@@ -1474,12 +1582,13 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
         elif isinstance(getattr(default, name), bool):
             given[name] = value == "on"
     found = [name for name in run.records if name.startswith(asked)]
-    if asked not in found and len(found) != 1:
+    if asked in found:
+        found = [asked]
+    if len(found) != 1:
         raise UserError(f"--record {asked}: must be one of {', '.join(found) or names}")
-    record = asked if asked in found else found[0]
-    hp = replace(run.records[record], **given)
+    hp = replace(run.records[found[0]], **given)
     run.check(hp)
-    return hp, record
+    return hp, found[0]
 
 
 def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
@@ -1494,7 +1603,7 @@ def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
 def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
     """Return the model on its device, with initial weights. Decide what @compiled does."""
     compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
-    torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
+    torch._dynamo.config.recompile_limit = 64  # groups of layers, each in several shapes
     # Otherwise, layers with an autograd.Function would be compiled anew at each start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)
@@ -1510,8 +1619,8 @@ def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device: torc
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
     for inputs, targets in zip(*batch, strict=True):
-        loss = model(inputs, targets, now)
-        total += torch.stack([loss, torch.ones_like(loss)])
+        total[0] += model(inputs, targets, now)
+        total[1] += 1
     all_reduce_(total)
     model.train()
     return (total[0] / total[1]).item()
@@ -1520,7 +1629,8 @@ def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device: torc
 def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Tensor]:
     """Return this rank's inputs and targets (n, T) for `evaluate`: every world_size-th sequence."""
     count = hp.val_tokens // hp.val_seq_len
-    planned = plan_batches(hp.val_files, hp.val_seq_len, count, 1, vocab_size=hp.vocab_size)
+    of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=count, epochs=1)
+    planned = plan_batches(hp.val_files, of_val, 1, consecutive)  # all sequences are one batch
     inputs, targets = next(distributed_data_generator(planned, 0, 1, torch.device("cpu")))
     return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
 
@@ -1533,8 +1643,9 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
     for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
         micro_loss = model(input_seq, target_seq, now)
         if i == len(inputs):
-            optimizers.begin_last_backward(now)
+            optimizers.before_last_backward(now)
         micro_loss.backward()
+        optimizers.collect()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
     norms = optimizers.step(now)
@@ -1587,38 +1698,28 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
     return saved
 
 
-def check_loss(loss: float, step: int) -> None:
-    """Raise UserError, on all ranks alike, if the loss after so many steps is not finite."""
-    if not math.isfinite(loss):
-        remedy = "try lower rates, or --fp8 off" if step else "the initial weights are at fault"
-        raise UserError(f"the loss is {loss} after step {step}: {remedy}")
-
-
 def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
     leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
     reads a step's values during the next step. An .item() in a step would break this."""
     device, rank, world_size = start_device(hp.device)
-    on_gpu, last_step = device.type == "cuda", hp.num_iterations
+    on_gpu = device.type == "cuda"
+    last_step = hp.num_iterations
     if hp.batch_seqs % world_size:
-        reason = f"{world_size} ranks cannot share {hp.batch_seqs} sequences"
-        raise UserError(f"{reason}: start a number that divides --batch_seqs")
-    if hp.resume and not hp.run_id:
-        raise UserError("--resume on: say which run with --run_id NAME")
+        raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
     # Data and model come before the log: a mistake in them does not use up the run's name.
     moments = [run.moment(step, hp) for step in range(last_step + 1)]
-    plan = run.planner(moments, hp)
     val_batch = validation_batch(hp, rank, world_size, device)
-    batch_shape = hp.seq_len, hp.batch_seqs
-    planned = plan_batches(hp.train_files, *batch_shape, last_step, hp.epochs, hp.vocab_size, plan)
+    planned = plan_batches(hp.train_files, hp, last_step, run.plan, moments)
     model = build(run, hp, device)
 
     # Rank 0 locks the log before any rank looks for a checkpoint: nobody saves another one then.
     log = Log(hp, rank)
     all_reduce_(torch.zeros(1, device=device)).item()
     saved = newest_checkpoint(run, hp)
-    first_step, seconds = saved.get("step", 0), saved.get("seconds", 0.0)
+    first_step = saved.get("step", 0)
+    log.seconds = saved.get("seconds", 0.0)
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
     if first_step == last_step:
@@ -1652,27 +1753,20 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
             signal.signal(number, note_signal)
-    log.bar.update(first_step)
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
-    start = log.ended = clock(device)
+    log.ended = clock(device)
     for step in range(first_step, last_step + 1):  # steps made so far
         now, last, new = moments[step], step == last_step, step > first_step
-        leave = log.stop and new and not last and now.can_stop
+        leave = log.stop and not last and now.can_stop
         validate = now.validate and (new or step == 0)
         due = last or leave or (hp.save_every and step % hp.save_every == 0)
         save = hp.keep and new and due
         if validate or save or leave:
             log.end_step()
-            seconds += clock(device) - start
             if validate:
-                if not log.row:
-                    log(f"validating on {hp.val_tokens} tokens")
                 loss = evaluate(model, val_batch, now, device)
-                times = f"train_time:{1e3 * seconds:.0f}ms"
-                times += f" step_avg:{1e3 * seconds / max(step, 1):.2f}ms"
-                log(f"step:{step}/{last_step} val_loss:{loss:.5f} {times}")
-                log.write(json.dumps({"step": step, "val_loss": loss}), log.metrics)
-                check_loss(loss, step)
+                log(f"step:{step}/{last_step} val_loss:{loss:.5f} {log.times(step)}")
+                log.write_row({"step": step, "val_loss": loss}, loss)
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
@@ -1683,7 +1777,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                         "record": record,
                         "hyperparameters": dict(vars(hp)),
                         "step": step,
-                        "seconds": seconds,
+                        "seconds": log.seconds,
                         # Weights are views: torch.save would write all that they are views of.
                         "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
                         "optimizers": states,
@@ -1691,27 +1785,20 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                     save_checkpoint(Path("logs", log.run_id), state, hp.keep)
             if last or leave:
                 break
-            start = log.ended = clock(device)
+            log.ended = clock(device)
 
-        torch.manual_seed((hp.seed + 1) * 2**20 + step)  # for forks that draw numbers
         result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
         batch = next(batches, None)  # is read while the GPU computes
-        log.end_step()  # the step before
-        ms = 1e3 * (seconds + time.perf_counter() - start)
-        line = f"step:{step + 1}/{last_step} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
-        if log.row:
-            line += f" previous_loss:{log.row['train_loss']:.4f}"
-        log(line, console=log.bar.disable)
         log.begin_step(now, result)
 
     log.bar.close()
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
     if leave:
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        command = [show(script_of(run)), "--record", record, *flags, "--run_id", log.run_id]
-        run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
-        remedy = f"saved; go on with {run_sh} {shlex.join(command)} --resume on"
-        log(f"stopped by {number.name} after step {step}: {remedy if hp.keep else 'not saved'}")
+        words = [f"{HERE}/run.sh", show(script_of(run)), "--record", record, *flags]
+        command = shlex.join([*words, "--run_id", log.run_id, "--resume", "on"])
+        saving = f"saved; go on with {command}" if hp.keep else "not saved"
+        log(f"stopped by {number.name} after step {step}: {saving}")
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(128 + number)

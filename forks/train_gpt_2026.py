@@ -22,7 +22,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import train_gpt as t
 from train_gpt import BLOCK, END_OF_TEXT, Group, UserError, has_twin
@@ -503,7 +502,7 @@ def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyp
     return sequences, position
 
 
-def plan(shards: list[np.ndarray], seq_len: int, batch_seqs: int, moments: list, hp):
+def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
     """Plan the batches of these moments, as train_gpt.py's `consecutive` does. With
     hp.align_to_documents, each sequence begins with a document."""
     step = 0
@@ -644,22 +643,10 @@ def attend_with_offset(q, k, v, mask: tuple | Tensor, scale: float) -> Tensor:
     return t.attend(q, torch.where(still, before, k), v, mask, scale)
 
 
-@torch.compiler.assume_constant_result
-def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152. Such a
-    GPU recomputes some activations, which takes a few milliseconds."""
-    if device.type == "cpu":
-        return False
-    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
-
-
-def recomputed(function, x: Tensor, *more):
-    """Return function(x, *more) of x (1, T, ...). Where memory is small, compiled code does not
-    keep the result: the backward pass computes it again."""
-    training = torch.is_grad_enabled() and torch.compiler.is_compiling()
-    if training and memory_is_small(x.device, x.size(1)):
-        return checkpoint(function, x, *more, use_reentrant=False, preserve_rng_state=False)
-    return function(x, *more)
+def recomputed_if_small(function, x: Tensor, *more):
+    """Return function(x, *more) of x (1, T, ...), recomputed where memory is small."""
+    recompute = t.memory_is_small(x.device, x.size(1))
+    return t.recomputed(function, x, *more) if recompute else function(x, *more)
 
 
 def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
@@ -755,9 +742,9 @@ class CausalSelfAttention(nn.Module):
             heads, head_dim = self.head_shape
             turn = torch.arange(heads, device=x.device) % 2
             q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))
-            cos, sin = (part[:, turn].view(-1, heads // 2, head_dim) for part in (cos, sin))
-        q = recomputed(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
-        k = recomputed(t.rotate_normed, k, cos, sin, self.eps)
+            cos, sin = (part[:, turn].view(-1, heads // 2, head_dim // 2) for part in (cos, sin))
+        q = recomputed_if_small(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
+        k = recomputed_if_small(t.rotate_normed, k, cos, sin, self.eps)
         out = self.attend(q, k, v.transpose(1, 2), mask, self.scale)
         out = out.transpose(1, 2).reshape(shape)
         if self.gate is not None:
@@ -825,14 +812,14 @@ class Block(nn.Module):
         if not by_sublayer:
             x = self.mixed(self.lambdas[0] * x, x0, bigram)
         if self.attn is not None:
-            read = recomputed(t.norm, x, self.eps) if source is None else source
+            read = recomputed_if_small(t.norm, x, self.eps) if source is None else source
             post = self.post_lambda[0] if by_sublayer else None
             out = self.attn(read, value, rotary, mask, post)
             x = self.kept(x, 0) + out
             if by_sublayer:
                 x = self.mixed(x, x0, bigram)
         post = self.post_lambda[-1] if by_sublayer else None
-        out = self.mlp(recomputed(t.norm, x, self.eps), post)
+        out = self.mlp(recomputed_if_small(t.norm, x, self.eps), post)
         return self.kept(x, -1) + out
 
 
@@ -860,10 +847,6 @@ class Head(t.Head):
             self.weight.data.normal_(std=hp.head_init)
         self.form = hp.sigmoid_form
         self.summed = hp.loss_sum
-
-    def chunk_len(self, device: torch.device) -> int:
-        """Return the tokens in a chunk: fewer where memory is small."""
-        return 8192 if memory_is_small(device) else super().chunk_len(device)
 
     @t.compiled
     @has_twin
@@ -900,7 +883,7 @@ class Head(t.Head):
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
-    kernels = ("chunk_loss", "relu2_mlp", "symmetric_matmul")
+    kernels = t.GPT.kernels
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
@@ -908,15 +891,15 @@ class GPT(t.GPT):
         self.layers = layer_table(hp)
         names = sorted({layer.values for layer in self.layers} - {None})
         width = hp.num_heads * hp.head_dim
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, sparse=True)
-        tables = {name: nn.Embedding(hp.vocab_size, width, sparse=True) for name in names}
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
+        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
         for table in tables.values():
             table.weight.data *= hp.value_init
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
         self.bigram_embed = None
         if hp.bigram_rows:
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
-            self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False, sparse=True)
+            self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
         skips = hp.num_layers // 2  # the upper half of the layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
@@ -955,13 +938,14 @@ class GPT(t.GPT):
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
         each value table by its name, and of the bigram table by "bigram"."""
-        tables = self.value_embeds["embed"].items()
-        more = {name: table(input_seq) for name, table in tables}
+        tables = self.value_embeds["embed"]
+        weights = [table.weight for table in tables.values()]
         table = self.lm_head if self.tied else self.embed
-        x = F.embedding(input_seq, table.weight, sparse=True)
-        x, rows = self.with_the_token_before(x, input_seq)
-        if rows is not None:
-            more["bigram"] = self.bigram_embed(rows)
+        x, *rows = t.look_up(input_seq, table.weight, *weights)
+        more = dict(zip(tables, rows, strict=True))
+        x, bigrams = self.with_the_token_before(x, input_seq)
+        if bigrams is not None:
+            (more["bigram"],) = t.look_up(bigrams, self.bigram_embed.weight)
         return x, more
 
     @t.compiled
@@ -987,8 +971,8 @@ class GPT(t.GPT):
 
     def rotary(self, position: Tensor, now: Moment) -> dict[bool, tuple]:
         """Return the rotary tables of tokens at positions (T,), by whether heads are paired: cos
-        and sin (T, 1, head_dim), or (T, 2, head_dim) for two positions a token; and YaRN's factor
-        () on q."""
+        and sin (T, 1, head_dim / 2), or (T, 2, head_dim / 2) for two positions a token; and YaRN's
+        factor () on q."""
         windows = ()
         if self.hp.yarn:
             windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
@@ -1016,27 +1000,11 @@ class GPT(t.GPT):
             return weight
         return torch.sigmoid(weight) * (2 * gate_of(x0, self.skip_gates[i, None]))
 
-    def trunk(self, x: Tensor, more: dict[str, Tensor], rotary, masks: dict) -> Tensor:
-        """Map what `embedded` returns, embeddings (T, C) and `more`, to the head's input (T, C).
-
-        Most layers differ, so a graph for each would share nothing, and each graph costs the host
-        time. With one graph for all layers, no gradient could be sent before the backward pass
-        ends. So a graph is four layers; or one where memory is small, which validation needs.
-        """
-        count = 1 if memory_is_small(x.device) else 4
-        streams = {"x": x}
-        for start in range(0, len(self.layers), count):
-            end = min(start + count, len(self.layers))
-            streams = self.layers_between(start, end, streams, more, rotary, masks)
-        return streams["x"]
-
     @t.compiled
-    def layers_between(
-        self, start: int, end: int, streams: dict[str, Tensor], more, rotary, masks: dict
-    ) -> dict[str, Tensor]:
-        """Run the layers of one graph, from `start` up to `end`. The first graph begins with a
-        norm; the last one ends with backout and a norm. `streams` are x and the earlier outputs
-        that later layers read, (1, T, C), by name. Return them with those of these layers added."""
+    def layers_from(self, start: int, streams: dict[str, Tensor], more, rotary, masks) -> dict:
+        """Run the layers of a graph. The first graph begins with a norm; the last one ends with
+        backout and a norm. `streams` are x and what later layers read, (1, T, C), by name. Return
+        them with those of these layers added."""
         streams = dict(streams)
         if start == 0:
             streams["x"] = t.norm(streams["x"], self.hp.norm_eps)[None]
@@ -1044,6 +1012,7 @@ class GPT(t.GPT):
         x, x0, bigram = streams["x"], streams["x0"], more.get("bigram")
         weights = self.skip_weights.unbind()
         first_skip = len(self.layers) - len(weights)  # the first layer that may have one
+        end = min(start + self.layers_per_graph(x.device), len(self.layers))
         for i in range(start, end):
             layer, block = self.layers[i], self.blocks[i]
             own_bigram = bigram
@@ -1223,7 +1192,8 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
         betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
         rule = partial(adam, betas=betas, decay=row.get("decay", 0.0))
         complete = "forward" if name == "head" and not hp.tied_frac else "end"
-        groups.append(Group(name, params, rule, lr, 1 if name in lrs else 0, complete))
+        row_ndim = 1 if name in lrs else 0
+        groups.append(Group(name, params, rule, lr, row_ndim, complete, hp.adam_every))
     if hp.tied_frac:
         # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
         groups.sort(key=lambda group: group.name != "muon")
@@ -1272,11 +1242,7 @@ class Run(t.Run):
     optimizers_class = t.Late(lambda: Optimizers)
     moment = t.Late(lambda: Moment)
     check = t.Late(lambda: check)
-
-    @staticmethod
-    def planner(moments: list[Moment], hp: Hyperparameters) -> Callable:
-        """Return the function that plans the batches of these moments."""
-        return partial(plan, moments=moments, hp=hp)
+    plan = t.Late(lambda: plan)
 
 
 if __name__ == "__main__":

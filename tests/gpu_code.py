@@ -1,4 +1,4 @@
-"""Compile, without a GPU, the kernels that one would run in a layer, the loss or Muon's update.
+"""Compile, without a GPU, kernels that one would run: of a layer, loss, look-ups or Muon's update.
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
@@ -109,6 +109,7 @@ from torch.nn.attention import flex_attention  # noqa: E402
 from torch.utils._pytree import tree_map  # noqa: E402
 
 inductor_config.compile_threads = 1
+inductor_config.realize_reads_threshold = 8  # as `compiled` of train_gpt.py sets it
 inductor_config.use_static_cuda_launcher = False  # it would load the code into a GPU
 if hasattr(inductor_config, "use_static_triton_launcher"):
     inductor_config.use_static_triton_launcher = False
@@ -246,10 +247,8 @@ import train_gpt  # noqa: E402
 gpu_kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
     lambda device: shared < 160_000
 )
-train_gpt.fp8_supported = gpu_kernels.fp8_supported = torch.compiler.assume_constant_result(
-    lambda device: CAPABILITY >= 89
-)
-fork.memory_is_small = torch.compiler.assume_constant_result(
+train_gpt.fp8_supported = torch.compiler.assume_constant_result(lambda device: CAPABILITY >= 89)
+train_gpt.memory_is_small = torch.compiler.assume_constant_result(
     lambda device, tokens=49152: memory < 40
 )
 train_gpt.make_mask = train_gpt.block_lists  # as on any GPU
@@ -335,6 +334,14 @@ def loss_graphs(hp, run):
         yield "loss of validation", captured(head.eval().chunk_loss, x, targets, scale)
 
 
+def look_up_graphs(hp):
+    """Yield the graphs of look-ups by the kernel. A run does not compile the code around it."""
+    tables = torch.empty(2, hp.vocab_size, hp.model_dim, dtype=torch.bfloat16).unbind()
+    tables = [table.requires_grad_() for table in tables]
+    tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
+    yield "look-up", captured(gpu_kernels.FusedLookUp.apply, tokens, *tables)
+
+
 @torch.no_grad()
 def muon_graphs(hp, run, square_only=False):
     """Yield the graphs of all matrices of a shape, as a run on one GPU has them."""
@@ -348,10 +355,10 @@ def muon_graphs(hp, run, square_only=False):
     with torch.device("meta"):
         optimizers = run.optimizers_class(run.model_class(hp), hp)
     for group, rows in optimizers.groups:
-        *_, height, width = rows.grad.shape
+        *_, height, width = rows.own.shape
         if group.name != "muon" or (square_only and height != width):
             continue
-        grad, buffer = (torch.zeros(rows.grad.shape) for _ in range(2))
+        grad, buffer = (torch.zeros(rows.own.shape) for _ in range(2))
         arguments = grad, buffer, torch.tensor(0.9), hp.momentum_damped, as_on_a_gpu
         yield f"muon {height} x {width}", captured(train_gpt.muon_updates, *arguments)
 
@@ -362,6 +369,8 @@ def graphs_of(part: str, hp, run):
         return layer_graphs_2026(hp) if run is fork.Run else layer_graphs(hp)
     if part == "loss":
         return loss_graphs(hp, run)
+    if part == "look_up":
+        return look_up_graphs(hp)
     return muon_graphs(hp, run, square_only=part == "square")
 
 

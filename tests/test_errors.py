@@ -37,11 +37,11 @@ TABLE = [
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),
     ("--val_tokens 300", "--val_tokens 300: must be a positive multiple of 256"),
     ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be finite and not negative"),
-    ("--num_layers 14", "--num_layers 14: must be even, and at most the 12 rows of --layers"),
-    ("--device cuda", "process 0 finds 0 GPUs on its machine: use --device cpu"),
+    ("--num_layers 14", "--num_layers 14: must be even, and at most 12"),
+    ("--device cuda", "process 0 finds 0 GPUs: start fewer, or --device cpu"),
     (
         "--seq_len 17408 --batch_seqs 1",
-        "needed for a sequence of 17408 tokens; without a GPU, try --record demo",
+        "17408 tokens need a GPU and --compile on: try --record demo",
     ),
     ("--run_id " + "a" * 300, "logs/aaaa"),
     ("--run_id ..", "--run_id ..: must be a plain name"),
@@ -51,16 +51,16 @@ TABLE = [
     ("--seed 9999999999999999999", "--seed 9999999999999999999: must be finite"),
     ("--run_id taken", "File exists: 'logs/taken'"),
     ("--train_files none*.bin", "no shard matches none*.bin"),
-    ("--train_files magic.bin", "magic.bin is not an intact token shard: its 1040 bytes begin "),
+    ("--train_files magic.bin", "magic.bin is no shard: its 1040 bytes begin "),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--seq_len 8192", "has 0 batches of 8 x 8192 tokens"),
     ("--epochs 1 --num_iterations 30", "has 29 batches of 8 x 128 tokens"),
     ("--resume on", "--resume on: say which run with --run_id NAME"),
     ("--resume on --run_id it --seed 2", "saved by train_gpt.py without this: train_gpt.py"),
-    ("--resume on --run_id half", "is not an intact checkpoint of this program"),
-    ("--embed_lr 1e38", "the loss is nan after step 1: try lower rates, or"),
-    ("--init_bound 1e38", "the loss is nan after step 0: the initial weights are at"),
+    ("--resume on --run_id half", "is not an intact checkpoint"),
+    ("--embed_lr 1e38", "the loss is nan at step 2: try lower rates, smaller"),
+    ("--init_bound 1e38", "the loss is nan at step 1: try lower rates, smaller"),
 ]
 
 
@@ -172,8 +172,8 @@ def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
 @pytest.mark.parametrize(
     ("words", "ranks", "message"),
     [
-        ("--batch_seqs 4", 3, "3 ranks cannot share 4 sequences: start a number that divides"),
-        ("--embed_lr 1e38", 2, "the loss is nan after step 1"),
+        ("--batch_seqs 4", 3, "3 ranks cannot share --batch_seqs 4 evenly"),
+        ("--embed_lr 1e38", 2, "the loss is nan at step 2"),
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(words, ranks, message, flags):

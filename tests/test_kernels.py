@@ -57,7 +57,7 @@ def exact_loss(logits, targets, cap, shares) -> tuple[float, torch.Tensor]:
 
 
 def kernel_loss(logits, targets, cap, shares, scale=1.0, dtype=None):
-    """Return what the kernel computes: the loss, and in dtype the gradient times scale."""
+    """Return what the kernels compute: the loss, and in dtype the gradient times scale, twice."""
     form = cap if isinstance(cap, tuple) else (2 * cap, 0.0, cap / 2)
     weights = torch.tensor(shares) if len(shares) > 1 else None
     return kernels.softcap_losses(logits, targets, weights, form, scale, dtype)
@@ -73,21 +73,35 @@ def kernel_loss(logits, targets, cap, shares, scale=1.0, dtype=None):
         (torch.bfloat16, 6, 9000, SHIFTED, (1.0,)),
         (torch.float32, 4, 9000, SHIFTED, (1.0, 0.5, 0.25)),
         (torch.float16, 4, 9000, SHIFTED, (1.0, 0.5, 0.25)),
+        (torch.float32, 150, 300, SHIFTED, (1.0, 0.5, 0.25)),
+        (torch.float32, 128, 256, 15.0, (1.0,)),
     ],
 )
 def test_loss_equals_float64(dtype, rows, vocab, cap, shares):
-    """Logits reach one to three caps. Targets of a row may be equal, and the last has one alone."""
+    """Logits reach one to three caps. Targets of a row may be equal, and the last has one alone.
+    Tiles of the gradient are of 64 rows and 128 columns."""
     size = cap[0] if isinstance(cap, tuple) else cap
     logits = (size * randn(rows, vocab)).to(dtype)
     targets = torch.arange(rows) * (vocab // rows) + vocab % rows
     targets = targets[:, None].repeat(1, len(shares))
     targets[1, 1:], targets[-1, 1:] = vocab - 1, -1
     expected, expected_grads = exact_loss(logits, targets, cap, shares)
-    loss, grads = kernel_loss(logits, targets, cap, shares)
-    assert loss.item() == pytest.approx(expected, rel=1e-6) and grads is None
-    loss, grads = kernel_loss(logits, targets, cap, shares, 0.25, dtype)
+    loss, grads, grads_t = kernel_loss(logits, targets, cap, shares)
+    assert loss.item() == pytest.approx(expected, rel=1e-6) and grads is grads_t is None
+    loss, grads, grads_t = kernel_loss(logits, targets, cap, shares, 0.25, dtype)
     assert loss.item() == pytest.approx(expected, rel=1e-6) and grads.dtype == dtype
     assert relative_error(grads, 0.25 * expected_grads) < TOLERANCE[dtype]
+    assert grads_t.data_ptr() == grads.data_ptr() and torch.equal(grads_t, grads.T)
+
+
+def check_float8(grads, exact) -> torch.Tensor:
+    """Compare gradients with exact ones, and return these in float8. The interpreter forgets to
+    carry when it rounds up to a power of two, and cuts off below 2^-14: such are left out."""
+    expected = to_fp8(exact.float(), 1.0, torch.float8_e5m2).float()
+    power_of_two = expected.abs().frexp().mantissa == 0.5
+    kept = (exact.abs() > 2.0**-14) & ~(power_of_two & (expected.abs() > exact.abs()))
+    assert kept.float().mean() > 0.5 and torch.equal(grads.float()[kept], expected[kept])
+    return expected
 
 
 @interpreted
@@ -96,17 +110,26 @@ def test_loss_equals_float64(dtype, rows, vocab, cap, shares):
     [(15.0, (1.0,), 2.0**10, 0), (15.0, (1.0,), 2.0**16, 4), (SHIFTED, (1.0, 0.5), 2.0**10, 0)],
 )
 def test_loss_in_float8_clamps_where_the_cast_would_give_inf(cap, shares, scale, saturated):
-    """The interpreter forgets to carry when it rounds up to a power of two, and cuts off below
-    2^-14: such values are left out. The targets' gradients reach -1 * scale."""
+    """The targets' gradients reach -1 * scale."""
     logits, targets = 5 * randn(4, 1000), torch.tensor([[0, 9], [999, 999], [500, -1], [17, 3]])
     targets = targets[:, : len(shares)]
-    _, grads = kernel_loss(logits, targets, cap, shares, scale, torch.float8_e5m2)
-    exact = scale * exact_loss(logits, targets, cap, shares)[1]
-    expected = to_fp8(exact.float(), 1.0, torch.float8_e5m2).float()
+    _, grads, _ = kernel_loss(logits, targets, cap, shares, scale, torch.float8_e5m2)
+    expected = check_float8(grads, scale * exact_loss(logits, targets, cap, shares)[1])
     assert (expected == -57344).sum() == (grads.float() == -57344).sum() == saturated
-    power_of_two = expected.abs().frexp().mantissa == 0.5
-    kept = (exact.abs() > 2.0**-14) & ~(power_of_two & (expected.abs() > exact.abs()))
-    assert kept.float().mean() > 0.5 and torch.equal(grads.float()[kept], expected[kept])
+
+
+@interpreted
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 0.5)])
+@pytest.mark.parametrize(("rows", "vocab"), [(3, 100), (64, 128), (150, 300)])
+def test_gradients_in_float8_are_laid_out_both_ways(rows, vocab, shares):
+    """cuBLAS reads both. One tile is cut off, one is full, and of nine five are cut off."""
+    logits = 5 * randn(rows, vocab)
+    targets = torch.arange(rows * len(shares)).view(rows, -1) % vocab
+    arguments = logits, targets, 15.0, shares, 2.0**10
+    _, grads, grads_t = kernel_loss(*arguments, torch.float8_e5m2)
+    assert grads.is_contiguous() and grads_t.is_contiguous() and grads_t.shape == (vocab, rows)
+    assert torch.equal(grads_t.float().T, grads.float())
+    check_float8(grads, kernel_loss(*arguments, torch.float32)[1].double())
 
 
 @interpreted
@@ -114,7 +137,7 @@ def test_loss_in_float8_clamps_where_the_cast_would_give_inf(cap, shares, scale,
 @pytest.mark.parametrize("script", [train_gpt, train_gpt_2026])
 def test_a_chunk_equals_float64_with_gradients(script, fp8, tiny, tiny_2026, monkeypatch):
     """Also those that the twin's backward pass multiplies by another gradient, here 2."""
-    monkeypatch.setattr(kernels, "fp8_supported", lambda device: fp8)
+    monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: fp8)
     hp = tiny if script is train_gpt else replace(tiny_2026, grad_s=2.0**9)
     hp = replace(hp, fp8=fp8, logit_softcap=15.0)
     arguments = kernels.loss_example(script.GPT(hp), hp, CPU, torch.float32)
@@ -148,7 +171,7 @@ def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, m
     inputs = [(t * t.size(-1) ** -0.5).to(dtype).requires_grad_() for t in inputs]
     exact = [t.detach().double().requires_grad_() for t in inputs]
     grad = randn(1, rows, width, dtype=dtype, seed=3)
-    out = kernels.fused_mlp(*inputs)
+    out = kernels.FusedMLP.apply(*inputs)
     out.backward(grad)
     expected = F.relu(exact[0] @ exact[1].T) ** 2 @ exact[2].T
     expected.backward(grad.double())
@@ -253,9 +276,121 @@ def test_without_kernels_or_a_gpu_nothing_is_compared(fake_kernels, tiny, monkey
 
 def test_a_kernel_is_on_only_if_it_agrees_on_all_ranks(fake_kernels, tiny):
     model = fake_kernels(here=torch.square, everywhere=torch.square)
-    other = torch.tensor([1.0, 0.0])  # what the other rank found
+    other = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 1]])  # what the other rank found
     expected = ["kernel here is off: another rank cannot use it", "kernels: everywhere"]
     assert chosen(model, tiny, lambda votes: votes.add_(other)) == (["everywhere"], expected)
+
+
+def found(name: str, times: dict) -> str:
+    """Find no fault, as kernels.fault does, and times."""
+    kernels.TIMES[name] = times[name]
+    return ""
+
+
+def test_a_kernel_is_on_only_if_it_is_not_slower_on_all_ranks_together(
+    fake_kernels, tiny, monkeypatch
+):
+    """Each rank alone would choose otherwise than the other; the ranks' times are summed first."""
+    model = fake_kernels(**dict.fromkeys(("sum", "tie", "slow"), torch.square))
+    ranks = [  # milliseconds of the plain function and of its twin
+        {"sum": [3.0, 1.0], "tie": [1.0, 2.0], "slow": [4.0, 3.0]},
+        {"sum": [1.0, 2.0], "tie": [2.0, 1.0], "slow": [1.0, 3.0]},
+    ]
+    votes = []
+    for times in ranks:  # what each rank gives to all_reduce_
+        monkeypatch.setattr(kernels, "fault", lambda name, *_, t=times: found(name, t))
+        chosen(model, tiny, lambda vote: votes.append(vote.clone()))
+    for times in ranks:
+        monkeypatch.setattr(kernels, "fault", lambda name, *_, t=times: found(name, t))
+        assert chosen(model, tiny, lambda vote: vote.copy_(sum(votes))) == (
+            ["sum", "tie"],
+            [
+                "kernel sum: 1.50 ms, plain 2.00 ms",
+                "kernel tie: 1.50 ms, plain 1.50 ms",
+                "kernel slow: 3.00 ms, plain 2.50 ms",
+                "kernel slow is off: plain is faster",
+                "kernels: sum tie",
+            ],
+        )
+
+
+class FakeEvent:
+    """A CUDA event that notes how many calls there have been."""
+
+    calls = []
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self):
+        self.at = list(self.calls)
+
+    def elapsed_time(self, end) -> float:
+        return sum({"plain": 3.0, "twin": 2.0}[name] for name in end.at[len(self.at) :])
+
+
+def test_times_are_medians_of_calls_in_turn(monkeypatch):
+    """The first call, which compiles, counts little."""
+    empty, calls = torch.empty, FakeEvent.calls
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(8, dtype=dtype))
+    monkeypatch.setattr(kernels, "outcome", lambda name, arguments: calls.append(name))
+    assert kernels.milliseconds(["plain", "twin"], ()) == [3.0, 2.0]
+    assert calls == ["plain", "twin"] * 11
+
+
+@pytest.mark.parametrize("gigabytes", [24, 80])
+def test_kernels_are_timed_at_the_run_s_sizes_where_memory_is_not_small(
+    gigabytes, tiny, monkeypatch
+):
+    """The device is a CPU that says it is a GPU."""
+    sizes = []
+
+    def example(*given, whole=False):
+        sizes.append(whole)
+        return (randn(100).requires_grad_(),)
+
+    memory = SimpleNamespace(total_memory=gigabytes << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(kernels, "TWINS", {"square": (torch.square, example, "square")})
+    monkeypatch.setattr(kernels, "plain_function", lambda model, name: torch.square)
+    monkeypatch.setattr(kernels, "digest", lambda plain: "square")
+    monkeypatch.setattr(kernels, "milliseconds", lambda both, arguments: [2.0, 1.0])
+    monkeypatch.setattr(kernels, "TIMES", {})
+    gpu = SimpleNamespace(type="cuda")
+    assert kernels.fault("square", None, replace(tiny, compile="off"), gpu) == ""
+    if gigabytes == 24:
+        assert (kernels.TIMES, sizes) == ({}, [False, False])
+    else:
+        assert (kernels.TIMES, sizes) == ({"square": [2.0, 1.0]}, [False, False, True])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_of_tables_are_sums_in_float32(dtype):
+    """Of 5000 tokens, 4000 of them one token with a gradient of 1/1024 (a sum in float16 would stop
+    growing at 2); of tables that have 300 and 48 columns. Some rows were not asked for."""
+    tokens = torch.cat([torch.full((4000,), 7), torch.randint(0, 40, (1000,))]).int()
+    tables = [randn(53, columns, dtype=dtype).requires_grad_() for columns in (300, 48)]
+    rows = kernels.FusedLookUp.apply(tokens, *tables)
+    grads = [randn(5000, len(row[0]), dtype=dtype, seed=1) for row in rows]
+    for grad in grads:
+        grad[:4000] = 1 / 1024
+    found = torch.autograd.grad(rows, tables, grads)
+    for row, table, grad, sums in zip(rows, tables, grads, found, strict=True):
+        assert torch.equal(row, table[tokens.long()])
+        expected = torch.zeros(53, grad.size(1), dtype=torch.float64)
+        expected.index_add_(0, tokens.long(), grad.double())
+        assert sums.dtype == dtype and relative_error(sums, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", kernels.TWINS)
+def test_whole_examples_have_the_rows_of_a_run(name, tiny):
+    model = train_gpt.GPT(tiny)
+    arguments = kernels.TWINS[name][1](model, tiny, CPU, torch.float32, whole=True)
+    rows = {"chunk_loss": 128, "look_up": 128, "relu2_mlp": 128, "symmetric_matmul": 32}
+    assert len(arguments[name == "chunk_loss"]) == rows[name]
 
 
 @interpreted

@@ -204,8 +204,8 @@ def test_only_the_upper_half_adds_outputs():
 @pytest.mark.parametrize(
     ("script", "count", "rule"),
     [
-        (train_gpt, 3, "must be even, and at most the 4 rows"),
-        (train_gpt, 6, "must be even, and at most the 4 rows"),
+        (train_gpt, 3, "must be even, and at most 4"),
+        (train_gpt, 6, "must be even, and at most 4"),
         (train_gpt_2026, 5, "--layers has 4"),
     ],
 )

@@ -65,7 +65,7 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     model.load_state_dict(before["model"])
     for block in model.blocks:
         block.mlp.forward = partial(gelu_mlp, block.mlp)
-    planned = train_gpt.plan_batches(hp.train_files, hp.seq_len, hp.batch_seqs, STEPS, epochs=0)
+    planned = train_gpt.plan_batches(hp.train_files, hp, STEPS, train_gpt.consecutive)
     cpu = torch.device("cpu")
     inputs, targets = next(train_gpt.distributed_data_generator(planned, 0, 1, cpu, STEPS - 1))
     with torch.no_grad():

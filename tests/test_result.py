@@ -112,7 +112,8 @@ def test_a_program_reads_how_each_run_ended(flags, tmp_path):
     assert failing.end() == wrong.end() == [1]
     reasons = {found["reason"] for found in results()}
     assert reasons == {
-        "train_gpt.py: error: the loss is nan after step 1: try lower rates, or --fp8 off",
+        "train_gpt.py: error: the loss is nan at step 2: "
+        "try lower rates, smaller initial weights or --fp8 off",
         "NameError: name 'undefined' is not defined",
     }
     long = [*flags, "--num_iterations", "100000", "--run_id", "it"]

@@ -27,7 +27,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from statistics import median
@@ -131,16 +131,8 @@ class Timed:
 
     def batches_of(self, now: train_gpt.Moment):
         """Yield batches without end, all as long as at this moment."""
-        hp = self.hp
-        planned = self.core.plan_batches(
-            self.data,
-            now.seq_len,
-            hp.batch_seqs,
-            BATCHES,
-            epochs=0,
-            vocab_size=hp.vocab_size,
-            plan=self.run_class.planner([now] * (BATCHES + 1), hp),
-        )
+        hp, plan = replace(self.hp, epochs=0), self.run_class.plan
+        planned = self.core.plan_batches(self.data, hp, BATCHES, plan, [now] * (BATCHES + 1))
         while True:
             yield from self.core.distributed_data_generator(planned, RANK, RANKS, self.device)
 

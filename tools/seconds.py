@@ -19,6 +19,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -154,12 +155,11 @@ def epochs_for(path: Path, flags: list[str]) -> int:
     core, (hp, _) = script.core(run_class), script.parse(path, flags)
     process.fetch(hp, run_class)
     moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
-    plan = run_class.planner(moments, hp)
-    shape = hp.seq_len, hp.batch_seqs, hp.num_iterations
+    plan, steps = run_class.plan, hp.num_iterations
 
     def are_enough(epochs: int) -> bool:
         try:
-            core.plan_batches(hp.train_files, *shape, epochs, hp.vocab_size, plan)
+            core.plan_batches(hp.train_files, replace(hp, epochs=epochs), steps, plan, moments)
         except UserError:
             return False
         return True

@@ -242,6 +242,22 @@ def test_a_step_after_warm_up_neither_synchronises_nor_compiles(run):
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_gradients_of_tables_have_the_same_bits_each_time(kernel):
+    """Of 49152 tokens, a third of them one token."""
+    function = train_gpt.look_up
+    if kernel:
+        function = pytest.importorskip("gpu_kernels").FusedLookUp.apply
+    table = torch.randn(50257, 768, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    tokens = (torch.randint(0, 12000, (49152,), device="cuda") - 4000).clamp(min=0).int()
+    grad = torch.randn(49152, 768, device="cuda", dtype=torch.bfloat16)
+    found = [torch.autograd.grad(function(tokens, table), table, [grad])[0] for _ in range(5)]
+    assert all(torch.equal(other, found[0]) for other in found)
+    expected = torch.zeros(50257, 768, device="cuda", dtype=torch.float64)
+    expected.index_add_(0, tokens.long(), grad.double())
+    assert relative_error(found[0], expected) < 5e-3
+
+
 TWINS = [("chunk_loss", fork, A), ("chunk_loss", fork, D)]
 TWINS += [(name, train_gpt, RECORD) for name in train_gpt.GPT.kernels]
 
@@ -287,12 +303,19 @@ def test_bench_counts_launches_of_torch_and_of_triton_but_no_copies(tmp_path, mo
 
 
 @pytest.mark.parametrize(("script", "record"), [(train_gpt, RECORD), (fork, A), (fork, D)])
-def test_all_kernels_are_found_right_for_the_record(script, record):
-    """A run's own comparison finds that, compiled."""
-    kernels, lines = pytest.importorskip("gpu_kernels"), []
+def test_all_kernels_are_found_right_for_the_record(script, record, monkeypatch):
+    """A run's own comparison finds that, compiled. Two choices by their times are equal."""
+    kernels, chosen = pytest.importorskip("gpu_kernels"), []
     device = torch.device("cuda")
-    kernels.choose_kernels(script.GPT, record, device, train_gpt.all_reduce_, lines.append)
-    assert lines == [f"kernels: {' '.join(script.GPT.kernels)}"]
+    model = script.GPT(record).to(device)
+    for _ in range(2):
+        kernels.choose_kernels(model, record, device, train_gpt.all_reduce_, print)
+        chosen.append(sorted(kernels.IN_USE))
+        assert kernels.TIMES.keys() == set(model.kernels)
+    assert chosen[0] == chosen[1]
+    monkeypatch.setattr(kernels, "milliseconds", lambda both, arguments: [0.0, 0.0])
+    kernels.choose_kernels(model, record, device, train_gpt.all_reduce_, print)
+    assert sorted(kernels.IN_USE) == sorted(model.kernels)
 
 
 SHORT_VALIDATION = "--val_seq_len 65536 --val_tokens 65536"
@@ -302,7 +325,7 @@ SHORT_VALIDATION = "--val_seq_len 65536 --val_tokens 65536"
 def on_the_sample(capsys, monkeypatch, tmp_path, write_shard):
     """Return train(run, flags): it trains on the sample, of which 262144 tokens are for validation,
     and returns what is printed."""
-    tokens = train_gpt.load_data_shard(f"{HERE}/data/kjv_val_000000.bin").numpy()
+    tokens = train_gpt.load_data_shard(f"{HERE}/data/kjv_val_000000.bin")
     val = write_shard("val_0.bin", np.tile(tokens, 4)[:262146])
     monkeypatch.chdir(tmp_path)
 
@@ -319,8 +342,8 @@ def on_the_sample(capsys, monkeypatch, tmp_path, write_shard):
 
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "demo"])
 def test_fifty_steps_of_each_record_on_the_sample(name, on_the_sample):
-    """Its loss falls; 2025-01-26 takes the memory of a 24 GB card, validation on 262144 tokens
-    included."""
+    """Its loss falls; 2025-01-26 takes the memory of a 40 GB card, validation on 262144 tokens
+    included: cards of 24 GB take smaller chunks of the loss."""
     flags = f"--record {name} --num_iterations 50 --val_loss_every 25 --val_tokens 262144"
     text = on_the_sample(train_gpt.Run, flags)
     losses = list(val_losses(text).values())
@@ -329,7 +352,7 @@ def test_fifty_steps_of_each_record_on_the_sample(name, on_the_sample):
     if name == "2025-01-26_BatchSize":
         found = re.search(r"allocated: (\d+) MiB reserved: (\d+)", text)
         allocated, reserved = (int(mib) << 20 for mib in found.groups())
-        assert allocated < 21e9 and reserved < 23e9
+        assert allocated < 29e9 and reserved < 32e9
 
 
 @pytest.mark.parametrize("name", [name for name in fork.RECORDS if name != "demo"])

@@ -27,5 +27,6 @@ SPILLED = {
 def test_a_card_could_run_a_record(record, card, kernels, monkeypatch):
     if record in train_gpt_2026.RECORDS:
         monkeypatch.setattr(test_gpu_code, "SPILLED", SPILLED)
-    names = check(card, rows_of(card, record, kernels, "layer", "loss", "muon"))
-    assert ("softcap_kernel_0" in names) == (kernels == "on")
+    parts = ["layer", "loss", "muon"] + ["look_up"] * (kernels == "on")
+    names = check(card, rows_of(card, record, kernels, *parts))
+    assert ("softcap_grad_kernel_0" in names) == (kernels == "on")

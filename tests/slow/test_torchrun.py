@@ -12,7 +12,7 @@ def test_bad_input_is_said_once(flags):
     done = run([*flags, "--embed_lr", "1e38"], 2)
     assert done.returncode == 1 and f'File "{SCRIPT}"' not in done.stderr
     (line,) = [x for x in done.stderr.splitlines() if x.startswith("train_gpt.py:")]
-    assert "the loss is nan after step 1" in line
+    assert "the loss is nan at step 2" in line
 
 
 def test_a_run_that_is_started_again_goes_on(flags, tmp_path):
