@@ -516,7 +516,8 @@ def block_lists(first: Tensor) -> tuple[Tensor, ...]:
     for each key block, the query blocks that see it partly, and those that see it fully. Each list
     is two int32 tensors: the count of blocks (1, 1, T / BLOCK), and their numbers (1, 1, T / BLOCK,
     T / BLOCK), of which the first `count` are used. `first` never decreases, so a list is one run
-    of blocks; in both partial lists the block on the diagonal follows it."""
+    of blocks; in both partial lists the block on the diagonal follows it. A row of key blocks, from
+    the first to the diagonal, with . for hidden, P for partly and F for fully seen: . P F F P."""
     index = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # of blocks
     # For each query block: the first key block that it sees, and the first one that it sees fully.
     seen = first[::BLOCK] // BLOCK
