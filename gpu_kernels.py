@@ -371,8 +371,8 @@ TWINS = {
 
 
 def plain_function(model, name: str):
-    """Return what a model calls by the name of a twin: a method of its head, or a function of the
-    file that has it, the model's own or one that this imports."""
+    """Return what a model calls by a name: a method of its head, or a function of the file that has
+    it, the model's own or one that this imports."""
     if hasattr(model.lm_head, name):
         return getattr(model.lm_head, name)
     modules = [vars(sys.modules[cls.__module__]) for cls in type(model).__mro__]
@@ -449,7 +449,7 @@ def fault(name: str, model, hp, device: torch.device) -> str:
             return "the plain function was edited: change its twin and its digest in gpu_kernels.py"
         both = [inspect.unwrap(plain), twin]
         if on_gpu and hp.compile != "off" and name != "look_up":  # whose caller is not compiled
-            options = {"realize_reads_threshold": 8}  # as `compiled` of train_gpt.py
+            options = plain_function(model, "compiled").options
             both = [torch.compile(function, dynamic=False, options=options) for function in both]
         for settings, dtype, limit in cases:
             arguments = example(model, settings, device, dtype)
@@ -458,7 +458,7 @@ def fault(name: str, model, hp, device: torch.device) -> str:
             deviation = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()
             if not deviation < limit:  # it is NaN, if one is
                 return f"in {dtype} it deviates from the plain function by {deviation:.1e}"
-        if on_gpu and torch.cuda.get_device_properties(device).total_memory >= 40e9:
+        if on_gpu and not plain_function(model, "memory_is_small")(device):
             with contextlib.suppress(Exception):  # as when the plain function lacks memory
                 arguments = example(model, hp, device, torch.bfloat16, whole=True)
                 TIMES[name] = milliseconds(both, arguments)

@@ -399,15 +399,15 @@ def compiled(function):
         if torch.compiler.is_compiling() or not compiled.allowed:
             return function(*args, **kwargs)
         if fast is None:
-            # By default (4), Inductor stores float32 tensors that kernels could compute again.
-            options = {"realize_reads_threshold": 8}
-            fast = torch.compile(function, dynamic=False, options=options)
+            fast = torch.compile(function, dynamic=False, options=compiled.options)
         return fast(*args, **kwargs)
 
     return call
 
 
 compiled.allowed = False
+# By default (4), Inductor stores float32 tensors that kernels could compute again.
+compiled.options = {"realize_reads_threshold": 8}
 
 
 @torch.compiler.assume_constant_result

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools", "for
 if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
-from runs import console_of  # noqa: E402
+from runs import console_of, outcome  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -46,6 +46,20 @@ def as_before():
         sys.modules["gpu_kernels"].IN_USE.clear()
     for number, handler in SIGNALS.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> None:
+    """Be in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(flags, request, tmp_path_factory) -> SimpleNamespace:
+    """Train by the module's flags for its LAST steps, undisturbed; return the outcome."""
+    folder = tmp_path_factory.mktemp("whole")
+    console_of(flags, folder)
+    return outcome(folder, request.module.LAST)
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,6 @@ from torch.nn.attention import flex_attention  # noqa: E402
 from torch.utils._pytree import tree_map  # noqa: E402
 
 inductor_config.compile_threads = 1
-inductor_config.realize_reads_threshold = 8  # as `compiled` of train_gpt.py sets it
 inductor_config.use_static_cuda_launcher = False  # it would load the code into a GPU
 if hasattr(inductor_config, "use_static_triton_launcher"):
     inductor_config.use_static_triton_launcher = False
@@ -243,6 +242,8 @@ import train_gpt_2026 as fork  # noqa: E402
 import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
 
+for option, value in train_gpt.compiled.options.items():
+    setattr(inductor_config, option, value)
 # These ask for the device; they answer as on the card.
 gpu_kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
     lambda device: shared < 160_000

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from train_gpt import HERE, main
 
 LAST, AT = 6, 3  # steps, and the step before which the console is lost
 RESUME = ["--resume", "on"]
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +23,6 @@ def flags(tmp_path_factory) -> list[str]:
     flags = language(tmp_path_factory.mktemp("data"))
     flags += ["--model_dim", "32", "--num_heads", "1", "--batch_seqs", "2", "--val_tokens", "256"]
     return [*flags, "--num_iterations", str(LAST), "--adam_eps", "1e-6", "--run_id", "it"]
-
-
-@pytest.fixture(scope="module")
-def whole(flags, tmp_path_factory) -> SimpleNamespace:
-    """Train undisturbed; return the outcome."""
-    folder = tmp_path_factory.mktemp("whole")
-    console_of(flags, folder)
-    return outcome(folder, LAST)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # Each of these prepares the streams of a process, and returns what happens before a step.

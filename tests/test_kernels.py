@@ -351,10 +351,9 @@ def test_kernels_are_timed_at_the_run_s_sizes_where_memory_is_not_small(
         sizes.append(whole)
         return (randn(100).requires_grad_(),)
 
-    memory = SimpleNamespace(total_memory=gigabytes << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    found = {"square": torch.square, "memory_is_small": lambda device: gigabytes == 24}
     monkeypatch.setattr(kernels, "TWINS", {"square": (torch.square, example, "square")})
-    monkeypatch.setattr(kernels, "plain_function", lambda model, name: torch.square)
+    monkeypatch.setattr(kernels, "plain_function", lambda model, name: found[name])
     monkeypatch.setattr(kernels, "digest", lambda plain: "square")
     monkeypatch.setattr(kernels, "milliseconds", lambda both, arguments: [2.0, 1.0])
     monkeypatch.setattr(kernels, "TIMES", {})

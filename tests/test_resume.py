@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from train_gpt import main
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
 LAST = 40 if KILLS < 5 else 200
 RESUME = ["--resume", "on"]
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +30,6 @@ def flags(tmp_path_factory) -> list[str]:
     flags += ["--model_dim", "32", "--num_heads", "1", "--batch_seqs", "2", "--val_tokens", "256"]
     flags += ["--num_iterations", str(LAST), "--val_loss_every", "0", "--adam_eps", "1e-6"]
     return [*flags, "--save_every", "5", "--run_id", "it"]
-
-
-@pytest.fixture(scope="module")
-def whole(flags, tmp_path_factory) -> SimpleNamespace:
-    """Train undisturbed; return the outcome."""
-    folder = tmp_path_factory.mktemp("whole")
-    console_of(flags, folder)
-    return outcome(folder, LAST)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def stopped(words: list[str], number: int, step: int, delay: float) -> None:
