@@ -23,10 +23,10 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
 import numpy as np
@@ -44,13 +44,34 @@ Triple = tuple[float, float, float]
 # Settings: those of the records after 2025-01-26
 
 
-# A layer is written as its window, long, short (half of the long one) or none, and then any of
-# these words, in this order: long+v0+x5. Numbers of layers count the layers in use, from 0.
-#     v0 to v9    rows of this value-embedding table are mixed into v
-#     x5          the output of layer 5 is added to the input, in the upper half of the layers
-#     in5         attention reads the output of layer 5
-#     pair        two heads attend as one of twice as many positions
-#     backout     a share of the layer's output is subtracted before the last norm
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model: what it attends with and what is added to it. It is written as its
+    window, and then any of its words: long+v0+x5. Layers are numbered from 0, among those in use.
+    """
+
+    window: str  # "long", "short" (half of the stage's long one), or "none": no attention
+    values: str | None = None  # v0 to v9: rows of this value-embedding table are mixed into v
+    skip_from: int | None = None  # x5: in the upper half, layer 5's output is added to the input
+    source: int | None = None  # in5: attention reads the output of layer 5, not the input
+    paired: bool = False  # pair: two heads attend as one of twice as many positions
+    backout: bool = False  # backout: a share of its output is subtracted before the last norm
+
+    # The words, without their numbers; the field that each sets, and the field's type.
+    words: ClassVar[dict[str, tuple[str, type]]] = {
+        "v": ("values", str),
+        "x": ("skip_from", int),
+        "in": ("source", int),
+        "pair": ("paired", bool),
+        "backout": ("backout", bool),
+    }
+
+    @property
+    def mask(self) -> str:
+        """The name of the mask that the layer attends with."""
+        return f"{self.window}+pair" if self.paired else self.window
+
+
 LAYERS_2025_SKIPS = (
     "long+v0,short+v1,short+v2,short,long,short,"
     "short+x5,none+x4,short+x3,short+v0+x2,short+v1+x1,long+v2+x0"
@@ -68,6 +89,19 @@ LAYERS_HC = (  # late attention reads the output of layer 7
     "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
 LAYERS_DEMO = "short+v0+pair,long+v1,short+x0+pair+backout,long+v2"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the run."""
+
+    length: int = 1  # tokens in a training sequence, as a multiple of seq_len
+    window: int = 0  # the long window in tokens; 0: it grows as in train_gpt.py
+    lr: float = 1.0  # multiplies every learning rate
+    cap: int = 0  # tokens at which documents are cut; 0: max_document_tokens
+    targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
+    # the last of several falls to 0 within the stage
+
 
 # Stages of the run, and settings of Adam's parameter groups. number_rows reads both.
 LATER_STAGES = (
@@ -91,6 +125,23 @@ ADAM_HC = (
     f"{ADAM_SHARED},x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,"
     "post+lr=.008+beta1=.9"
 )
+
+# Groups of parameters, in their order in a step: their names as a pattern, and the group that takes
+# them if adam_groups has no row for this one.
+GROUPS = {
+    "head": (r"lm_head\.weight", "head"),
+    "muon": (r"blocks\..*(weight|_w)", "muon"),
+    "embed": (r"embed\.weight", "embed"),
+    "values": (r"value_embeds\..*|bigram_embed\.weight", "values"),
+    "scalar": (r"skip_weights|blocks\..*lambdas|smear_lambda|backout_lambda", "scalar"),
+    "gates": (r"blocks\..*gate", "muon"),
+    "x0": (r"blocks\..*x0_lambda", "scalar"),
+    "bigram": (r"blocks\..*bigram_lambda", "scalar"),
+    "residual": (r"blocks\..*residual_lambda", "scalar"),
+    "post": (r"blocks\..*post_lambda", "scalar"),
+    "smear": (r"smear_gate", "scalar"),
+    "skip": (r"skip_gates", "scalar"),
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +189,11 @@ class Hyperparameters(t.Hyperparameters):
     polar_express: bool = False  # orthogonalise by Polar Express, not by Newton-Schulz
     momentum_cooldown_steps: int = 0  # last steps, in which Muon's momentum falls
 
+    # What the settings above are made of; a fork may have more.
+    layer_class: ClassVar[type[Layer]] = Layer
+    stage_class: ClassVar[type[Stage]] = Stage
+    group_names: ClassVar[dict[str, tuple[str, str]]] = GROUPS
+
     @property
     def scheduled_steps(self) -> int:
         """The steps before the extension, which keeps the last learning rate."""
@@ -154,24 +210,27 @@ class Hyperparameters(t.Hyperparameters):
     @property
     def most_targets(self) -> int:
         """The largest number of targets that a token has in any stage."""
-        return max(len(stage.targets) for stage in stage_table(self.stages))
+        return max(len(stage.targets) for stage in stage_table(self))
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer of the model: what it attends with and what is added to it."""
-
-    window: str  # "long", "short" (half of the stage's long one), or "none": no attention
-    values: str | None = None  # the value-embedding table that is mixed into v
-    skip_from: int | None = None  # which earlier layer's output is added to the input
-    source: int | None = None  # which earlier layer's output attention reads, if not the input
-    paired: bool = False  # two heads attend as one of twice as many positions
-    backout: bool = False  # a share of its output is subtracted before the last norm
-
-    @property
-    def mask(self) -> str:
-        """The name of the mask that the layer attends with."""
-        return f"{self.window}+pair" if self.paired else self.window
+def read_layer(row: str, hp: Hyperparameters) -> Layer:
+    """Return the layer that a row of --layers describes; UserError if it does not."""
+    known = hp.layer_class.words
+    window, *words = row.split("+")
+    given = {}
+    for word in words:
+        name = word.rstrip("0123456789")
+        field, kind = known.get(name, (None, None))
+        number = word[len(name) :]
+        if field is None or field in given or (kind is bool) == bool(number):
+            window = "wrong"
+        else:
+            given[field] = kind(number or True)
+    if window not in ("long", "short", "none"):
+        words = " ".join(name if kind is bool else f"{name}1" for name, (_, kind) in known.items())
+        rule = f"a layer is long, short or none, then any of {words}, each after a +"
+        raise UserError(f"--layers: {row!r} is not a layer; {rule}")
+    return hp.layer_class(window, **given)
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
@@ -183,26 +242,14 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
         raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
     table = []
     for i, row in enumerate(rows[: n - half] + rows[len(rows) - half :]):
-        words = r"(long|short|none)(?:\+v(\d))?(?:\+x(\d+))?(?:\+in(\d+))?(\+pair)?(\+backout)?"
-        if not (found := re.fullmatch(words, row)):
-            form = "long, short or none, then any of +v0 +x1 +in1 +pair +backout, in this order"
-            raise UserError(f"--layers: {row!r} is not a layer; a layer is {form}")
-        window, values, skip, source, pair, backout = found.groups()
-        layer = Layer(
-            window,
-            values,
-            skip_from=None if skip is None else int(skip),
-            source=None if source is None else int(source),
-            paired=hp.paired_heads and pair is not None,
-            backout=backout is not None,
-        )
-        table.append(layer)
+        layer = read_layer(row, hp)
+        table.append(replace(layer, paired=layer.paired and hp.paired_heads))
         rule = ""
-        if window == "none" and (values or source or pair):
+        if layer.window == "none" and (layer.values or layer.source is not None or layer.paired):
             rule = "a layer without attention has no values, source or pairs"
-        elif skip is not None and (i < n - half or layer.skip_from >= i):
+        elif layer.skip_from is not None and (i < n - half or layer.skip_from >= i):
             rule = "layers of the upper half add the output of a layer below"
-        elif source is not None and layer.source >= i:
+        elif layer.source is not None and layer.source >= i:
             rule = "attention reads the output of a layer below"
         elif sum(layer.backout for layer in table) > 1:
             rule = "only one layer can have the word backout"
@@ -211,10 +258,10 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     return tuple(table)
 
 
-def number_rows(text: str, name: str, known: tuple[str, ...]) -> list[tuple[str, dict]]:
+def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
     """Parse a setting such as "head+lr=.008+beta1=.5,embed+lr=.6". Return each row's name ("" if it
-    has none) and its numbers by field. The field "targets" is a tuple, written 1/2/3. UserError for
-    an unknown field or a wrong number."""
+    has none) and its numbers by field. `known` are fields, with an example of each: of a tuple, the
+    numbers are a tuple, written 1/2/3. UserError for an unknown field or a wrong number."""
     rows = []
     for row in text.split(",") if text else []:
         words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
@@ -223,11 +270,12 @@ def number_rows(text: str, name: str, known: tuple[str, ...]) -> list[tuple[str,
         try:
             for word in words:
                 key, value = word.split("=")
-                parts = value.split("/") if key == "targets" else [value]
+                is_tuple = isinstance(known.get(key), tuple)
+                parts = value.split("/") if is_tuple else [value]
                 values = tuple(float(part) for part in parts)
                 if key not in known or not all(0 <= value < math.inf for value in values):
                     raise ValueError
-                numbers[key] = values if key == "targets" else values[0]
+                numbers[key] = values if is_tuple else values[0]
         except ValueError:
             forms = " ".join(f"{key}=NUMBER" for key in known)
             raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +") from None
@@ -235,40 +283,29 @@ def number_rows(text: str, name: str, known: tuple[str, ...]) -> list[tuple[str,
     return rows
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of the run."""
-
-    length: int = 1  # tokens in a training sequence, as a multiple of seq_len
-    window: int = 0  # the long window in tokens; 0: it grows as in train_gpt.py
-    lr: float = 1.0  # multiplies every learning rate
-    cap: int = 0  # tokens at which documents are cut; 0: max_document_tokens
-    targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
-    # the last of several falls to 0 within the stage
-
-
 @cache
-def stage_table(stages: str) -> tuple[Stage, ...]:
-    """Return the stages of the setting; UserError for a wrong row."""
-    table = []
-    for first, numbers in number_rows(stages, "stages", tuple(f.name for f in fields(Stage))):
+def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
+    """Return the stages of the settings; UserError for a wrong row."""
+    table, stages = [], hp.stages
+    for first, numbers in number_rows(stages, "stages", vars(hp.stage_class())):
         for name in numbers.keys() & {"length", "window", "cap"}:
             if numbers[name] % 1:
                 raise UserError(f"--stages {stages}: {name} must be a whole number")
             numbers[name] = int(numbers[name])
-        stage = Stage(**numbers)
+        stage = hp.stage_class(**numbers)
         if first or not numbers or stage.length < 1:
             rule = "a row has no name, and a length from 1; STAGES_2026 shows the form"
             raise UserError(f"--stages {stages}: {rule}")
         table.append(stage)
-    return tuple(table) or (Stage(),)
+    return tuple(table) or (hp.stage_class(),)
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
     """Return the numbers that adam_groups sets for each group, by the group's name. UserError for
     an unknown name, a name that comes twice, or a decay that the rule does not have."""
-    rows = number_rows(hp.adam_groups, "adam_groups", ("lr", "beta1", "beta2", "decay"))
-    table, known = dict(rows), PATTERNS.keys() - {"muon"}
+    fields = dict.fromkeys(("lr", "beta1", "beta2", "decay"), 0.0)
+    rows = number_rows(hp.adam_groups, "adam_groups", fields)
+    table, known = dict(rows), hp.group_names.keys() - {"muon"}
     rule = ""
     if len(table) < len(rows) or not table.keys() <= known:
         rule = f"each row begins with another one of {' '.join(sorted(known))}"
@@ -284,7 +321,7 @@ def check(hp: Hyperparameters) -> None:
     t.check(hp)
     layer_table(hp)
     adam_table(hp)
-    stages = stage_table(hp.stages)
+    stages = stage_table(hp)
     has_caps = any(stage.cap for stage in stages)
     has_windows = len(stages) == 1 or min(stage.window for stage in stages) > 0
     a, _, c = hp.logit_sigmoid
@@ -523,7 +560,7 @@ def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterat
 def stage_starts(hp: Hyperparameters) -> list[float]:
     """Return the step at which each stage begins. Stages are equal shares of the scheduled steps,
     rounded to whole steps unless hp.exact_stages. With an extension, the last stage is that."""
-    rows, steps = len(stage_table(hp.stages)), hp.scheduled_steps
+    rows, steps = len(stage_table(hp)), hp.scheduled_steps
     shares = rows - 1 if hp.extension_frac > 0 and rows > 1 else rows
     starts = [steps * k / shares for k in range(rows)]
     return starts if hp.exact_stages else [round(start) for start in starts]
@@ -531,7 +568,7 @@ def stage_starts(hp: Hyperparameters) -> list[float]:
 
 def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages that have begun; the last one is the current one."""
-    return stage_table(hp.stages)[: sum(step >= start for start in stage_starts(hp))]
+    return stage_table(hp)[: sum(step >= start for start in stage_starts(hp))]
 
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
@@ -633,14 +670,13 @@ def number(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, device=like.device)
 
 
-def attend_with_offset(q, k, v, mask: tuple | Tensor, scale: float) -> Tensor:
-    """Attend as train_gpt.py does, with keys (1, H, T, D) in which the channels that half RoPE does
-    not rotate come from the previous token, even if it is in another document
-    (2025-12-14_PartialKeyOffset)."""
+def offset_keys(k: Tensor) -> Tensor:
+    """Return keys (1, H, T, D) in which the channels that half RoPE does not rotate come from the
+    previous token, even if it is in another document (2025-12-14_PartialKeyOffset)."""
     before = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2)
     half = k.size(-1) // 2
     still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
-    return t.attend(q, torch.where(still, before, k), v, mask, scale)
+    return torch.where(still, before, k)
 
 
 def recomputed_if_small(function, x: Tensor, *more):
@@ -705,9 +741,11 @@ class CausalSelfAttention(nn.Module):
         if hp.value_gate and layer.values is not None:
             self.value_gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
 
-    def attend(self, *arguments) -> Tensor:
-        """Call attend. tools/sample.py replaces this method by one that caches keys and values."""
-        return attend_with_offset(*arguments) if self.offsets_keys else t.attend(*arguments)
+    def attend(self, q, k, v, mask: tuple | Tensor, scale: float) -> Tensor:
+        """Attend as train_gpt.py does. tools/sample.py replaces this method by one that caches keys
+        and values."""
+        k = offset_keys(k) if self.offsets_keys else k
+        return t.attend(q, k, v, mask, scale)
 
     def gated(self, x: Tensor, value: Tensor) -> Tensor:
         """Return the value embedding (1, T, H, D), gated for each head."""
@@ -719,37 +757,56 @@ class CausalSelfAttention(nn.Module):
             read = torch.cat([x[..., :half], value.flatten(2)[..., :half]], dim=-1)
         return 2 * gate_of(read, self.value_gate)[..., None] * value
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, post: Tensor | None):
-        """Map x (1, T, C) to (1, T, C), times post () if there is one. `value` is rows (T, H * D)
-        of a table. Factors on the output multiply the last weight: a factor on activations would
-        keep them for its own gradient, 1.6 GB for 2026-03-06."""
-        qkv_w, out_w = self.qkv_w, self.c_proj.weight
+    def qkv_weights(self) -> Tensor:
+        """Return the weights of q, k and v, (3, H * D, C)."""
+        return self.qkv_w
+
+    def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Return q, k and v, each (1, T, H, D), of x (1, T, C) and a table's rows (T, H * D)."""
+        qkv_w = self.qkv_weights()
         if self.scales_projections:
-            qkv_w, out_w = self.lambdas[0] * qkv_w, self.lambdas[1] * out_w
-        if post is not None:
-            out_w = post * out_w
+            qkv_w = self.lambdas[0] * qkv_w
         qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
-        q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
-        shape = v.shape
+        q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)
         if not self.scales_projections:
             v = self.lambdas[0] * v
         if value is not None:
-            value = self.gated(x, value.view(shape))
+            value = self.gated(x, value.view(v.shape))
             v = v + (value if self.scales_projections else self.lambdas[1] * value)
+        return q, k, v
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, rotary, mask, *more) -> Tensor:
+        """Return the attention (1, T, H, D) of q, k and v. `more` goes to attend."""
+        shape = v.shape
         cos, sin, factor = rotary
         # Half of the heads attend at each position. Even heads rotate by a token's first position.
         if self.paired:
             heads, head_dim = self.head_shape
-            turn = torch.arange(heads, device=x.device) % 2
+            turn = torch.arange(heads, device=v.device) % 2
             q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))
             cos, sin = (part[:, turn].view(-1, heads // 2, head_dim // 2) for part in (cos, sin))
         q = recomputed_if_small(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
         k = recomputed_if_small(t.rotate_normed, k, cos, sin, self.eps)
-        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale)
-        out = out.transpose(1, 2).reshape(shape)
+        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale, *more)
+        return out.transpose(1, 2).reshape(shape)
+
+    def output(self, out: Tensor, post: Tensor | None) -> Tensor:
+        """Map attention (1, T, H, D) to (1, T, C), times post () if there is one. Factors on the
+        output multiply the last weight: a factor on activations would keep them for its own
+        gradient, 1.6 GB for 2026-03-06."""
+        out_w = self.c_proj.weight
+        if self.scales_projections:
+            out_w = self.lambdas[1] * out_w
+        if post is not None:
+            out_w = post * out_w
+        return F.linear(out.flatten(2), out_w.type_as(out))
+
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, post: Tensor | None):
+        """Map x (1, T, C) to (1, T, C). `value` is a table's rows (T, H * D), post as in output."""
+        out = self.attended(*self.projected(x, value), rotary, mask)
         if self.gate is not None:
             out = out * gate_of(x, self.gate)[..., None]
-        return F.linear(out.flatten(2), out_w.type_as(x))
+        return self.output(out, post)
 
 
 class MLP(t.MLP):
@@ -770,9 +827,11 @@ class Block(nn.Module):
     so a layer without attention adds neither. Whatever differs between layers is an argument.
     """
 
+    attention_class = t.Late(lambda: CausalSelfAttention)
+
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
-        self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
+        self.attn = None if layer.window == "none" else self.attention_class(hp, layer)
         self.mlp = MLP(hp)
         self.eps = hp.norm_eps
         self.lambdas = self.residual_lambda = self.post_lambda = None
@@ -884,6 +943,8 @@ class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
     kernels = t.GPT.kernels
+    block_class = t.Late(lambda: Block)
+    head_class = t.Late(lambda: Head)
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
@@ -900,7 +961,7 @@ class GPT(t.GPT):
         if hp.bigram_rows:
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
             self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
-        self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
+        self.blocks = nn.ModuleList(self.block_class(hp, layer) for layer in self.layers)
         skips = hp.num_layers // 2  # the upper half of the layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
         self.skip_gates = self.smear_gate = self.smear_lambda = self.backout_lambda = None
@@ -911,7 +972,7 @@ class GPT(t.GPT):
             self.smear_lambda = nn.Parameter(torch.zeros(1))
         if any(layer.backout for layer in self.layers):
             self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
-        self.lm_head = Head(hp)
+        self.lm_head = self.head_class(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
         self.tied = False  # whether training looks embeddings up in the head
@@ -993,59 +1054,64 @@ class GPT(t.GPT):
             tables[paired] = *t.rotary_table(places, frequency), factor
         return tables
 
-    def skip_factor(self, i: int, weight: Tensor, x0: Tensor) -> Tensor:
-        """Return the factor on the i-th skip connection: its weight (), or a gate (1, T, 1) made
-        from weight and x0."""
-        if self.skip_gates is None:
-            return weight
-        return torch.sigmoid(weight) * (2 * gate_of(x0, self.skip_gates[i, None]))
-
     @t.compiled
     def layers_from(self, start: int, streams: dict[str, Tensor], more, rotary, masks) -> dict:
-        """Run the layers of a graph. The first graph begins with a norm; the last one ends with
-        backout and a norm. `streams` are x and what later layers read, (1, T, C), by name. Return
-        them with those of these layers added."""
+        """Run the layers of a graph. `streams` are x and what later layers read, (1, T, C), by
+        name. Return them with those of these layers added."""
         streams = dict(streams)
         if start == 0:
-            streams["x"] = t.norm(streams["x"], self.hp.norm_eps)[None]
-            streams["x0"] = streams["x"]
-        x, x0, bigram = streams["x"], streams["x0"], more.get("bigram")
-        weights = self.skip_weights.unbind()
-        first_skip = len(self.layers) - len(weights)  # the first layer that may have one
-        end = min(start + self.layers_per_graph(x.device), len(self.layers))
+            self.begin(streams, more)
+        end = min(start + self.layers_per_graph(streams["x"].device), len(self.layers))
         for i in range(start, end):
-            layer, block = self.layers[i], self.blocks[i]
-            own_bigram = bigram
-            if i == 0 and bigram is not None and self.hp.sublayer_lambdas:
-                # By sublayer, bigrams are added after attention; layer 0's attention reads them.
-                x = x + block.bigram_lambda[0] * bigram
-                own_bigram = None
-            skip = None
-            if layer.skip_from is not None:
-                factor = self.skip_factor(i - first_skip, weights[i - first_skip], x0)
-                skip = factor, streams[f"output {layer.skip_from}"]
-            x = block(
-                x,
-                x0,
-                more.get(layer.values),
-                skip,
-                rotary[layer.paired],
-                masks.get(layer.mask),
-                bigram=own_bigram,
-                source=streams.get(f"source {layer.source}"),
-            )
+            x = streams["x"] = self.layer_output(i, streams, more, rotary, masks)
             if any(later.skip_from == i for later in self.layers):
                 streams[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
                 streams[f"source {i}"] = t.norm(x, self.hp.norm_eps)
-            if layer.backout:
+            if self.layers[i].backout:
                 streams["backout"] = x
         if end == len(self.layers):
-            if "backout" in streams:
-                x = x - self.backout_lambda[0] * streams["backout"]
-            x = t.norm(x, self.hp.norm_eps)[0]
-        streams["x"] = x
+            streams["x"] = t.norm(self.end(streams, more), self.hp.norm_eps)[0]
         return streams
+
+    def begin(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+        """Make the first streams: x, of embeddings (T, C), and x0."""
+        streams["x"] = streams["x0"] = t.norm(streams["x"], self.hp.norm_eps)[None]
+
+    def skip(self, i: int, streams: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return the factor on layer i's skip connection, and the earlier output; None without."""
+        if self.layers[i].skip_from is None:
+            return None
+        skip = i - (len(self.layers) - len(self.skip_weights))  # the number of the connection
+        factor = self.skip_weights[skip]
+        if self.skip_gates is not None:
+            gate = gate_of(streams["x0"], self.skip_gates[skip, None])
+            factor = torch.sigmoid(factor) * (2 * gate)
+        return factor, streams[f"output {self.layers[i].skip_from}"]
+
+    def layer_output(self, i: int, streams: dict[str, Tensor], more, rotary, masks) -> Tensor:
+        """Return the output (1, T, C) of layer i. `more` is of `embedded`."""
+        layer, block, x, bigram = self.layers[i], self.blocks[i], streams["x"], more.get("bigram")
+        if i == 0 and bigram is not None and self.hp.sublayer_lambdas:
+            # By sublayer, bigrams are added after attention; layer 0's attention reads them.
+            x = x + block.bigram_lambda[0] * bigram
+            bigram = None
+        return block(
+            x,
+            streams["x0"],
+            more.get(layer.values),
+            self.skip(i, streams),
+            rotary[layer.paired],
+            masks.get(layer.mask),
+            bigram=bigram,
+            source=streams.get(f"source {layer.source}"),
+        )
+
+    def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:
+        """Return x (1, T, C) before the last norm."""
+        if "backout" not in streams:
+            return streams["x"]
+        return streams["x"] - self.backout_lambda[0] * streams["backout"]
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
         """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64. In
@@ -1096,9 +1162,9 @@ def cautious_step_(weights: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -
     weights.sub_(lr * (update + decay * weights * (update * weights >= 0)))
 
 
-def muon(rows, lr: float, now: Moment, hp: Hyperparameters):
+def muon(rows, lr: float, now: Moment, hp: Hyperparameters, factor: float | None = None):
     """Step by Muon. With muon_beta2 it is NorMuon. With muon_decay, weights decay cautiously, by
-    muon_decay * lr^2."""
+    muon_decay * lr^2. The factor on lr is hp.muon_mul's for the shape, if none is given."""
     orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
     update, _ = t.muon(rows, lr, now, hp, orthogonalise)
     height, width = update.shape[-2:]
@@ -1107,10 +1173,11 @@ def muon(rows, lr: float, now: Moment, hp: Hyperparameters):
             shape = (height, 1) if height >= width else (1, width)
             rows.state["second_moment"] = rows.grad.new_zeros(*update.shape[:2], *shape)
         update = normuon(update, rows.state["second_moment"], hp.muon_beta2)
-    tall, wide, square = hp.muon_mul
-    factor = square
-    if height != width:
-        factor = tall if height > width else wide
+    if factor is None:
+        tall, wide, square = hp.muon_mul
+        factor = square
+        if height != width:
+            factor = tall if height > width else wide
     scaled_lr = lr * factor
     if not hp.muon_decay:
         return update, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
@@ -1147,40 +1214,13 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
         cautious_adam_(*parts, step, lr, betas, hp.adam_eps, decay)
 
 
-# The names of each group's parameters, and the groups' order in a step. A group in ELSEWHERE is
-# merged into the group named there, unless hp.adam_groups has a row for it.
-PATTERNS = {
-    "head": r"lm_head\.weight",
-    "muon": r"blocks\..*(weight|qkv_w)",
-    "embed": r"embed\.weight",
-    "values": r"value_embeds\..*|bigram_embed\.weight",
-    "scalar": r"skip_weights|blocks\..*lambdas|smear_lambda|backout_lambda",
-    "gates": r"blocks\..*gate",
-    "x0": r"blocks\..*x0_lambda",
-    "bigram": r"blocks\..*bigram_lambda",
-    "residual": r"blocks\..*residual_lambda",
-    "post": r"blocks\..*post_lambda",
-    "smear": r"smear_gate",
-    "skip": r"skip_gates",
-}
-ELSEWHERE = {
-    "gates": "muon",
-    "x0": "scalar",
-    "bigram": "scalar",
-    "residual": "scalar",
-    "post": "scalar",
-    "smear": "scalar",
-    "skip": "scalar",
-}
-
-
 def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     """Return the groups, in the order in which weights are updated."""
     own = adam_table(hp)
-    members = {name: [] for name in PATTERNS}
-    for name, pattern in PATTERNS.items():
+    members = {name: [] for name in hp.group_names}
+    for name, (pattern, elsewhere) in hp.group_names.items():
         found = [p for key, p in model.named_parameters() if re.fullmatch(pattern, key)]
-        members[name if name in own else ELSEWHERE.get(name, name)] += found
+        members[name if name in own else elsewhere] += found
     lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
     groups = []
     for name, params in members.items():
@@ -1212,10 +1252,8 @@ class Optimizers(t.Optimizers):
 
     def learning(self, now: Moment) -> list:
         """Return the groups that learn at a moment."""
-        waiting = {"embed"} if now.tied else set()
-        if not now.adam:
-            waiting |= PATTERNS.keys() - {"muon"}
-        return [row for row in self.groups if row[0].name not in waiting]
+        groups = [row for row in self.groups if now.adam or row[0].steps == 1]
+        return [row for row in groups if not (now.tied and row[0].name == "embed")]
 
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment: see train_gpt.py."""

@@ -169,6 +169,7 @@ LAYERS_2026 = {
     "none+backout": train_gpt_2026.Layer("none", backout=True),
     "short+pair": train_gpt_2026.Layer("short", paired=True),
     "long+v7+x2+in0+pair+backout": train_gpt_2026.Layer("long", "7", 2, 0, True, True),
+    "long+backout+in0+v10": train_gpt_2026.Layer("long", "10", None, 0, False, True),
 }
 
 
@@ -180,11 +181,13 @@ def test_a_layer_is_its_window_and_its_words():
     assert not rows_of(train_gpt_2026, "long,long,long,short+pair")[3].paired
 
 
-NO_LAYERS = ["", "wide", " long", "v0", "long+", "long+v10", "long+v0+v1", "long+V0"]
-NO_LAYERS_2026 = [*NO_LAYERS, "long+x-1", "long+x0x1", "long+x0+x1", "long+x1+v1"]
+NO_LAYERS = ["", "wide", " long", "v0", "long+", "long+v0+v1", "long+V0"]
+NO_LAYERS_2026 = [*NO_LAYERS, "long+x-1", "long+x0x1", "long+x0+x1", "long+pair1", "long+x"]
 NO_LAYERS_2026 += ["long+pair+pair", "long+long", "+long"]
 ABSENT = ["none+v0", "none+in1", "none+in0", "none+pair", "long+x3", "long+in3", "long+x9"]
-CASES = [(train_gpt, row, "is not a layer") for row in [*NO_LAYERS, "long+x0", "none+v0"]]
+CASES = [
+    (train_gpt, row, "is not a layer") for row in [*NO_LAYERS, "long+v10", "long+x0", "none+v0"]
+]
 CASES += [(train_gpt_2026, row, "is not a layer") for row in NO_LAYERS_2026]
 CASES += [(train_gpt_2026, row, "cannot be layer 3") for row in ABSENT]
 

@@ -41,7 +41,7 @@ def test_the_demo_is_2026_03_06_made_small():
     for name, value in vars(record).items():
         assert not isinstance(value, bool) or getattr(demo, name) == value
     assert demo.bigram_rows > 0 and 0 < demo.tied_frac < 1 and demo.adam_every == 2
-    stages, of_record = (train_gpt_2026.stage_table(hp.stages) for hp in (demo, record))
+    stages, of_record = (train_gpt_2026.stage_table(hp) for hp in (demo, record))
     shapes = [(stage.targets, stage.length) for stage in of_record]
     assert [(stage.targets, stage.length) for stage in stages] == shapes
 
