@@ -305,58 +305,6 @@ def look_up_example(model, hp, device, dtype, whole=False):
 
 
 # -----------------------------------------------------------------------------
-# Symmetric products of matrices, for Muon
-
-
-@triton.jit
-def symmetric_kernel(
-    a, c, out, n, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    TILE: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Each program computes one tile on or below the diagonal, and stores it and its transpose."""
-    if tl.program_id(0) < tl.program_id(1):
-        return
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    matrix = tl.program_id(2).to(tl.int64)
-    k = tl.arange(0, TILE_K)
-    left = a + matrix * n * K + (row % n)[:, None] * K + k[None]
-    right = a + matrix * n * K + (column % n)[None] * K + k[:, None]
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(0, K, TILE_K):
-        left_tile = tl.load(left, k[None] < K - start, 0.0)
-        right_tile = tl.load(right, k[:, None] < K - start, 0.0)
-        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-        left += TILE_K
-        right += TILE_K
-    inside = (row[:, None] < n) & (column[None] < n)
-    place = matrix * n * n + row[:, None] * n + column[None]
-    if c is not None:
-        total = ALPHA * total + BETA * tl.load(c + place, inside, 0.0).to(tl.float32)
-    total = total.to(out.dtype.element_ty)
-    tl.store(out + place, total, inside)
-    mirrored = matrix * n * n + column[None] * n + row[:, None]
-    tl.store(out + mirrored, total, inside & (row[:, None] > column[None]))
-
-
-def fused_symmetric(a, c=None, alpha=1.0, beta=1.0):
-    """Compute symmetric_matmul from half of the tiles. c must be contiguous."""
-    a = a.contiguous()
-    count, n, K = a.shape
-    out, tiles, tile_k = a.new_empty(count, n, n), -(-n // 128), 128 // a.element_size()
-    sizes = n, K, alpha, beta, 128, tile_k
-    symmetric_kernel[(tiles, tiles, count)](a, c, out, *sizes, num_warps=8, num_stages=3)
-    return out
-
-
-def symmetric_example(model, hp, device, dtype, whole=False):
-    """Return example arguments of fused_symmetric: square matrices, and their products."""
-    C, count = hp.model_dim, 32 if whole else 4
-    a = torch.randn(count, C, C, device=device).to(dtype) * C**-0.5
-    return a, a @ a.mT, 2.0315, -4.7750
-
-
-# -----------------------------------------------------------------------------
 # The twins, and the choice among them
 
 # By the plain function's name: the twin, example arguments (few, or the whole of a run's), and
@@ -366,7 +314,6 @@ TWINS = {
     "chunk_loss": (fused_chunk_loss, loss_example, ("f6d01a56822b", "16e32f4132bc")),
     "look_up": (FusedLookUp.apply, look_up_example, ("714a50dc293a",)),
     "relu2_mlp": (FusedMLP.apply, mlp_example, ("d618c7ed1e58",)),
-    "symmetric_matmul": (fused_symmetric, symmetric_example, ("f18e34256c4e",)),
 }
 
 

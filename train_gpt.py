@@ -775,7 +775,7 @@ class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss. Parameters
     are named as in 2025-01-26, so its published checkpoints load."""
 
-    kernels = ("chunk_loss", "look_up", "relu2_mlp", "symmetric_matmul")  # twins in gpu_kernels.py
+    kernels = ("chunk_loss", "look_up", "relu2_mlp")  # twins in gpu_kernels.py
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -871,12 +871,6 @@ class GPT(nn.Module):
 # Optimizers: Muon and Adam as update rules, and how ranks share them
 
 
-@has_twin
-def symmetric_matmul(a: Tensor, c: Tensor | None = None, alpha=1.0, beta=1.0) -> Tensor:
-    """Return a a^T (B, n, n) of a (B, n, k), or with a symmetric c, alpha a a^T + beta c."""
-    return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
-
-
 # (a, b, c) maps a singular value s to a s + b s^3 + c s^5. Most end between 0.7 and 1.2.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
@@ -892,8 +886,8 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients=None, margin=1.0, eps=1
     size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
     X = X / (margin * size + eps)
     for a, b, c in (coefficients or NEWTON_SCHULZ)[:steps]:
-        A = symmetric_matmul(X)
-        B = symmetric_matmul(A, A, c, b)
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A.mT, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
     return (X.mT if tall else X).reshape(G.shape)
 

@@ -181,7 +181,7 @@ class Head(t.Head):
 class GPT(t.GPT):
     """The benchmark's language model."""
 
-    kernels = ("look_up", "symmetric_matmul")
+    kernels = ("look_up",)
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # skip t.GPT's, which makes other layers

@@ -168,7 +168,7 @@ EDITS = [
     (chunk_in_float8, "1.0 / scale", "2.0 / scale"),
     (muon, "grad.lerp(buffer, momentum)", "grad.lerp(buffer, 0 * momentum)"),
     (muon, "X = torch.baddbmm(X, B, X, beta=a)", "X = torch.baddbmm(X, B, X, beta=0.9 * a)"),
-    (muon, "a.mT, beta=beta, alpha=alpha)", "a.mT, beta=beta, alpha=0.9 * alpha)"),
+    (muon, "A.mT, beta=b, alpha=c)", "A.mT, beta=b, alpha=0.9 * c)"),
 ]
 
 
@@ -195,7 +195,6 @@ OF_TWINS = [
     ("chunk_loss", ">= (8, 9)", ">= (9, 0)"),
     ("look_up", "F.embedding(tokens, table,", "F.embedding(tokens, 2 * table,"),
     ("relu2_mlp", "F.relu(", "F.gelu("),
-    ("symmetric_matmul", "beta=beta, alpha=alpha)", "beta=beta, alpha=0.9 * alpha)"),
 ]
 
 

@@ -180,20 +180,6 @@ def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, m
         assert relative_error(found.grad, right.grad) < TOLERANCE[dtype]
 
 
-@interpreted
-@pytest.mark.parametrize(
-    ("dtype", "count", "n", "k"),
-    [(torch.float16, 1, 128, 64), (torch.float32, 3, 200, 72), (torch.float32, 2, 24, 300)],
-)
-def test_symmetric_products_equal_float64_and_are_symmetric(dtype, count, n, k):
-    a = (randn(count, n, k) * k**-0.5).to(dtype)
-    found, exact = kernels.fused_symmetric(a), a.double() @ a.double().mT
-    assert relative_error(found, exact) < TOLERANCE[dtype] and torch.equal(found, found.mT)
-    both = kernels.fused_symmetric(a, found, 2.0315, -4.775)
-    exact = 2.0315 * exact - 4.775 * found.double()
-    assert relative_error(both, exact) < TOLERANCE[dtype] and torch.equal(both, both.mT)
-
-
 @pytest.mark.parametrize("name", kernels.TWINS)
 def test_each_twin_was_written_for_the_plain_functions_as_they_are(name, tiny, tiny_2026):
     """If this fails, change the twin with its function, and then the digest in gpu_kernels.py."""
@@ -388,7 +374,7 @@ def test_gradients_of_tables_are_sums_in_float32(dtype):
 def test_whole_examples_have_the_rows_of_a_run(name, tiny):
     model = train_gpt.GPT(tiny)
     arguments = kernels.TWINS[name][1](model, tiny, CPU, torch.float32, whole=True)
-    rows = {"chunk_loss": 128, "look_up": 128, "relu2_mlp": 128, "symmetric_matmul": 32}
+    rows = {"chunk_loss": 128, "look_up": 128, "relu2_mlp": 128}
     assert len(arguments[name == "chunk_loss"]) == rows[name]
 
 
