@@ -198,9 +198,11 @@ class GPT(t.GPT):
                 p.data.normal_(std=hp.init_std / math.sqrt(p.size(1)))
 
     @torch.no_grad()
+    @t.compiled
     def masks(self, input_seq: Tensor, now: t.Moment) -> dict:
         """Return the mask of input_seq (T,): causal, and within each context."""
-        return context_masks(input_seq, self.hp.context_len)
+        position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
+        return {"long": t.make_mask(position - position % self.hp.context_len)}
 
     @t.compiled
     def rotary(self, position: Tensor, now: t.Moment) -> tuple[Tensor, Tensor]:
@@ -213,13 +215,6 @@ class GPT(t.GPT):
         for block in self.blocks:
             x = block(x, rotary, masks["long"])
         return self.norm2(x)[0]
-
-
-@t.compiled
-def context_masks(input_seq: Tensor, context_len: int) -> dict:
-    """Return the mask of input_seq (T,): causal, and within each context."""
-    position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
-    return {"long": t.make_mask(position - position % context_len)}
 
 
 # -----------------------------------------------------------------------------
