@@ -34,16 +34,15 @@ def has_twin(plain):
     def call(*args):
         return IN_USE.get(name, plain)(*args)
 
+    call.in_use = lambda: name in IN_USE
     return call
 
 
 def obstacle(device: torch.device) -> str:
     """Return why Triton cannot run on a device, or "" if it can."""
-    if device.type == "cuda":
-        old = torch.cuda.get_device_capability(device) < (8, 0)
-        return "Triton wants a GPU with bfloat16, from Ampere on" if old else ""
-    missing = "Triton wants a CUDA GPU (or, to try the kernels, TRITON_INTERPRET=1)"
-    return "" if triton.knobs.runtime.interpret else missing
+    if device.type == "cuda" or triton.knobs.runtime.interpret:
+        return ""
+    return "Triton wants a CUDA GPU (or, to try the kernels, TRITON_INTERPRET=1)"
 
 
 @torch.compiler.assume_constant_result
@@ -108,8 +107,7 @@ def softcap_losses(logits, targets, shares, form, grad_scale, dtype):
 
 
 def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b of a (M, K) and b (K, N), times factor () float32. If they are float8, it is in
-    dtype, else in theirs."""
+    """Return a @ b of a (M, K) and b (K, N), times factor (): of float8 in dtype, else theirs."""
     if a.dtype.itemsize > 1:
         return a @ b * factor
     fast = a.dtype == b.dtype  # in forward passes, where both are float8_e4m3fn
@@ -179,10 +177,12 @@ def loss_example(model, hp, device, dtype, whole=False):
 
 @triton.jit
 def relu2_kernel(
-    a, b, post, out, M, N, K, stride_k, stride_n,
+    a, b, post, out, factor, narrow, scale, largest, M, N, K, stride_k, stride_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one tile. Eight rows of tiles run together, to share the cache."""
+    """Each program computes one tile. Eight rows of tiles run together, to share the cache. If they
+    are given, products are multiplied by factor (), results / scale () are stored in `narrow` in
+    float8, too, and `largest` () grows to the largest result."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (8 * tiles_n) * 8
     height = min(tiles_m - first, 8)
@@ -201,27 +201,42 @@ def relu2_kernel(
         b += BLOCK_K * stride_k
     place = m[:, None] * N + n[None]
     inside = (m[:, None] < M) & (n[None] < N)
+    if factor is not None:
+        total *= tl.load(factor)
     if post is None:
         total = tl.maximum(total, 0.0)
         total *= total
     else:
         total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
     tl.store(out + place, total.to(out.dtype.element_ty), inside)
+    if narrow is not None:
+        small = tl.minimum(total / tl.load(scale), 448.0)
+        tl.store(narrow + place, small.to(narrow.dtype.element_ty), inside)
+    if largest is not None:
+        tl.atomic_max(largest, tl.max(total))
 
 
-def matmul_relu2(a: Tensor, b: Tensor, post: Tensor | None = None) -> Tensor:
-    """Return relu(a @ b)^2 of a (M, K) and b (K, N).
-
-    With post, which is such a square, return (a @ b) times the square's derivative instead. Tiles
-    are narrow where a program has little shared memory.
-    """
+def matmul_relu2(
+    a: Tensor, b: Tensor, post=None, dtype=None, factor=None, narrow=None, scale=None, largest=None
+) -> Tensor:
+    """Return relu(a @ b)^2 of a (M, K) and b (K, N) in dtype, or in that of a; or with post, which
+    is such a square, (a @ b) times the square's derivative. The kernel explains the others. Tiles
+    are narrow where a program has little shared memory."""
     (M, K), N = a.shape, b.size(1)
     block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
-    tiles, out = -(-M // block_m) * -(-N // block_n), a.new_empty(M, N)
-    inputs = a, b, post, out, M, N, K, *b.stride()
+    tiles = -(-M // block_m) * -(-N // block_n)
+    out = a.new_empty(M, N, dtype=dtype)
+    inputs = a, b, post, out, factor, narrow, scale, largest, M, N, K, *b.stride()
     block_k = 128 // a.element_size()  # in bytes, for the shared memory
     relu2_kernel[(tiles,)](*inputs, block_m, block_n, block_k, num_warps=8, num_stages=3)
     return out
+
+
+def mlp_gradients(grad, rows, w_in, w_out, post) -> tuple[Tensor, ...]:
+    """Return the gradients of relu2_mlp's arguments, from its squares `post`."""
+    grad_rows = grad.flatten(0, -2).contiguous()
+    grad_pre = matmul_relu2(grad_rows, w_out, post)
+    return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
 
 
 class FusedMLP(torch.autograd.Function):
@@ -237,10 +252,7 @@ class FusedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        rows, w_in, w_out, post = ctx.saved_tensors
-        grad_rows = grad.flatten(0, -2).contiguous()
-        grad_pre = matmul_relu2(grad_rows, w_out, post)
-        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
+        return mlp_gradients(grad, *ctx.saved_tensors)
 
 
 def mlp_example(model, hp, device, dtype, whole=False):
@@ -249,6 +261,44 @@ def mlp_example(model, hp, device, dtype, whole=False):
     shapes = (rows, C), (H, C), (C, H)
     tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
     return tuple(t.mul_(C**-0.5).requires_grad_() for t in tensors)
+
+
+def largest_as_448(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x in float8_e4m3fn, whose largest number is 448, and the factor () back to x."""
+    factor = x.abs().max().float().clamp(min=1e-12) / 448
+    return (x.float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn), factor
+
+
+class FusedFP8MLP(torch.autograd.Function):
+    """Compute fp8_relu2_mlp of forks/train_gpt_2026_07.py, with FusedMLP's backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, w_in, w_out, scale):
+        rows = x.flatten(0, -2).contiguous()
+        (x8, x_back), (w8, w_back) = largest_as_448(rows), largest_as_448(w_in)
+        largest = torch.zeros((), device=x.device)
+        shape = len(rows), len(w_in)
+        narrow = None if scale is None else torch.empty(shape, dtype=x8.dtype, device=x.device)
+        post = matmul_relu2(x8, w8.T, None, x.dtype, x_back * w_back, narrow, scale, largest)
+        if scale is None:
+            out = post @ w_out.T
+        else:
+            w8, w_back = largest_as_448(w_out)
+            options = {"out_dtype": x.dtype, "use_fast_accum": True}
+            out = torch._scaled_mm(narrow, w8.T, scale, w_back, **options)
+        ctx.save_for_backward(rows, w_in, w_out, post)
+        ctx.mark_non_differentiable(largest)
+        return out.view(x.shape), largest
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return *mlp_gradients(grad, *ctx.saved_tensors), None
+
+
+def fp8_mlp_example(model, hp, device, dtype, whole=False):
+    """Return example arguments of FusedFP8MLP, in bfloat16: those of FusedMLP and a scale."""
+    scale = torch.full((), 0.01, device=device) if hp.fp8_mlp == "both" else None
+    return *mlp_example(model, hp, device, torch.bfloat16, whole), scale
 
 
 # -----------------------------------------------------------------------------
@@ -313,6 +363,7 @@ def look_up_example(model, hp, device, dtype, whole=False):
 TWINS = {
     "chunk_loss": (fused_chunk_loss, loss_example, ("f6d01a56822b", "16e32f4132bc")),
     "look_up": (FusedLookUp.apply, look_up_example, ("714a50dc293a",)),
+    "fp8_relu2_mlp": (FusedFP8MLP.apply, fp8_mlp_example, ("f3c343130c4c",)),
     "relu2_mlp": (FusedMLP.apply, mlp_example, ("d618c7ed1e58",)),
 }
 
@@ -357,9 +408,10 @@ def outcome(function, arguments) -> list[Tensor]:
     leaves = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
     results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)
+    made = [r for r in results if r.requires_grad]
     # Equal gradients would hide a permutation of the rows.
-    seeds = [r.detach() if r.ndim else torch.ones_like(r) for r in results]
-    grads = torch.autograd.grad(results, leaves, seeds) if leaves else ()
+    seeds = [r.detach() if r.ndim else torch.ones_like(r) for r in made]
+    grads = torch.autograd.grad(made, leaves, seeds) if made else ()
     return [t.detach().to_dense() for t in (*results, *grads)]
 
 
@@ -379,18 +431,19 @@ def milliseconds(functions: list, arguments) -> list[float]:
 
 
 def fault(name: str, model, hp, device: torch.device) -> str:
-    """Return why a twin cannot replace the plain function that a model calls, or "" if it can.
-
-    Both are compiled as the run compiles them, and compared on examples of the run's widths: in
-    float32, which shows small errors, and on a GPU also as the run computes. There they are timed,
-    too, unless memory is small, so that plain functions might not fit.
-    """
+    """Return why a twin cannot replace the plain function that a model calls, or "" if it can. Both
+    are compiled as the run compiles them, and compared on examples of the run's widths: in float32,
+    which shows small errors, and on a GPU also as the run computes. There they are timed, too,
+    unless memory is small, so that plain functions might not fit."""
     twin, example, written_for = TWINS[name]
     on_gpu = device.type == "cuda"
-    cases = [(replace(hp, fp8=False), torch.float32, 1e-4)]
+    in_fp8 = name.startswith("fp8")  # numbers with three bits, of which the plain function has none
+    cases = [] if in_fp8 else [(replace(hp, fp8=False), torch.float32, 1e-4)]
     if on_gpu:
-        cases.append((hp, torch.bfloat16, 0.02))
+        cases.append((hp, torch.bfloat16, 0.15 if in_fp8 else 0.02))
     try:
+        if in_fp8 and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
+            return "this GPU has no FP8"
         plain = plain_function(model, name)
         if digest(plain) not in written_for:
             return "the plain function was edited: change its twin and its digest in gpu_kernels.py"

@@ -1124,7 +1124,7 @@ class Optimizers:
     groups_of = Late(lambda: parameter_groups)  # a fork may have others
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
-        self.hp, self.rank, self.world_size = hp, rank, world_size
+        self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
         self.groups: list[tuple[Group, Rows]] = []
         groups = self.groups_of(model, hp)
         for name, p in model.named_parameters():

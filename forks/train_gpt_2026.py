@@ -51,7 +51,7 @@ class Layer:
     """
 
     window: str  # "long", "short" (half of the stage's long one), or "none": no attention
-    values: str | None = None  # v0 to v9: rows of this value-embedding table are mixed into v
+    values: str | None = None  # v0, v1: rows of this value-embedding table are mixed into v
     skip_from: int | None = None  # x5: in the upper half, layer 5's output is added to the input
     source: int | None = None  # in5: attention reads the output of layer 5, not the input
     paired: bool = False  # pair: two heads attend as one of twice as many positions
@@ -130,7 +130,7 @@ ADAM_HC = (
 # them if adam_groups has no row for this one.
 GROUPS = {
     "head": (r"lm_head\.weight", "head"),
-    "muon": (r"blocks\..*(weight|_w)", "muon"),
+    "muon": (r"blocks\..*(weight|qkv_w)", "muon"),
     "embed": (r"embed\.weight", "embed"),
     "values": (r"value_embeds\..*|bigram_embed\.weight", "values"),
     "scalar": (r"skip_weights|blocks\..*lambdas|smear_lambda|backout_lambda", "scalar"),
@@ -191,8 +191,9 @@ class Hyperparameters(t.Hyperparameters):
 
     # What the settings above are made of; a fork may have more.
     layer_class: ClassVar[type[Layer]] = Layer
-    stage_class: ClassVar[type[Stage]] = Stage
     group_names: ClassVar[dict[str, tuple[str, str]]] = GROUPS
+    # Muon's groups, with a factor on their rate instead of muon_mul's.
+    muon_groups: ClassVar[dict[str, float | None]] = {"muon": None}
 
     @property
     def scheduled_steps(self) -> int:
@@ -217,16 +218,16 @@ def read_layer(row: str, hp: Hyperparameters) -> Layer:
     """Return the layer that a row of --layers describes; UserError if it does not."""
     known = hp.layer_class.words
     window, *words = row.split("+")
-    given = {}
+    given, is_layer = {}, window in ("long", "short", "none")
     for word in words:
         name = word.rstrip("0123456789")
-        field, kind = known.get(name, (None, None))
+        field, kind = known.get(name, ("", bool))
         number = word[len(name) :]
-        if field is None or field in given or (kind is bool) == bool(number):
-            window = "wrong"
-        else:
+        is_word = name in known and bool(number) != (kind is bool)
+        is_layer = is_layer and is_word and field not in given
+        if is_layer:
             given[field] = kind(number or True)
-    if window not in ("long", "short", "none"):
+    if not is_layer:
         words = " ".join(name if kind is bool else f"{name}1" for name, (_, kind) in known.items())
         rule = f"a layer is long, short or none, then any of {words}, each after a +"
         raise UserError(f"--layers: {row!r} is not a layer; {rule}")
@@ -238,8 +239,8 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     are wrong, or that name a layer which is not below them."""
     rows = hp.layers.split(",")
     n, half = hp.num_layers, hp.num_layers // 2
-    if n > len(rows):
-        raise UserError(f"--num_layers {n}: --layers has {len(rows)}")
+    if not 2 <= n <= len(rows):
+        raise UserError(f"--num_layers {n}: --layers has {len(rows)}, of which 2 are the least")
     table = []
     for i, row in enumerate(rows[: n - half] + rows[len(rows) - half :]):
         layer = read_layer(row, hp)
@@ -287,17 +288,17 @@ def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
 def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages of the settings; UserError for a wrong row."""
     table, stages = [], hp.stages
-    for first, numbers in number_rows(stages, "stages", vars(hp.stage_class())):
+    for first, numbers in number_rows(stages, "stages", vars(Stage())):
         for name in numbers.keys() & {"length", "window", "cap"}:
             if numbers[name] % 1:
                 raise UserError(f"--stages {stages}: {name} must be a whole number")
             numbers[name] = int(numbers[name])
-        stage = hp.stage_class(**numbers)
+        stage = Stage(**numbers)
         if first or not numbers or stage.length < 1:
             rule = "a row has no name, and a length from 1; STAGES_2026 shows the form"
             raise UserError(f"--stages {stages}: {rule}")
         table.append(stage)
-    return tuple(table) or (hp.stage_class(),)
+    return tuple(table) or (Stage(),)
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
@@ -305,7 +306,7 @@ def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
     an unknown name, a name that comes twice, or a decay that the rule does not have."""
     fields = dict.fromkeys(("lr", "beta1", "beta2", "decay"), 0.0)
     rows = number_rows(hp.adam_groups, "adam_groups", fields)
-    table, known = dict(rows), hp.group_names.keys() - {"muon"}
+    table, known = dict(rows), hp.group_names.keys() - hp.muon_groups.keys()
     rule = ""
     if len(table) < len(rows) or not table.keys() <= known:
         rule = f"each row begins with another one of {' '.join(sorted(known))}"
@@ -591,15 +592,18 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
     return (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
 
 
+def left_of_stage(step: int, hp: Hyperparameters) -> float:
+    """Return the share of the current stage that is left, from 1 to 0."""
+    begun, starts = len(stages_until(step, hp)), [*stage_starts(hp), hp.num_iterations]
+    start, end = starts[begun - 1 : begun + 1]
+    return (end - step) / max(end - start, 1)
+
+
 def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
     """Return the loss weights of the next token and of those after it; the last of several falls to
     0 within the stage."""
-    begun, starts = stages_until(step, hp), [*stage_starts(hp), hp.num_iterations]
-    start, end = starts[len(begun) - 1 : len(begun) + 1]
-    *first, last = begun[-1].targets
-    if first:
-        last = last * (end - step) / max(end - start, 1)
-    return *first, last
+    *first, last = stages_until(step, hp)[-1].targets
+    return *first, last * left_of_stage(step, hp) if first else last
 
 
 def is_tied(step: int, hp: Hyperparameters) -> bool:
@@ -816,7 +820,11 @@ class MLP(t.MLP):
         """Map x (..., C) to (..., C), times post () if there is one. It multiplies the last weight,
         as in attention."""
         w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
-        return t.relu2_mlp(x, self.c_fc.weight.type_as(x), w_out.type_as(x))
+        return self.product(x, self.c_fc.weight.type_as(x), w_out.type_as(x))
+
+    def product(self, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        """Return relu2_mlp of x (..., C)."""
+        return t.relu2_mlp(x, w_in, w_out)
 
 
 class Block(nn.Module):
@@ -828,11 +836,12 @@ class Block(nn.Module):
     """
 
     attention_class = t.Late(lambda: CausalSelfAttention)
+    mlp_class = t.Late(lambda: MLP)
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         self.attn = None if layer.window == "none" else self.attention_class(hp, layer)
-        self.mlp = MLP(hp)
+        self.mlp = self.mlp_class(hp)
         self.eps = hp.norm_eps
         self.lambdas = self.residual_lambda = self.post_lambda = None
         self.x0_lambda = self.bigram_lambda = None
@@ -850,34 +859,32 @@ class Block(nn.Module):
         if mixes and hp.bigram_rows:
             self.bigram_lambda = nn.Parameter(torch.tensor([hp.bigram_lambda]))
 
-    def mixed(self, x: Tensor, x0: Tensor, bigram: Tensor | None) -> Tensor:
-        """Return x plus shares of x0 and of the bigram embedding."""
+    def added(self, x0: Tensor, bigram: Tensor | None) -> Tensor | None:
+        """Return the sum of the layer's shares of x0 and of the bigram embedding."""
+        if self.x0_lambda is None and self.lambdas is None:
+            return None
         share = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
-        x = x + share * x0
-        if bigram is not None:
-            x = x + self.bigram_lambda[0] * bigram
-        return x
+        out = share * x0
+        return out if bigram is None else out + self.bigram_lambda[0] * bigram
 
     def kept(self, x: Tensor, sublayer: int) -> Tensor:
         """Return the residual stream past attention (0) or past the MLP (-1)."""
         return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
 
-    def forward(self, x, x0, value, skip, rotary, mask, bigram=None, source=None) -> Tensor:
-        """Map x (1, T, C) to (1, T, C). skip is (factor, earlier output) or None. Attention reads
-        `source`, a normed earlier output, or else x."""
+    def forward(self, x, added, value, rotary, mask, source, *more) -> Tensor:
+        """Map x (1, T, C) to (1, T, C). `added` is what `added` returns. Attention reads `source`,
+        a normed earlier output, or else x; `more` goes to it, too."""
         by_sublayer = self.lambdas is None
-        if skip is not None:
-            x = x + skip[0] * skip[1]
         if not by_sublayer:
-            x = self.mixed(self.lambdas[0] * x, x0, bigram)
+            x = self.lambdas[0] * x + added
         if self.attn is not None:
             read = recomputed_if_small(t.norm, x, self.eps) if source is None else source
-            post = self.post_lambda[0] if by_sublayer else None
-            out = self.attn(read, value, rotary, mask, post)
+            post = None if self.post_lambda is None else self.post_lambda[0]
+            out = self.attn(read, value, rotary, mask, post, *more)
             x = self.kept(x, 0) + out
             if by_sublayer:
-                x = self.mixed(x, x0, bigram)
-        post = self.post_lambda[-1] if by_sublayer else None
+                x = x + added
+        post = None if self.post_lambda is None else self.post_lambda[-1]
         out = self.mlp(recomputed_if_small(t.norm, x, self.eps), post)
         return self.kept(x, -1) + out
 
@@ -930,8 +937,11 @@ class Head(t.Head):
         shares, the gradients are those of the losses of K targets, times their shares."""
         if shares == (1.0,):
             return super().loss(x, targets)
-        weights = torch.stack([number(share, x) for share in shares])
-        return super().loss(x, next_targets(targets, len(shares)), weights)
+        return self.weighted_loss(x, next_targets(targets, len(shares)), shares)
+
+    def weighted_loss(self, x: Tensor, columns: Tensor, shares: tuple[float, ...]) -> Tensor:
+        """Return what `loss` returns, for targets (T, K) with as many shares."""
+        return super().loss(x, columns, torch.stack([number(share, x) for share in shares]))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
@@ -972,6 +982,7 @@ class GPT(t.GPT):
             self.smear_lambda = nn.Parameter(torch.zeros(1))
         if any(layer.backout for layer in self.layers):
             self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
+        self.outputs_read = {layer.skip_from for layer in self.layers}  # by later layers
         self.lm_head = self.head_class(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
@@ -1060,11 +1071,11 @@ class GPT(t.GPT):
         name. Return them with those of these layers added."""
         streams = dict(streams)
         if start == 0:
-            self.begin(streams, more)
+            streams["x"] = streams["x0"] = t.norm(streams["x"], self.hp.norm_eps)[None]
         end = min(start + self.layers_per_graph(streams["x"].device), len(self.layers))
         for i in range(start, end):
             x = streams["x"] = self.layer_output(i, streams, more, rotary, masks)
-            if any(later.skip_from == i for later in self.layers):
+            if i in self.outputs_read:
                 streams[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
                 streams[f"source {i}"] = t.norm(x, self.hp.norm_eps)
@@ -1074,38 +1085,32 @@ class GPT(t.GPT):
             streams["x"] = t.norm(self.end(streams, more), self.hp.norm_eps)[0]
         return streams
 
-    def begin(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-        """Make the first streams: x, of embeddings (T, C), and x0."""
-        streams["x"] = streams["x0"] = t.norm(streams["x"], self.hp.norm_eps)[None]
+    def with_skip(self, i: int, streams: dict[str, Tensor]) -> Tensor:
+        """Return x (1, T, C), with layer i's share of the earlier output that it adds."""
+        skip_from = self.layers[i].skip_from
+        if skip_from is None:
+            return streams["x"]
+        return streams["x"] + self.skip_factor(i, streams) * streams[f"output {skip_from}"]
 
-    def skip(self, i: int, streams: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return the factor on layer i's skip connection, and the earlier output; None without."""
-        if self.layers[i].skip_from is None:
-            return None
-        skip = i - (len(self.layers) - len(self.skip_weights))  # the number of the connection
-        factor = self.skip_weights[skip]
-        if self.skip_gates is not None:
-            gate = gate_of(streams["x0"], self.skip_gates[skip, None])
-            factor = torch.sigmoid(factor) * (2 * gate)
-        return factor, streams[f"output {self.layers[i].skip_from}"]
+    def skip_factor(self, i: int, streams: dict[str, Tensor]) -> Tensor:
+        """Return the factor on layer i's skip connection: its weight (), or a gate (1, T, 1)."""
+        skip = i - len(self.layers)  # counted from the last layer's
+        if self.skip_gates is None:
+            return self.skip_weights[skip]
+        gate = gate_of(streams["x0"], self.skip_gates[skip, None])
+        return torch.sigmoid(self.skip_weights[skip]) * (2 * gate)
 
     def layer_output(self, i: int, streams: dict[str, Tensor], more, rotary, masks) -> Tensor:
         """Return the output (1, T, C) of layer i. `more` is of `embedded`."""
-        layer, block, x, bigram = self.layers[i], self.blocks[i], streams["x"], more.get("bigram")
+        layer, block, bigram = self.layers[i], self.blocks[i], more.get("bigram")
+        x = self.with_skip(i, streams)
         if i == 0 and bigram is not None and self.hp.sublayer_lambdas:
             # By sublayer, bigrams are added after attention; layer 0's attention reads them.
             x = x + block.bigram_lambda[0] * bigram
             bigram = None
-        return block(
-            x,
-            streams["x0"],
-            more.get(layer.values),
-            self.skip(i, streams),
-            rotary[layer.paired],
-            masks.get(layer.mask),
-            bigram=bigram,
-            source=streams.get(f"source {layer.source}"),
-        )
+        added, value = block.added(streams["x0"], bigram), more.get(layer.values)
+        mask, source = masks.get(layer.mask), streams.get(f"source {layer.source}")
+        return block(x, added, value, rotary[layer.paired], mask, source)
 
     def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:
         """Return x (1, T, C) before the last norm."""
@@ -1224,8 +1229,9 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
     groups = []
     for name, params in members.items():
-        if name == "muon":
-            groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2, complete="layer"))
+        if name in hp.muon_groups:
+            rule = partial(muon, factor=hp.muon_groups[name])
+            groups.append(Group(name, params[::-1], rule, hp.muon_lr, 2, complete="layer"))
             continue
         row = own.get(name, {})
         lr = row.get("lr", lrs.get(name, hp.scalar_lr))
@@ -1236,7 +1242,7 @@ def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
         groups.append(Group(name, params, rule, lr, row_ndim, complete, hp.adam_every))
     if hp.tied_frac:
         # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
-        groups.sort(key=lambda group: group.name != "muon")
+        groups.sort(key=lambda group: group.name not in hp.muon_groups)
     return groups
 
 

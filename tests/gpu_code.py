@@ -2,8 +2,8 @@
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
-The arguments are one of CARDS, a record of train_gpt.py or of forks/train_gpt_2026.py, --kernels on
-or off, and parts: `square` is Muon's update of square matrices alone.
+The arguments are one of CARDS, a record of train_gpt.py or of a fork of 2026, --kernels on or off,
+and parts: `square` is Muon's update of square matrices alone.
 
 A line of JSON for each kernel, in each configuration that a GPU would choose from, has its graph,
 its name, and one of three: what it takes (bytes of shared memory and of stack, registers,
@@ -238,6 +238,7 @@ def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
 HERE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "forks")]
 import train_gpt_2026 as fork  # noqa: E402
+import train_gpt_2026_07 as newest  # noqa: E402
 
 import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
@@ -281,34 +282,37 @@ def layer_graphs(hp):
     yield "layer", captured(block, x, x0, value, skip, rotary, mask)
 
 
-def layer_graphs_2026(hp):
-    """Yield the graphs of the fork's layer that has most: earlier outputs, values from elsewhere, a
-    long window; and the same of those whose heads are paired."""
+def layer_graphs_2026(hp, run):
+    """Yield the graphs of a fork's layers: of those with paired heads, and of those without, the
+    one that has most; then the one that has most of what a mixer tells each head."""
     with torch.device("meta"):
-        model = fork.GPT(hp)
-    now = fork.Moment(0, hp)
-
-    def features(layer) -> tuple[int, bool]:
-        more = layer.values, layer.skip_from, layer.source
-        return sum(field is not None for field in more), layer.window == "long"
-
-    for paired in sorted({layer.paired for layer in model.layers}):
-        layer = max([row for row in model.layers if row.paired == paired], key=features)
-        x, x0, value, output, bigram, source = activations(hp, 6)
+        model = run.model_class(hp)
+    now = run.moment(0, hp)
+    made = {}
+    for layer in model.layers:
+        told = vars(layer).get("xsa", False)
+        label = "paired layer" if layer.paired else "layer with xsa" if told else "layer"
+        features = sum(bool(value) for value in vars(layer).values()), layer.window == "long"
+        if layer.window != "none" and features >= made.get(label, ((), None))[0]:
+            made[label] = features, layer
+    for label, (_, layer) in sorted(made.items()):
+        x, added, value, source = activations(hp, 4)
         tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
         mask = model.masks(tokens, now)[layer.mask]
-        call = captured(
-            fork.Block(hp, layer),
-            x,
-            x0,
-            value,
-            None if layer.skip_from is None else (torch.ones(()), output),
-            model.rotary(torch.arange(hp.seq_len), now)[paired],
-            mask,
-            bigram=bigram if hp.bigram_rows else None,
-            source=None if layer.source is None else source,
+        rotary = model.rotary(torch.arange(hp.seq_len), now)[layer.paired]
+        value, source = (
+            tensor if named is not None else None
+            for tensor, named in ((value, layer.values), (source, layer.source))
         )
-        yield "paired layer" if paired else "layer", call
+        arguments = [x, added, value, rotary, mask, source]
+        if run is newest.Run:
+            sizes = dict.fromkeys(("alpha", "gate", "w1", "w2"), hp.num_heads)
+            if layer.mudd:
+                sizes |= dict.fromkeys(("keep", "attention", "keep mlp", "mlp"), 1)
+            shapes = {name: (1, hp.seq_len, size) for name, size in sizes.items()}
+            bf16 = {"dtype": torch.bfloat16, "requires_grad": True}
+            arguments.append({name: torch.empty(shape, **bf16) for name, shape in shapes.items()})
+        yield label, captured(run.model_class.block_class(hp, layer), *arguments)
 
 
 def loss_graphs(hp, run):
@@ -347,7 +351,7 @@ def look_up_graphs(hp):
 def muon_graphs(hp, run, square_only=False):
     """Yield the graphs of all matrices of a shape, as a run on one GPU has them."""
     orthogonalise = train_gpt.zeropower_via_newtonschulz5
-    if run is fork.Run and hp.polar_express:
+    if run is not train_gpt.Run and hp.polar_express:
         orthogonalise = fork.polar_express
 
     def as_on_a_gpu(direction):
@@ -357,7 +361,7 @@ def muon_graphs(hp, run, square_only=False):
         optimizers = run.optimizers_class(run.model_class(hp), hp)
     for group, rows in optimizers.groups:
         *_, height, width = rows.own.shape
-        if group.name != "muon" or (square_only and height != width):
+        if group.name not in ("muon", "pairs") or (square_only and height != width):
             continue
         grad, buffer = (torch.zeros(rows.own.shape) for _ in range(2))
         arguments = grad, buffer, torch.tensor(0.9), hp.momentum_damped, as_on_a_gpu
@@ -367,7 +371,7 @@ def muon_graphs(hp, run, square_only=False):
 def graphs_of(part: str, hp, run):
     """Return what yields the graphs of a part, with their names."""
     if part == "layer":
-        return layer_graphs_2026(hp) if run is fork.Run else layer_graphs(hp)
+        return layer_graphs(hp) if run is train_gpt.Run else layer_graphs_2026(hp, run)
     if part == "loss":
         return loss_graphs(hp, run)
     if part == "look_up":
@@ -377,11 +381,11 @@ def graphs_of(part: str, hp, run):
 
 def main(record: str, choice: str, *parts: str) -> None:
     """Report on the parts of a record, with the kernels or without them."""
-    run = train_gpt.Run if record in train_gpt.RECORDS else fork.Run
+    runs = train_gpt.Run, fork.Run, newest.Run
+    run = next(run for run in runs if record in run.records)
     hp = run.records[record]
     if choice == "on":
-        for name in run.model_class.kernels:
-            gpu_kernels.IN_USE[name] = gpu_kernels.TWINS[name][0]
+        gpu_kernels.IN_USE.update({name: twin for name, (twin, *_) in gpu_kernels.TWINS.items()})
     for part in parts:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of(part, hp, run):

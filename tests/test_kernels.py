@@ -9,6 +9,7 @@ import reference
 import torch
 import torch.nn.functional as F
 import train_gpt_2026
+import train_gpt_2026_07
 from reference import relative_error
 
 import train_gpt
@@ -183,7 +184,9 @@ def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, m
 @pytest.mark.parametrize("name", kernels.TWINS)
 def test_each_twin_was_written_for_the_plain_functions_as_they_are(name, tiny, tiny_2026):
     """If this fails, change the twin with its function, and then the digest in gpu_kernels.py."""
-    models = train_gpt.GPT(tiny), train_gpt_2026.GPT(tiny_2026)
+    newest = train_gpt_2026_07.GPT(train_gpt_2026_07.RECORDS["demo"])
+    models = train_gpt.GPT(tiny), train_gpt_2026.GPT(tiny_2026), newest
+    models = [model for model in models if name in model.kernels]
     digests = {kernels.digest(kernels.plain_function(model, name)) for model in models}
     assert digests == set(kernels.TWINS[name][2])
 
@@ -370,7 +373,7 @@ def test_gradients_of_tables_are_sums_in_float32(dtype):
         assert sums.dtype == dtype and relative_error(sums, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", kernels.TWINS)
+@pytest.mark.parametrize("name", train_gpt.GPT.kernels)
 def test_whole_examples_have_the_rows_of_a_run(name, tiny):
     model = train_gpt.GPT(tiny)
     arguments = kernels.TWINS[name][1](model, tiny, CPU, torch.float32, whole=True)
@@ -379,7 +382,7 @@ def test_whole_examples_have_the_rows_of_a_run(name, tiny):
 
 
 @interpreted
-@pytest.mark.parametrize("name", kernels.TWINS)
+@pytest.mark.parametrize("name", train_gpt.GPT.kernels)
 def test_twins_agree_on_the_examples(name, tiny, tiny_2026, monkeypatch):
     """In float32, in which the interpreter is exact; of few rows of logits: it is slow."""
     script, hp = (train_gpt_2026, tiny_2026) if name == "chunk_loss" else (train_gpt, tiny)

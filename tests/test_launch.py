@@ -15,6 +15,7 @@ import pytest
 import result
 import torch
 import train_gpt_2026
+import train_gpt_2026_07
 from runs import HANGS, SCRIPT, error_of
 
 import train_gpt
@@ -42,6 +43,7 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
         (train_gpt.Run, "--record 2024-11-24", 10),  # 917.5M tokens
         (train_gpt.Run, "--record 2025-01-26", 7),  # 696.0M
         (train_gpt_2026.Run, "--record 2026-01-04", 8),  # 1.6 times 487.6M
+        (train_gpt_2026_07.Run, "--record 2026-07-17", 6),  # 1.6 times 338.8M
     ],
 )
 def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(

@@ -25,7 +25,10 @@ def printed(capsys):
     return call
 
 
-@pytest.mark.parametrize("script", ["train_gpt.py", "forks/train_gpt_2026.py"])
+@pytest.mark.parametrize(
+    "script",
+    [f"{name}.py" for name in ("train_gpt", "forks/train_gpt_2026", "forks/train_gpt_2026_07")],
+)
 def test_without_a_flag_a_record_is_a_line_as_the_table_in_readme_has_it(script, printed):
     _, lines, _ = printed(script)
     table = (HERE / "README.md").read_text().split(f"`--record` of `{script}`")[1].split("\n\n")[0]

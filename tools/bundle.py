@@ -73,7 +73,7 @@ def write(words: list[str]) -> None:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
     out.write_text(bundle(path), "utf-8")
     verb = "replaced the bundle" if exists else "wrote"
-    print(f"{verb} {out}, which needs no other file of the project")
+    print(f"{verb} {out}, which needs no other Python file of the project")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def print_against_published(log: Path) -> None:
             then, there = on_one["losses"][str(step)], on_one["seconds"][str(step)]
             rows[-1] += [f"{then:.4f}", f"{seconds:.1f}", f"{there:.1f}", f"{seconds - there:+.1f}"]
     print(f"{run.record}: published losses are those on 8 H100s")
+    if on_one and "note" in on_one:
+        print(f"on one H100, {on_one['note']}")
     print_table(rows)
     if run.steps in run.curve:
         mean, deviation = known["mean"], known["deviation"]

@@ -39,16 +39,17 @@ class Memory:
         self.attend = attend
         self.keys = self.values = None
 
-    def __call__(self, q, k, v, mask: Tensor, scale: float) -> Tensor:
+    def __call__(self, q, k, v, mask: Tensor, scale: float, *more) -> Tensor:
         """Attend with n new tokens, (1, H, n, D), under a mask (n, T) over the T newest. Keys are
         cached as the layer computes them: a fork's `attend` may take parts of a key from the token
-        before, which must still be cached then."""
+        before, which must still be cached then. `more` is what a fork's layer says of new tokens.
+        """
         if self.keys is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         visible = mask.size(1)
         self.keys, self.values = k[:, :, -visible:], v[:, :, -visible:]
-        return self.attend(q, self.keys, self.values, mask, scale)
+        return self.attend(q, self.keys, self.values, mask, scale, *more)
 
 
 class Decoder:

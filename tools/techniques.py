@@ -21,7 +21,9 @@ class Technique:
 
     name: str
     record: str  # the date of the record that brought it
-    gain: float | None  # seconds that record saved on 8 H100s; None if it brought several ones
+    # Seconds that the record saved on 8 H100s. If it brought several techniques: a share of them,
+    # by the losses in its README or in logs, or None.
+    gain: float | None
     # For each setting its value without the technique, or a function that returns that value, given
     # the value with it.
     off: dict[str, Any]
@@ -83,6 +85,17 @@ TECHNIQUES = (
     ),
     Technique("Adam at every second step", "2025-09-30", 1.7, {"adam_every": 1}),
     Technique("betas by group", "2025-12-21", 2.3, {"adam_groups": without("beta[12]=[^+,]*")}),
+    Technique("q and k in pairs of heads", "2026-04-08", 0.4, {"qk_pairs": False}),
+    Technique("mudd", "2026-04-22", 2.8, {"layers": without("mudd")}),
+    Technique("mudd by token", "2026-04-22", None, {"mudd_width": 0}),
+    Technique("exclusive attention", "2026-04-29", 0.6, {"layers": without("xsa")}),
+    Technique("signs of bigrams", "2026-05-20", 0.5, {"bigram_signs": 0}),
+    Technique("gates and factors by token", "2026-05-27", 1.3, {"mixer_width": 0}),
+    Technique("a second mixer", "2026-05-27", None, {"layers": without("mixer")}),
+    Technique("gated heads", "2026-05-27", None, {"layers": without("gate")}),
+    Technique("composed heads", "2026-05-27", 1.9, {"layers": without("composed")}),
+    Technique("prefix loss", "2026-07-13", 0.8, {"prefix": 0.0}),
+    Technique("MLPs in FP8", "2026-07-17", 1.6, {"fp8_mlp": "off"}),
     Technique(
         "shorter documents, higher last rate",
         "2026-02-10",
