@@ -240,7 +240,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     rows = hp.layers.split(",")
     n, half = hp.num_layers, hp.num_layers // 2
     if not 2 <= n <= len(rows):
-        raise UserError(f"--num_layers {n}: --layers has {len(rows)}, of which 2 are the least")
+        raise UserError(f"--num_layers {n}: --layers has {len(rows)} rows, and a model at least 2")
     table = []
     for i, row in enumerate(rows[: n - half] + rows[len(rows) - half :]):
         layer = read_layer(row, hp)
