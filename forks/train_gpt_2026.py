@@ -952,7 +952,6 @@ class Head(t.Head):
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
-    kernels = t.GPT.kernels
     block_class = t.Late(lambda: Block)
     head_class = t.Late(lambda: Head)
 
