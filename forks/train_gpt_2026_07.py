@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # where train_gpt_2026
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import train_gpt_2026 as base
 from torch import Tensor, nn
+
+import train_gpt_2026 as base
 from train_gpt_2026 import BLOCK, UserError, has_twin, t
 
 # -----------------------------------------------------------------------------

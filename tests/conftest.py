@@ -14,14 +14,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "data", "tools", "forks")]
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/data"  # for programs that tests start, as in run.sh
 
 if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
-from runs import console_of, outcome  # noqa: E402
-
 import train_gpt  # noqa: E402
+from runs import console_of, outcome  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 

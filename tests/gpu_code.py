@@ -237,11 +237,10 @@ def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "forks")]
-import train_gpt_2026 as fork  # noqa: E402
-import train_gpt_2026_07 as newest  # noqa: E402
-
 import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
+import train_gpt_2026 as fork  # noqa: E402
+import train_gpt_2026_07 as newest  # noqa: E402
 
 for option, value in train_gpt.compiled.options.items():
     setattr(inductor_config, option, value)

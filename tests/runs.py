@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt  # noqa: E402
-from train_gpt import HERE  # noqa: E402
+import train_gpt
+from train_gpt import HERE
 
 SCRIPT, RUNS = str(HERE / "train_gpt.py"), __file__
 STEP = re.compile(r"step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")

@@ -6,14 +6,14 @@ import re
 from dataclasses import fields
 from types import SimpleNamespace
 
-import ablate
 import numpy as np
 import pytest
+
+import ablate
 import script
+import train_gpt
 from compare import Side
 from techniques import TECHNIQUES, flags_without
-
-import train_gpt
 from train_gpt import HERE, UserError
 
 FORK = "forks/train_gpt_2026.py"

@@ -5,15 +5,15 @@ import json
 import shlex
 from dataclasses import replace
 
-import bench
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, at_window, shard
-from runs import Program, console_of, error_of
 from torch.utils.flop_counter import FlopCounterMode
 
+import bench
 import train_gpt
+from conftest import ROOT, at_window, shard
+from runs import Program, console_of, error_of
 
 CPU = torch.device("cpu")
 RATE = 0.05  # TFLOP/s, in place of a measured ceiling

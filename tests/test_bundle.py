@@ -6,14 +6,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import bundle
 import pytest
-import script
 import torch
+
+import bundle
+import script
+import train_gpt
 from runs import SCRIPT, run, val_losses
 from test_scripts import launched
-
-import train_gpt
 from train_gpt import HERE, UserError
 
 gpu_kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed")

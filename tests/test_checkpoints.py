@@ -11,11 +11,11 @@ from typing import get_args
 
 import pytest
 import torch
+
+import train_gpt
 import train_gpt_2026
 from conftest import language
 from runs import console_of, error_of, val_losses
-
-import train_gpt
 from train_gpt import HERE, UserError, load_checkpoint, newest_checkpoint, parse_args, show
 
 OF_RUN = [f.name for f in dataclasses.fields(train_gpt.RunSettings)]

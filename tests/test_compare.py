@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import compare
 import numpy as np
 import pytest
 from scipy import stats
 
+import compare
 from train_gpt import HERE
 
 FORK = (HERE / "tests" / "small_fork.py").read_text()

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from frontier.small_runs import TECHNIQUES, D, main, small_flags
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
-from train_gpt_2026 import GPT, Hyperparameters, Moment
 
 import train_gpt
+from frontier.small_runs import TECHNIQUES, D, main, small_flags
+from train_gpt_2026 import GPT, Hyperparameters, Moment
 
 # Windows of 128, 256 and 384 tokens, and validations of another length.
 WINDOWS = (

@@ -11,11 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import process
 import pytest
-from runs import Program
 
+import process
 import train_gpt
+from runs import Program
 
 STUB = """import os, signal, sys, time
 def note(number, frame):

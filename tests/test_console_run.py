@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import language
 from runs import Program, before_step, console_of, outcome
-
 from train_gpt import HERE, main
 
 LAST, AT = 6, 3  # steps, and the step before which the console is lost

@@ -7,16 +7,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import train_gpt
 import train_gpt_2026
 from conftest import shard
 from frontier import reference_2026 as exact
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from train_gpt_2026 import Hyperparameters, Moment
-
-import train_gpt
 from gpt2 import gpt2_encoding
 from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard, plan_batches
+from train_gpt_2026 import Hyperparameters, Moment
 
 END_OF_TEXT = 50256
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs import SCRIPT
 from torch._dynamo.utils import counters
 
 import train_gpt
+from runs import SCRIPT
 
 needs_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="there is no C++ compiler (g++), which Inductor needs"

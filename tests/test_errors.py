@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import train_gpt
 from conftest import language, shard
 from logfile import read_log
 from runs import (
@@ -23,8 +25,6 @@ from runs import (
     val_losses,
     wait_at_most,
 )
-
-import train_gpt
 from train_gpt import UserError, main
 
 # Flags added to those of a run that works, and words of the message.

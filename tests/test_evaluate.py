@@ -6,18 +6,18 @@ import math
 import random
 from pathlib import Path
 
-import evaluate
 import numpy as np
 import pytest
-import reference
 import torch
+
+import evaluate
+import reference
+import train_gpt
 import train_gpt_track3
 from conftest import ROOT, at_window
+from gpt2 import gpt2_encoding
 from runs import error_of
 from test_sample import END, at_windows, model, read_at_once  # noqa: F401
-
-import train_gpt
-from gpt2 import gpt2_encoding
 
 FLAGS = "--record demo --model_dim 32 --num_heads 2 --head_dim 16 --num_iterations 8"
 FLAGS += " --device cpu --val_seq_len 256 --val_tokens 2048 --norm_eps 0.0078125"

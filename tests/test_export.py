@@ -5,15 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import export
 import pytest
 import torch
+
+import export
+import train_gpt
 import train_gpt_2026
 from frontier.small_runs import ROW, SIZES, D
-from runs import console_of
-
-import train_gpt
 from gpt2 import gpt2_encoding
+from runs import console_of
 from train_gpt import END_OF_TEXT, HERE
 
 pytest.importorskip("transformers", reason="transformers is not installed")

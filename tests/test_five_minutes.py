@@ -1,9 +1,9 @@
 """forks/five_minutes.py: the table in its docstring, from the models that its records build."""
 
-import five_minutes
 import pytest
 import torch
 
+import five_minutes
 import train_gpt
 
 ROWS = [line.split() for line in five_minutes.__doc__.splitlines() if "e1" in line]

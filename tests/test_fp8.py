@@ -7,11 +7,11 @@ what two such operands give.
 from dataclasses import replace
 
 import pytest
-import reference
 import torch
-from reference import relative_error
 
+import reference
 import train_gpt
+from reference import relative_error
 from train_gpt import CastedLinear, Head, fp8_supported, to_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import ROOT
 
 pytest.importorskip("triton", reason="Triton is not installed: it is for Linux")

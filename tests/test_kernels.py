@@ -5,14 +5,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
+
+import reference
+import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
 from reference import relative_error
-
-import train_gpt
 from train_gpt import all_reduce_, to_fp8
 
 kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed: it is for Linux")

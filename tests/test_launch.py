@@ -9,16 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import launch
 import process
-import pytest
 import result
-import torch
+import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
 from runs import HANGS, SCRIPT, error_of
-
-import train_gpt
 from train_gpt import HERE
 
 FORK = "forks/train_gpt_2026.py"
@@ -60,7 +60,6 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: sys.exit(command[1:]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(SystemExit) as end:
         launch.start([str(path), *words])
     assert calls == [[str(shards)]]
@@ -266,7 +265,7 @@ def test_what_a_tool_imports_is_installed_for_it(tool, shell):
 def test_a_ctrl_c_during_imports_leaves_no_traceback(name, tmp_path):
     (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     (tmp_path / "scipy.py").write_text("import numpy\n")
-    options = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "capture_output": True}
+    options = {"env": os.environ | {"PYTHONPATH": f"{tmp_path}:{HERE}"}, "capture_output": True}
     command = [sys.executable, HERE / f"{name}.py"]
     done = subprocess.run(command, **options)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")

@@ -4,14 +4,15 @@ import math
 import re
 from pathlib import Path
 
-import leaderboard
-import logfile
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+
+import leaderboard
+import logfile
+from conftest import ROOT
 
 RULE = "=" * 100
 FLAGS = " --muon_lr 0.06"

@@ -5,16 +5,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import reference
 import torch
-import train_gpt_2026
-from reference import relative_error
 from torch._dynamo.backends.debugging import eager
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import reference
 import train_gpt
+import train_gpt_2026
+from reference import relative_error
 
 WIDTH, VOCAB = 48, 1024
 SHIFTED = (23.0, 5.0, 7.5)  # of records since September 2025: 23 sigmoid((logit + 5) / 7.5)

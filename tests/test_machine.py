@@ -3,12 +3,13 @@
 import re
 import sys
 
+import pytest
+import torch
+
 import compare
 import launch
 import machine
 import process
-import pytest
-import torch
 from runs import error_of
 
 NVIDIA_SMI = """#!/bin/sh

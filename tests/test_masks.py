@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import at_window
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_loss import NewShapes
 from torch.nn.attention.flex_attention import BlockMask
-from train_gpt_2026 import first_visible  # train_gpt.py's, but for the rule "distance"
 
+from conftest import at_window
+from test_loss import NewShapes
 from train_gpt import BLOCK, END_OF_TEXT, GPT, attend, block_lists, flex_mask, make_mask
+from train_gpt_2026 import first_visible  # train_gpt.py's, but for the rule "distance"
 
 LENGTH = 4 * BLOCK
 

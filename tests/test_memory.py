@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import train_gpt_2026
-from frontier.small_runs import LAYERS, D
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import flex_attention
-from train_gpt_2026 import RECORDS, Hyperparameters
 
 import train_gpt
+import train_gpt_2026
+from frontier.small_runs import LAYERS, D
+from train_gpt_2026 import RECORDS, Hyperparameters
 
 VIEWS = ("view", "t", "transpose", "permute", "detach", "alias", "squeeze", "unbind", "select")
 

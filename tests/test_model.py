@@ -4,13 +4,13 @@ rows of --layers of both scripts. tests/frontier/test_rows.py has the fork's mod
 from dataclasses import replace
 
 import pytest
-import reference
 import torch
+
+import reference
+import train_gpt
 import train_gpt_2026
 from conftest import at_window
 from reference import relative_error
-
-import train_gpt
 from train_gpt import GPT, RECORDS, Layer, UserError
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)

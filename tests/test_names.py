@@ -4,10 +4,10 @@ import inspect
 import sys
 
 import pytest
-import train_gpt_2026
-import train_gpt_track3
 
 import train_gpt
+import train_gpt_2026
+import train_gpt_track3
 
 # Names that a fork cannot assign, each with its reason.
 EXCEPTIONS = {

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import train_gpt_2026
-from runs import Program
 from torch._dynamo.backends.debugging import aot_eager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_gpt
+import train_gpt_2026
+from runs import Program
 from train_gpt import (
     GPT,
     RECORDS,

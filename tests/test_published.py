@@ -3,8 +3,8 @@
 import re
 
 import pytest
-import records
 
+import records
 from train_gpt import HERE
 
 RULE = "=" * 100

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import spy
-from runs import Program, assert_close, console_of, outcome, val_losses
 
+import spy
 import train_gpt
+from runs import Program, assert_close, console_of, outcome, val_losses
 
 
 @pytest.fixture

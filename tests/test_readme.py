@@ -7,13 +7,13 @@ from functools import partial
 from types import ModuleType
 
 import torch
+
+import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
 import train_gpt_track3
 from runs import rows
 from test_scripts import launched
-
-import train_gpt
 from train_gpt import HERE
 
 README = (HERE / "README.md").read_text("utf-8")

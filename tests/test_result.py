@@ -6,15 +6,15 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-import process
 import pytest
-import result
 import torch
-from runs import SCRIPT, Program
-from test_scripts import launch_with
 
+import process
+import result
 import train_gpt
 from gpt2 import gpt2_encoding
+from runs import SCRIPT, Program
+from test_scripts import launch_with
 from train_gpt import SAMPLE
 
 

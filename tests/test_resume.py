@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import language
 from runs import Program, before_step, console_of, error_of, outcome, rows, wait_at_most
-
 from train_gpt import main
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20

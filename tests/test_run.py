@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small_fork
 import torch
 import torch.nn.functional as F
+
+import small_fork
+import train_gpt
 import train_gpt_2026
 from runs import SCRIPT, STEP, error_of, rows, val_losses
-
-import train_gpt
 from train_gpt import HERE, RECORDS, main
 
 RULE = "=" * 100

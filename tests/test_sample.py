@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import sample
 import torch
+
+import sample
+import train_gpt
 import train_gpt_2026
 from conftest import at_window
 from frontier.small_runs import ROW, SIZES, C, D
 from sample import Decoder, choose, gpt2_encoding, text_of
-
-import train_gpt
 from train_gpt import BLOCK, RECORDS, Moment
 
 END = 63  # begins a document, where tokens are 64

@@ -6,15 +6,15 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import evaluate
 import export
 import launch
-import pytest
 import sample
 import script
-import torch
 from runs import SCRIPT, Program, error_of, run, val_losses
-
 from train_gpt import HERE, UserError
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
@@ -108,7 +108,6 @@ def test_copies_and_forks_train_as_flags_of_the_same_effect_would(
     of_fork = ["its_own.py", *words, "--speed", "1", "--muon_lr", "0.2"]
     assert launched(of_fork, tmp_path) == faster
     monkeypatch.setenv("NPROC", "2")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     done = run(of_fork, script=launch.__file__)
     assert done.returncode == 0, done.stderr
     assert "on 2 x CPU" in done.stdout

@@ -6,14 +6,14 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import launch
 import pytest
-import seconds
 import torch
+
+import launch
+import seconds
+import train_gpt
 import train_gpt_2026
 from runs import SCRIPT, run, val_losses
-
-import train_gpt
 from train_gpt import HERE, UserError
 
 PATH, FORK = Path(SCRIPT), HERE / "forks" / "train_gpt_2026.py"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 import submission
 from test_leaderboard import FLAGS, GPUS, group, ours, rows_of
 

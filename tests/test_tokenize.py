@@ -12,11 +12,11 @@ from fractions import Fraction
 
 import pyarrow
 import pytest
-import tokenize_text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+import tokenize_text
 import train_gpt
 from gpt2 import gpt2_encoding
 from train_gpt import HERE, load_data_shard

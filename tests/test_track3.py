@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import train_gpt
 import train_gpt_track3 as track
 from reference import relative_error
 from runs import Program, console_of, error_of, rows
-from train_gpt_track3 import RECORDS, Hyperparameters, Optimizers, Run
-
-import train_gpt
 from train_gpt import HERE, train_step
+from train_gpt_track3 import RECORDS, Hyperparameters, Optimizers, Run
 
 MUON, ADAMW = RECORDS["muon"], RECORDS["adamw"]
 OWN = re.search(

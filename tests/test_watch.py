@@ -6,8 +6,8 @@ import os
 import re
 
 import pytest
-import watch
 
+import watch
 from train_gpt import HERE
 
 RECORD = "2025-01-26_BatchSize"

@@ -41,7 +41,6 @@ import math
 import re
 import shlex
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,16 +50,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 import numpy as np
 from scipy import stats
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import compare  # noqa: E402
-import script  # noqa: E402
-import seconds  # noqa: E402
-from compare import Side  # noqa: E402
-from leaderboard import ALPHA, FEWEST, show, show_p  # noqa: E402
-from logfile import print_table  # noqa: E402
-from techniques import TECHNIQUES, Technique, flags_without  # noqa: E402
-
-from train_gpt import UserError, as_program  # noqa: E402
+import compare
+import script
+import seconds
+from compare import Side
+from leaderboard import ALPHA, FEWEST, show, show_p
+from logfile import print_table
+from techniques import TECHNIQUES, Technique, flags_without
+from train_gpt import UserError, as_program
 
 BLOCK = 8  # techniques that share a run of the record
 FEWEST_FREE = FEWEST - 1  # degrees of freedom; FEWEST pairs of runs have as many

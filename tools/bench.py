@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -36,11 +35,9 @@ import torch
 from torch import Tensor
 from torch.profiler import profile, record_function
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import script  # noqa: E402
-
-import train_gpt  # noqa: E402
-from train_gpt import UserError, clock  # noqa: E402
+import script
+import train_gpt
+from train_gpt import UserError, clock
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ORIGINAL = dict(vars(train_gpt))  # before a fork replaces something

@@ -9,10 +9,8 @@ others run when they are imported. Its log begins with all the code that trained
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import script  # noqa: E402
-
-from train_gpt import UserError, as_program  # noqa: E402
+import script
+from train_gpt import UserError, as_program
 
 MADE = "made by tools/bundle.py"
 BEGINNING = '''"""{name} and the modules that it imports, in one file: {made}."""

@@ -66,17 +66,15 @@ import torch
 from scipy import stats
 from tqdm import tqdm
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import launch  # noqa: E402
-import leaderboard  # noqa: E402
-import process  # noqa: E402
-import result  # noqa: E402
-import script  # noqa: E402
-import seconds  # noqa: E402
-from leaderboard import ALPHA, FEWEST, show_p  # noqa: E402
-from logfile import OF_ONE_RUN, Run, read_log  # noqa: E402
-
-from train_gpt import Hyperparameters, UserError, as_program  # noqa: E402
+import launch
+import leaderboard
+import process
+import result
+import script
+import seconds
+from leaderboard import ALPHA, FEWEST, show_p
+from logfile import OF_ONE_RUN, Run, read_log
+from train_gpt import Hyperparameters, UserError, as_program
 
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.

@@ -19,7 +19,6 @@ four `endings` and a `label` from 0 to 3.
 import argparse
 import copy
 import json
-import sys
 from http.client import HTTPException
 from pathlib import Path
 
@@ -28,12 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
-from script import Checkpoint, core, parse_with_checkpoint  # noqa: E402
-
-import train_gpt  # noqa: E402
-from gpt2 import bits_per_byte, gpt2_encoding  # noqa: E402
-from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, Moment, UserError  # noqa: E402
+import train_gpt
+from gpt2 import bits_per_byte, gpt2_encoding
+from script import Checkpoint, core, parse_with_checkpoint
+from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, Moment, UserError
 
 # -----------------------------------------------------------------------------
 # Validation loss

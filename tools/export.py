@@ -17,7 +17,6 @@ without the tokenizer's type, it asks whether it may run code of DIR.
 import argparse
 import json
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -25,13 +24,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
-from bundle import bundle  # noqa: E402
-from script import Checkpoint, parse_with_checkpoint  # noqa: E402
-
-import train_gpt  # noqa: E402
-from gpt2 import MERGES, gpt2_tokens  # noqa: E402
-from train_gpt import END_OF_TEXT, RunSettings, UserError  # noqa: E402
+import train_gpt
+from bundle import bundle
+from gpt2 import MERGES, gpt2_tokens
+from script import Checkpoint, parse_with_checkpoint
+from train_gpt import END_OF_TEXT, RunSettings, UserError
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 

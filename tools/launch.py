@@ -21,13 +21,11 @@ from pathlib import Path
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import process  # noqa: E402
-import result  # noqa: E402
-import script  # noqa: E402
-import seconds  # noqa: E402
-
-from train_gpt import HERE, UserError, as_program  # noqa: E402
+import process
+import result
+import script
+import seconds
+from train_gpt import HERE, UserError, as_program
 
 
 def train(path: Path, flags: list[str], quiet: bool = False, asked: float = math.inf) -> int:

@@ -27,8 +27,9 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
-from logfile import Run, print_table, published, read_trials
 from scipy import stats
+
+from logfile import Run, print_table, published, read_trials
 
 ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
 

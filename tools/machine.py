@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project
-from train_gpt import FINEWEB, HERE, UserError, as_program, fp8_supported  # noqa: E402
+from train_gpt import FINEWEB, HERE, UserError, as_program, fp8_supported
 
 # Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
 warnings.filterwarnings("ignore", "CUDA initialization")

@@ -7,16 +7,13 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import torch
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import machine  # noqa: E402
-
-from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError  # noqa: E402
+import machine
+from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
 
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -93,8 +90,6 @@ def start(hp: Hyperparameters, words: list[str], **options) -> tuple[int, str]:
             "--standalone",
             f"--nproc_per_node={count}",
         ]
-    # A script in another folder must find the project's modules.
-    env["PYTHONPATH"] = f"{HERE}:{env.get('PYTHONPATH', '')}".rstrip(":")
     command = [sys.executable, *torchrun, *words]
     child, signals, last = None, [], deque(maxlen=200)
 

@@ -18,12 +18,10 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import script  # noqa: E402
-from logfile import print_table, published, read_log  # noqa: E402
-
-import train_gpt  # noqa: E402
-from train_gpt import UserError, show  # noqa: E402
+import script
+import train_gpt
+from logfile import print_table, published, read_log
+from train_gpt import UserError, show
 
 
 def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:

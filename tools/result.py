@@ -33,13 +33,11 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
-import process  # noqa: E402
-import script  # noqa: E402
-from logfile import RULE  # noqa: E402
-
-from gpt2 import bits_per_byte  # noqa: E402
-from train_gpt import END_OF_TEXT, Hyperparameters, Run, UserError  # noqa: E402
+import process
+import script
+from gpt2 import bits_per_byte
+from logfile import RULE
+from train_gpt import END_OF_TEXT, Hyperparameters, Run, UserError
 
 RESULTS = Path("logs", "results.jsonl")
 STOPPED = [128 + number for number in process.STOPS]  # exit statuses

@@ -16,17 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "data")]
-from script import Checkpoint, parse_with_checkpoint  # noqa: E402
-
-import train_gpt  # noqa: E402
-from gpt2 import gpt2_encoding  # noqa: E402
-from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError  # noqa: E402
+import train_gpt
+from gpt2 import gpt2_encoding
+from script import Checkpoint, parse_with_checkpoint
+from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError
 
 # -----------------------------------------------------------------------------
 # Decoding: tokens in, logits (V,) of the next token out

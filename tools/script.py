@@ -16,9 +16,8 @@ from types import ModuleType
 
 import torch
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import train_gpt  # noqa: E402
-from train_gpt import END_OF_TEXT, GPT, HERE, Hyperparameters, Moment, UserError  # noqa: E402
+import train_gpt
+from train_gpt import END_OF_TEXT, GPT, HERE, Hyperparameters, Moment, UserError
 
 OWN = Path(train_gpt.__file__).resolve()  # the default script
 

@@ -27,14 +27,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import process  # noqa: E402
-import result  # noqa: E402
-import script  # noqa: E402
-from bench import RANK, RANKS, Timed, configuration, time_block  # noqa: E402
-from logfile import OF_ONE_RUN  # noqa: E402
-
-from train_gpt import Hyperparameters, UserError, all_reduce_, as_program, start_device  # noqa: E402
+import process
+import result
+import script
+from bench import RANK, RANKS, Timed, configuration, time_block
+from logfile import OF_ONE_RUN
+from train_gpt import Hyperparameters, UserError, all_reduce_, as_program, start_device
 
 TIMES = Path("logs", "times.json")
 ROUNDS = 15  # at most; in each, a block of steps is timed at each window

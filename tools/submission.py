@@ -26,12 +26,10 @@ from time import strftime, strptime
 
 import numpy as np
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # tools, project
-import leaderboard  # noqa: E402
-from leaderboard import ALPHA, BENCHMARK_MARGIN, columns, show_p  # noqa: E402
-from logfile import Run  # noqa: E402
-
-from train_gpt import UserError  # noqa: E402
+import leaderboard
+from leaderboard import ALPHA, BENCHMARK_MARGIN, columns, show_p
+from logfile import Run
+from train_gpt import UserError
 
 TARGET = 3.28  # of rule 2
 

@@ -4,15 +4,12 @@
 """
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project
-import train_gpt  # noqa: E402
-from train_gpt import Hyperparameters  # noqa: E402
+import train_gpt
+from train_gpt import Hyperparameters
 
 
 @dataclass(frozen=True)

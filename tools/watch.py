@@ -20,8 +20,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import logfile
 import plotext
+
+import logfile
 from logfile import RULE, Run, read_log
 
 RECENT = 25  # steps whose median is the speed

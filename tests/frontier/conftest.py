@@ -5,14 +5,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import reference
-import train_gpt_2026
-from runs import console_of, val_losses
-from train_gpt_2026 import Hyperparameters
 
+import reference
 import train_gpt
+import train_gpt_2026
 from frontier import reference_2026
 from frontier.small_runs import main, outcome, small_flags
+from runs import console_of, val_losses
+from train_gpt_2026 import Hyperparameters
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
-import reference
 import torch
 from torch import Tensor
+
+import reference
 
 END_OF_TEXT = 50256
 EPSILON = 2.0**-23  # of RMSNorm: float32's machine epsilon

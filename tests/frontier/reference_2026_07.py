@@ -3,10 +3,10 @@ code with them. Only what differs from 2026-03-06, which is row D of reference_2
 
 from fractions import Fraction
 
-import reference
 import torch
 from torch import Tensor
 
+import reference
 from frontier import reference_2026 as exact
 from frontier.reference_2026 import rms_norm
 

@@ -4,10 +4,9 @@ import functools
 from pathlib import Path
 
 import runs
+import train_gpt
 from conftest import language
 from train_gpt_2026 import Run
-
-import train_gpt
 
 main = functools.partial(train_gpt.main, run=Run)  # of forks/train_gpt_2026.py
 outcome = functools.partial(runs.outcome, run=Run)

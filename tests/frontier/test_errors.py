@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from runs import error_of
-from train_gpt_2026 import LAYERS_HC
 
 import train_gpt
 from frontier.small_runs import C, main
+from runs import error_of
+from train_gpt_2026 import LAYERS_HC
 
 BAD = f"""save_every 3;grad_clip 1;adam_every 0;logit_sigmoid 23 5 0;logit_sigmoid -1 5 1
 tied_frac .5 --vocab_size 500;key_offset on --rope full

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import train_gpt_2026
-from train_gpt_2026 import RECORDS, Hyperparameters, Run
 
 import train_gpt
+import train_gpt_2026
 from frontier.small_runs import A
 from train_gpt import HERE
+from train_gpt_2026 import RECORDS, Hyperparameters, Run
 
 
 def test_the_default_is_that_of_train_gpt():

@@ -6,24 +6,24 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import ablate
 import pytest
-import runs
 import torch
+
+import ablate
+import runs
+import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07 as script
+from frontier import reference_2026 as exact
+from frontier import reference_2026_07 as newest
+from frontier import small_runs, test_rows, test_runs
+from gpt2 import gpt2_encoding
 from reference import relative_error
 from sample import Decoder
 from techniques import TECHNIQUES, flags_without
 from test_kernels import interpreted, kernels, randn
 from test_sample import at_windows, read_at_once
 from train_gpt_2026_07 import GPT, RECORDS, Moment, Optimizers, Run
-
-import train_gpt
-from frontier import reference_2026 as exact
-from frontier import reference_2026_07 as newest
-from frontier import small_runs, test_rows, test_runs
-from gpt2 import gpt2_encoding
 
 HEAD, V3 = "2026-07-17_FP8DownProjection", "2026-05-27-MuddGatedAndDC"
 ROW = {HEAD: newest.HEAD, V3: newest.V3}

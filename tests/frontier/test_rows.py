@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-import train_gpt_2026
-from train_gpt_2026 import GPT, RECORDS, Moment, Optimizers, parameter_groups
 
+import train_gpt_2026
 from frontier import reference_2026 as exact
+from train_gpt_2026 import GPT, RECORDS, Moment, Optimizers, parameter_groups
 
 FULL = {
     "A": RECORDS["2025-08-23_SparseAttnGate"],

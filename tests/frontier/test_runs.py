@@ -9,13 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import spy
 import torch
-from runs import Program, assert_close, before_step, console_of
-from train_gpt_2026 import Run
 
+import spy
 import train_gpt
 from frontier.small_runs import C5, LAST, A, D, checkpoint, main, outcome
+from runs import Program, assert_close, before_step, console_of
+from train_gpt_2026 import Run
 
 RESUME = ["--resume", "on"]
 

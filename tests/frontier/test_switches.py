@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import train_gpt_2026
-from train_gpt_2026 import Hyperparameters, Moment, Optimizers, Run
 
 import train_gpt
+import train_gpt_2026
 from frontier.small_runs import A
+from train_gpt_2026 import Hyperparameters, Moment, Optimizers, Run
 
 CPU = torch.device("cpu")
 LAYERS = "long+v0,short,short+x1,long+v2+x0"

@@ -2,14 +2,14 @@
 
 import itertools
 
-import bench
 import pytest
 import torch
+
+import bench
 import watch
+from frontier.small_runs import LAST, C, D
 from test_sample import END, at_windows, model  # noqa: F401
 from train_gpt_2026 import Run
-
-from frontier.small_runs import LAST, C, D
 
 
 def test_a_finished_run_is_drawn(whole, capsys):

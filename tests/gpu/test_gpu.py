@@ -6,11 +6,14 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import bench
 import numpy as np
 import pytest
-import test_loss
 import torch
+from torch._dynamo.utils import counters
+
+import bench
+import test_loss
+import train_gpt
 import train_gpt_2026 as fork
 import train_gpt_2026_07 as newest
 import train_gpt_track3 as track3
@@ -18,9 +21,6 @@ from conftest import at_window
 from evaluate import log_likelihoods
 from runs import val_losses
 from sample import Decoder
-from torch._dynamo.utils import counters
-
-import train_gpt
 from train_gpt import HERE, RECORDS, CastedLinear, Moment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import language
 from runs import HANGS, SCRIPT, outcome
-
 from train_gpt import HERE
 
 LAST = 300

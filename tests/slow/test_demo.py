@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from runs import SCRIPT, run, val_losses
 
+from runs import SCRIPT, run, val_losses
 from train_gpt import HERE
 
 FORK = str(HERE / "forks/train_gpt_2026.py")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from test_edits import check_edit, drawn, edited, needs_compiler  # noqa: F401
 
 

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-import reference
 import torch
+
+import reference
 from conftest import at_window
 from test_model import PUBLISHED, sequence
-
 from train_gpt import GPT, RECORDS, get_window_size, layer_table
 
 

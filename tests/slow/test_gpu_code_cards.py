@@ -1,12 +1,12 @@
 """All records, with and without kernels, compiled for cards from 24 to 180 GB."""
 
 import pytest
+
 import test_gpu_code
+import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
 from test_gpu_code import check, rows_of
-
-import train_gpt
 
 RECORDS = [*train_gpt.RECORDS, *train_gpt_2026.RECORDS, *train_gpt_2026_07.RECORDS]
 # Bytes of registers that the frontier's kernels spill besides, by the layers' backward pass.

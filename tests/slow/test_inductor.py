@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
-from frontier.small_runs import D, main, small_flags
-from runs import rows
-from test_masks import check_flex_attention
 from torch._dynamo.utils import counters
 
 import train_gpt
+from frontier.small_runs import D, main, small_flags
+from runs import rows
+from test_masks import check_flex_attention
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
 # Windows of 128, 256 and 384 tokens, and validations of another length.

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import numpy as np
-from runs import val_losses
 
+from runs import val_losses
 from train_gpt import HERE
 
 
