@@ -3,18 +3,18 @@
 #
 #   ./run.sh [SCRIPT.py] [flags]       train: a record on GPUs, a demo of a few minutes without one.
 #                                      SCRIPT.py is a fork, such as forks/train_gpt_2026.py; the
-#                                      default is train_gpt.py. --help lists the script's flags
+#                                      default is train_gpt.py
 #   ./run.sh [SCRIPT.py] --runs N [flags]
 #                                      make N runs with seeds from --seed on, then print statistics;
 #                                      weights are saved only with --keep 1 or more
 #   ./run.sh [SCRIPT.py] --seconds N [flags]
 #                                      train as many steps as take N seconds on this machine; also
-#                                      with --runs, --compare and --ablate
-#   ./run.sh --compare "A" "B" [flags] make runs with flags A and with flags B in turn, until the
-#                                      difference is significant; A and B may begin with a SCRIPT.py
-#   ./run.sh --ablate [SCRIPT.py] [flags]
-#                                      make runs without each technique of the record, to measure
-#                                      what each is worth
+#                                      with --runs and --compare
+#   ./run.sh [SCRIPT.py] --like NAME [flags]
+#                                      train with the steps and flags of an earlier run, or of the
+#                                      runs that --runs N --run_id NAME has made
+#   ./run.sh --compare "A" "B" [flags] make runs with flags A and with flags B in turn, until it is
+#                                      clear whether B helps; A and B may begin with a SCRIPT.py
 #   ./run.sh tools/NAME.py [flags]     set up, install what this tool needs, and run it
 #   ./run.sh setup                     only set up, and print what this machine has
 #   ./run.sh test                      set up, install what the tests need, and run all tests but
@@ -22,6 +22,7 @@
 #   ./run.sh test [PATH] [flags]       the same in one process: the tests of PATH, such as
 #                                      tests/test_model.py, with flags of pytest's
 #   ./run.sh test slow | gpu           only the slow tests | only those that need a GPU
+#   ./run.sh [SCRIPT.py] --help        this page, and the flags of a script
 #
 # NPROC=n uses n GPUs. PYTHON=path names another Python (3.11 or later): run.sh starts that one if it
 # has torch, or else an environment made of it.
@@ -113,8 +114,7 @@ make_venv() { # make_venv [flags of venv]: make .venv, in place of an older one
 # the open file, which Python inherits, and ends when the file is closed.
 lock() {
     must_write
-    say_progress &
-    progress=$!
+    progress "installing"
     [ -w "$here" ] || return 0
     exec 9>"$here/.run.lock"
     "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true # no Python: later
@@ -122,18 +122,27 @@ lock() {
 
 unlock() {
     exec 9>&-
-    kill "$progress" 2>/dev/null || true
-    wait "$progress" 2>/dev/null || true # without this, bash reports that it was killed
+    progress "starting Python, which imports torch"
 }
 
-say_progress() { # say every ten seconds what pip does: torch has gigabytes. Ends with run.sh
-    local seconds=0 last
-    while sleep 1 && kill -0 $$ 2>/dev/null; do
-        seconds=$((seconds + 1))
-        if [ $((seconds % 10)) = 0 ]; then
+progress() { # progress TEXT: after two seconds, and then every ten, say this in place of before
+    exec 8>&-
+    exec 8> >(say_progress "$1" >/dev/null) # it ends when the other end is closed, here or by Python
+    export RUN_SH_TICKER=8                  # for tools/console.py
+}
+
+say_progress() {
+    local seconds=0 last= before
+    while true; do
+        before=$SECONDS
+        read -r -t 2 || true
+        [ "$SECONDS" -gt "$before" ] || return 0 # not by the time: the other end is closed
+        seconds=$((seconds + 2))
+        [ $((seconds % 10)) = 2 ] || continue
+        if [ "$1" = installing ]; then # torch has gigabytes
             read -r last < <(tail -n 1 "$venv/pip.log" 2>/dev/null) || true
-            echo "run.sh: still installing ($seconds s) ${last:0:100}" >&2
         fi
+        echo "run.sh: $1, $seconds s${last:+: ${last:0:100}}" >&2
     done
 }
 
@@ -202,6 +211,7 @@ install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .ve
     mark "$here/$requirements" "$1"
 }
 
+progress "starting Python, which imports torch"
 case "${1:-}" in
 setup)
     setup
@@ -250,14 +260,15 @@ tools | tools/* | ./tools/*)
     exec "$python" "$here/$tool" "${@:2}"
     ;;
 *)
-    start=tools/launch.py with=
+    start=tools/start.py with=
     case " $* " in
     *" --compare "*) start=tools/compare.py with=tools ;;
-    *" --ablate "*) start=tools/ablate.py with=tools ;;
     *" --runs"*) with=tools ;; # leaderboard.py prints the statistics
     esac
     case "$start $* " in
-    tools/launch.py*) ;;
+    tools/start.py*" --help "* | tools/start.py*" -h "*) # this file's page, then the script's
+        sed -n '2,/^set /s/^# \{0,1\}//p' "$here/run.sh"
+        ;;
     *" --help "* | *" -h "*) # the docstring; no package is needed for it
         "$python" -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1]).read())))' \
             "$here/$start"

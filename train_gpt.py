@@ -232,6 +232,7 @@ class Layer:
 
     window: str  # "long", "short" (half of the long one), or "none": no attention
     values: str | None = None  # mixed into v: embedding table "0" to "9", or "first": the first v
+    mask = property(lambda self: self.window)  # the name of its mask, of those in GPT.masks
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
@@ -804,7 +805,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def masks(self, input_seq: Tensor, now: Moment) -> dict:
-        """Return the masks of input_seq (T,), by the name of the layers' window."""
+        """Return the masks of input_seq (T,), by Layer.mask."""
         # As tensors, so that a new window recompiles nothing.
         windows = {"long": torch.tensor(now.window), "short": torch.tensor(now.window // 2)}
         return make_masks(input_seq, windows, self.hp.window_rule)
@@ -853,7 +854,7 @@ class GPT(nn.Module):
             skip = None
             if i >= count // 2:
                 skip = self.skip_weights[i - count // 2], streams.pop(f"output {count - 1 - i}")
-            mask = masks.get(self.layers[i].window)
+            mask = masks.get(self.layers[i].mask)
             x, first_v = self.blocks[i](x, x0, value, skip, rotary, mask)
             if first_v is not None:
                 streams["first v"] = first_v
@@ -1373,7 +1374,9 @@ class Log:
             whole = 0 if self.is_new else before.rfind(b"\n") + 1
             if whole < len(before):
                 file.truncate(whole)
-        self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, leave=False, disable=None)
+        # A terminal that says that it has no columns gets lines, as a pipe does.
+        has_bar = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
+        self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, leave=False, disable=not has_bar)
         self.row = {}  # the metrics of the last step that has begun
         self.result = self.arrival = None  # of that step, on its way to the host
         self.stop = False  # whether a rank had a signal to stop, before that step
@@ -1531,6 +1534,11 @@ class Run:
     moment = Late(lambda: Moment)
     check = Late(lambda: check)
     plan = Late(lambda: consecutive)
+
+    @staticmethod
+    def read_per_token(hp: Hyperparameters) -> float:
+        """Return how many tokens of the shards a run reads, at most, for each that it trains on."""
+        return 1.0
 
 
 def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:

@@ -4,6 +4,7 @@ import importlib
 import json
 import shlex
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
+import launch
+import timing
 import train_gpt
 from conftest import ROOT, at_window, shard
+from result import End
 from runs import Program, console_of, error_of
 
 CPU = torch.device("cpu")
@@ -21,12 +25,10 @@ RATE = 0.05  # TFLOP/s, in place of a measured ceiling
 
 @pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])
 def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sight(tiny, record):
-    rule = train_gpt.RECORDS[record].window_rule
-    layers = train_gpt.RECORDS[record].layers
+    layers, rule = train_gpt.RECORDS[record].layers, train_gpt.RECORDS[record].window_rule
     hp = replace(tiny, seq_len=384, vocab_size=50257, layers=layers, window_rule=rule)
     model = train_gpt.build(train_gpt.Run, hp, CPU)
-    window = 256
-    now = at_window(window, hp)
+    now = at_window(256, hp)
     tokens = torch.randint(0, 500, (1, 384), generator=torch.Generator().manual_seed(0))
     tokens[:, [0, 37, 300]] = train_gpt.END_OF_TEXT
     matmul, attention = bench.model_flops(train_gpt.Run, model, tokens, now)
@@ -39,7 +41,7 @@ def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sigh
     for layer in model.layers:
         if layer.window == "none":
             continue
-        size = window if layer.window == "long" else window // 2
+        size = 256 if layer.window == "long" else 128
         document = 0
         for i, token in enumerate(tokens[0].tolist()):
             document = i if token == train_gpt.END_OF_TEXT else document
@@ -81,8 +83,7 @@ def test_runs_take_turns_and_rates_are_those_of_their_times(tmp_path, monkeypatc
 
 
 def test_each_run_keeps_the_kernels_that_it_chose(flags):
-    own = ROOT / "train_gpt.py"
-    one, other = (bench.Timed(bench.configuration(own, flags), CPU) for _ in range(2))
+    one, other = (bench.Timed(ROOT / "train_gpt.py", flags, CPU) for _ in range(2))
     calls = []
 
     def twin(x, w_in, w_out):
@@ -103,10 +104,8 @@ def test_a_users_mistake_is_one_line_and_status_1(words, capsys):
 
 
 def test_out_of_memory_says_that_two_models_were_held(monkeypatch, capsys):
-    def work(args):
-        raise torch.OutOfMemoryError("tried to allocate")
-
-    monkeypatch.setattr(bench, "work", work)
+    error = torch.OutOfMemoryError("tried to allocate")
+    monkeypatch.setattr(bench, "work", Mock(side_effect=error))
     for words, message in {"": "out of GPU memory, make", "--vs ''": "models of both"}.items():
         status, err = error_of(["--device", "cpu", *shlex.split(words)], capsys, bench.main)
         assert status == 1 and message in err
@@ -117,12 +116,21 @@ def test_a_fork_that_replaces_something_in_both_scripts_is_refused(tmp_path, mon
     path = tmp_path / "its_own.py"
     path.write_text("import train_gpt as t\nclass Run(t.Run): pass\nt.MLP = type('MLP', (), {})\n")
     status, err = error_of(["--device", "cpu", "--vs", path], capsys, bench.main)
-    assert status == 1 and "a fork replaces train_gpt.MLP, here for both scripts" in err
+    assert status == 1 and "a fork replaces train_gpt.MLP, here for both" in err
+
+
+def test_it_starts_a_process_for_each_rank_and_ends_with_their_status(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setattr(launch, "start", Mock(return_value=End(3)))
+    with pytest.raises(SystemExit, match="^3$"):
+        bench.main(["--device=cpu", "--steps=5"])
+    assert launch.start.call_args.args[1] == [bench.__file__, "--device=cpu", "--steps=5"]
 
 
 def bench_with(words: list[str]) -> None:
     """Call bench.py with a given rate: two ranks on one core would measure it slowly."""
-    importlib.reload(bench)  # it reads its rank when it is imported
+    for module in (timing, bench):
+        importlib.reload(module)  # they read their rank when they are imported
     bench.matmul_tflops = lambda *_: RATE
     bench.main(words)
 

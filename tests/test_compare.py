@@ -15,6 +15,8 @@ import pytest
 from scipy import stats
 
 import compare
+import result
+import significance
 from train_gpt import HERE
 
 FORK = (HERE / "tests" / "small_fork.py").read_text()
@@ -49,16 +51,33 @@ FAILS, IS_INTERRUPTED = "--speed 13", "--speed 14"
 )
 def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most, known):
     numbers = np.random.default_rng(most).standard_normal((4000, most))
-    limits = compare.thresholds(alpha, most, known)
+    limits = significance.thresholds(alpha, most, known)
     assert limits == pytest.approx(limits[-1] * np.arange(4, most + 1) / most)
-    hits = compare.p_values(numbers, known=1.0 if known else None) < limits
+    hits = significance.p_values(numbers, known=1.0 if known else None) < limits
     error = math.sqrt(alpha * (1 - alpha) / 4000)
     assert alpha / 2 < hits.any(1).mean() <= alpha + 2 * error
     if (most, known) == (20, False):  # the power for a difference of one deviation, by --help
-        hits = compare.p_values(numbers + 1) < limits
+        hits = significance.p_values(numbers + 1) < limits
         pairs = np.where(hits.any(1), hits.argmax(1) + 4, 20)
         assert hits.any(1).mean() == pytest.approx(0.85, abs=0.02)
         assert pairs.mean() == pytest.approx(14.2, abs=0.3)
+
+
+def test_each_question_errs_as_rarely_whoever_ends_extends_or_reads_the_comparison():
+    """The loss ends it. The other answers are read then; one is half of the loss. An extension from
+    20 to 30 pairs has one look more."""
+    alpha, most, more, count = 0.05, 12, 18, 4000
+    numbers = np.random.default_rng(0).standard_normal((3, count, more))
+    numbers[2] += numbers[0]
+    limits = significance.thresholds(alpha, most)
+    hits = significance.p_values(numbers[..., :most]) < limits  # (questions, comparisons, looks)
+    ends = np.where(hits[0].any(1), hits[0].argmax(1), most - 4)
+    at_end = hits[:, np.arange(count), ends]
+    later = significance.p_value(numbers) < alpha
+    error = math.sqrt(alpha * (1 - alpha) / count)
+    assert alpha / 2 < at_end[0].mean() < alpha + 2 * error
+    assert at_end.mean(1).max() < alpha + 2 * error
+    assert alpha < (at_end | later).mean(1).max() < 2 * alpha
 
 
 # ---- Whole comparisons
@@ -68,16 +87,17 @@ def test_without_a_difference_the_test_errs_as_rarely_as_alpha_says(alpha, most,
 def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
     """Return a fork at `path` whose runs are made up by `write`.
 
-    `compare(b, *flags)` compares the fork with its flags b; it returns status, the last verdict
-    and stderr. `calls()` returns the runs since its last call.
+    `compare(b, *flags)` compares the fork with its flags b; it returns status, the last answers and
+    stderr. `calls()` returns the runs since its last call.
     """
     monkeypatch.chdir(tmp_path)
     path, launch = tmp_path / "its_own.py", tmp_path / "launch.py"
     path.write_text(FORK)
 
-    def train(path, flags, quiet) -> int:
+    def train(path, flags, label, group) -> dict:
         command = [sys.executable, launch, path, *flags]
-        return subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+        done = subprocess.run(command, capture_output=True, text=True)
+        return {"exit": done.returncode, "status": "failed", "reason": done.stderr}
 
     monkeypatch.setattr(compare.launch, "train", train)
 
@@ -93,7 +113,7 @@ def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
         except SystemExit as end:
             status = end.code
         out, err = capfd.readouterr()
-        return status, "".join(re.findall("^B is .*", out, re.M)[-1:]), err
+        return status, f"\n{out}".split("\nafter ")[-1].rstrip(), err
 
     def calls() -> list[str]:
         calls = Path("calls.txt")
@@ -124,8 +144,9 @@ def differences(seeds: range) -> tuple[np.ndarray, np.ndarray]:
     return b[0] - a[0], np.log(b[1] / a[1])
 
 
-def test_a_comparison_ends_when_the_difference_is_significant(fork):
-    status, verdict, err = fork.compare("--muon_lr 0.06", "--seed", 3)
+@pytest.mark.parametrize("judge", ["loss", "time", "sooner"])
+def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
+    status, answers, err = fork.compare("--muon_lr 0.06", "--seed", 3, "--judge", judge)
     assert (status, err) == (0, "")
     made = fork.calls()
     pairs = len(made) // 2
@@ -135,42 +156,66 @@ def test_a_comparison_ends_when_the_difference_is_significant(fork):
     losses, times = differences(seeds)
     assert "\nstep:160/160 val_loss" in Path("logs/it_A_longer_seed3.txt").read_text()
     worth = (last_step("A", 3)[0] - last_step("A_longer", 3)[0]) / math.log(160 / 128)
-    together = times + losses / worth
-    limits = compare.thresholds(0.01, 20)[: pairs - 3]
-    ps = [stats.ttest_1samp(together[:n], 0).pvalue for n in range(4, pairs + 1)]
-    assert 5 <= pairs < 20 and [*(ps < limits)] == [False] * (pairs - 4) + [True]
+    numbers = {"loss": losses, "time": times, "sooner": times + losses / worth}
+    limits = significance.thresholds(0.01, 20)[: pairs - 3]
+    ps = [stats.ttest_1samp(numbers[judge][:n], 0).pvalue for n in range(4, pairs + 1)]
+    assert [*(ps < limits)] == [False] * (pairs - 4) + [True]
 
-    for word in ("slower than A", "higher; to A's loss", "more time", "difference is significant"):
-        assert word in verdict
-    numbers = []
-    for values, form in ((times, "%"), (losses, ""), (together, "%"), (worth * together, "")):
+    expected = [f"{pairs}", "20", f"{limits[-1]:.2g}"]
+    (line,) = [line for line in result.noted() if line["kind"] == "comparison"]
+    for question, values in numbers.items():
         low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
         mean, half = (low + high) / 2, (high - low) / 2
-        if form:
-            numbers += [f"{100 * math.expm1(mean):.1f}", f"{100 * math.exp(mean) * half:.1f}"]
-        else:
-            numbers += [f"{mean:.4f}", f"{half:.4f}"]
-    numbers += [f"{pairs}", "20", f"{ps[-1]:.2e}", f"{limits[-1]:.2g}"]
-    assert re.findall(r"\d[-.\de]*", verdict) == numbers
+        if question != "loss":
+            mean, half = 100 * math.expm1(mean), 100 * math.exp(mean) * half
+        form, p = ".4f" if question == "loss" else ".1f", stats.ttest_1samp(values, 0).pvalue
+        expected += [f"{mean:{form}}", f"{half:{form}}", f"{p:.2e}" if p < 0.01 else f"{p:.3f}"]
+        found = line[question]
+        assert [found["mean"], found["half"], found["p"]] == pytest.approx([mean, half, p])
+        words = ("lower", "higher") if question == "loss" else ("shorter", "longer")
+        assert found["answer"] == (words[1] if p < limits[-1] else "open")
+    text, sentence = answers.rsplit("\n  ", 1)
+    assert re.findall(r"\d[-.\de]*", text) == expected
+    answer = {"loss": "B's loss is higher", "time": "a step of B is slower"}
+    assert answer.get(judge, "B reaches A's loss later") in sentence
+    assert (line["verdict"], line["pairs"], line["judge"]) == (sentence, pairs, judge)
 
 
-def test_what_is_equal_is_run_to_the_end_and_not_significant(fork):
+def test_a_change_that_does_nothing_ends_the_comparison_and_is_named(fork):
+    """Unless steps are to be timed: then all pairs are made."""
     fork.write(noise=0)
-    status, verdict, _ = fork.compare("", "--runs", 4)
+    status, answers, _ = fork.compare("")
     expected = in_turn(range(4))
     assert (status, fork.calls()) == (0, expected[:2] + ["A_longer_seed0"] + expected[2:])
-    assert "not significant after 4 of at most 4 pairs (p = 1.000," in verdict
+    assert "the change does nothing to the loss, which is equal in all pairs; a step" in answers
+    assert fork.compare("", "--judge", "time", "--runs", 5, "--run_id", "next")[0] == 0
+    assert len(fork.calls()) == 11
+
+
+def test_what_has_ended_may_be_extended_and_read_by_another_judge(fork):
+    _, before, _ = fork.compare("", "--runs", 5)
+    fork.calls()
+    _, read, _ = fork.compare("", "--judge", "time")
+    assert read.splitlines()[:4] == before.splitlines()[:4] and "; read afterwards" in read
+    _, more, _ = fork.compare("", "--runs", 7)
+    assert fork.calls() == in_turn(range(7))[10:] and more.count("p = ") == 3
+    assert "an answer if p < 0.01:" in more and "; extended, so alpha is up to 0.02" in more
+    assert fork.compare("")[1] == more and fork.calls() == []
+    lines = [line for line in result.noted() if line["kind"] == "comparison"]
+    assert [line["read_afterwards"] for line in lines] == [False, True, False]
+    assert [line["plans"] for line in lines] == [[5], [5], [5, 7]]
+    assert fork.compare("", "--runs", 6)[0] == 1  # seven are made already
 
 
 def test_a_known_deviation_gives_the_interval_and_the_test_of_the_loss(fork):
     flags = "--runs", 4, "--judge", "loss", "--deviation", 0.0013
     status, verdict, err = fork.compare("--muon_lr 0.06", *flags)
-    assert (status, err) == (0, "") and fork.calls() == in_turn(range(4))
+    assert (status, err) == (0, "") and len(fork.calls()) == 9
     losses, _ = differences(range(4))
     sem = 0.0013 * math.sqrt(2 / 4)
     p = math.erfc(abs(losses.mean()) / sem / math.sqrt(2))
-    assert f"loss is {abs(losses.mean()):.4f} ± {1.96 * sem:.4f} " in verdict
-    assert float(re.search("p = (.*?),", verdict)[1]) == pytest.approx(p, rel=0.01)
+    assert f"loss: B's is {abs(losses.mean()):.4f} ± {1.96 * sem:.4f} " in verdict
+    assert float(re.search("p = (.*)", verdict)[1]) == pytest.approx(p, rel=0.01)
 
 
 def test_a_comparison_continues_with_the_finished_runs(fork):
@@ -196,10 +241,13 @@ def test_plan_and_source_may_not_change(fork):
     fork.compare("", "--runs", 4)
     fork.calls()
     plan = json.loads(Path("logs/it.json").read_text())
+    plan.pop("ended")  # as after a stop
+    Path("logs/it.json").write_text(json.dumps(plan))
+    plan["runs"] = 4
     for key, b, flags in (("runs", "", "--runs 5"), ("B", "--muon_lr 0.06", "--runs 4")):
         status, _, err = fork.compare(b, *flags.split())
         assert status == 1 and f"{key} was {plan[key]}: choose another --run_id\n" in err
-    assert fork.calls() == [] and json.loads(Path("logs/it.json").read_text()) == plan
+    assert fork.calls() == []
     Path("logs/it_B_seed2.txt").unlink()
     fork.path.write_text(f"{FORK}# changed\n")
     status, _, err = fork.compare("", "--runs", 4)
@@ -209,16 +257,16 @@ def test_plan_and_source_may_not_change(fork):
 @pytest.mark.parametrize(
     ("b", "slope", "status", "message"),
     [
-        (FAILS, 0.1, 1, "it_B_seed0 failed (status 1)"),
+        (FAILS, 0.1, 1, "the run it_B_seed0 failed: first line out of luck"),
         (IS_INTERRUPTED, 0.1, 130, ""),
-        ("", -0.1, 1, "worth of time cannot be measured"),
+        ("--judge sooner", -0.1, 1, "needs the worth of time"),
     ],
 )
 def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped_or_has_no_worth(
     b, slope, status, message, fork
 ):
     fork.write(slope=slope)
-    found, _, err = fork.compare(b)
+    found, _, err = fork.compare(*(["", *b.split()] if "judge" in b else [b]))
     assert found == status and message in err and fork.calls()[:2] == ["A_seed0", "B_seed0"]
 
 
@@ -232,7 +280,7 @@ def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
     assert not Path("logs").exists()
 
 
-# ---- Equal time, kept baselines, lost kernels
+# ---- Equal time, lost kernels
 
 
 def timed(monkeypatch, of_a: list[float], of_b: list[float]) -> list:
@@ -273,24 +321,7 @@ def test_sides_have_unequal_numbers_of_steps_only_if_their_times_differ(
     assert json.loads(Path("logs/it.json").read_text())["steps"] == [int(n) for n in steps]
 
 
-def test_a_kept_baseline_is_compared_without_its_runs(fork, monkeypatch):
-    monkeypatch.setattr(compare.torch, "__version__", "2.13.0")  # as in the made-up logs
-    fork.compare("", "--runs", 6, "--judge", "loss")
-    fork.calls()
-    flags = "--judge", "loss", "--baseline", "it", "--run_id", "next"
-    assert fork.compare("--muon_lr 0.06", *flags, "--runs", 3)[0] == 1  # fewer than four
-    status, verdict, err = fork.compare("--muon_lr 0.06", *flags)
-    assert (status, err) == (0, "") and set(fork.calls()) <= {f"next_B_seed{i}" for i in range(6)}
-    assert "of at most 6 pairs" in verdict and "are those of it, so A and B were not" in verdict
-    monkeypatch.setattr(compare.torch, "__version__", "2.99")
-    fork.path.write_text(f"{FORK}# changed\n")
-    status, _, err = fork.compare("--muon_lr 0.06", *flags, "--num_iterations", 64)
-    changed = "--num_iterations, its_own.py, torch (it was 2.13.0); compare without --baseline"
-    assert status == 1 and f"since logs/it_A_seed0.txt, these have changed: {changed}" in err
-    assert fork.calls() == []
-
-
 def test_kernels_that_a_run_lost_are_named_with_the_reason():
     a, b = (SimpleNamespace(kernels_off=off) for off in ({"x": "old"}, {"x": "old", "y": "new"}))
-    text = "A ran without the kernel x (old); B ran without the kernel x (old); "
-    assert compare.losses_of_kernels(a, b) == f"{text}B ran without the kernel y (new); "
+    text = "; A ran without the kernel x (old); B ran without the kernel x (old)"
+    assert compare.losses_of_kernels(a, b) == f"{text}; B ran without the kernel y (new)"

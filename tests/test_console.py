@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import process
+import launch
+import result
 import train_gpt
 from runs import Program
 
@@ -44,7 +45,7 @@ def launcher(words: list[str], ignored: int = 0, terminal: str = "") -> None:
     if ignored:
         signal.signal(ignored, signal.SIG_IGN)
     hp = replace(train_gpt.RECORDS["demo"], device="cpu")
-    train_gpt.as_program("run.sh", lambda: sys.exit(process.start(hp, words)[0]))
+    train_gpt.as_program("run.sh", lambda: sys.exit(launch.start(hp, words).status))
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def noted() -> list[str]:
     return Path("signals").read_text().split()
 
 
-@pytest.mark.parametrize("number", process.STOPS)
+@pytest.mark.parametrize("number", result.STOPS)
 def test_a_signal_for_the_launcher_alone_reaches_the_program_as_sigterm(number, started):
     program = started("SIGTERM")
     program.send(number)

@@ -67,8 +67,7 @@ def made_up(path: Path, count: int) -> list[dict]:
 
 @torch.no_grad()
 def test_packed_documents_have_the_scores_that_they_have_alone(model, monkeypatch):  # noqa: F811
-    """Behind three ends of text, which a fork's model needs to forget what it read before; and
-    however narrow the window of the last step was."""
+    """Behind three ends of text, however narrow the window of the last step was."""
     monkeypatch.setattr(evaluate, "END_OF_TEXT", END)
     rng = random.Random(0)
     documents, starts, expected = [], [], []
@@ -131,16 +130,18 @@ def test_questions_are_fetched_once_and_only_whole_and_scored(
     assert line == f"{expected}, 12 questions"
 
 
-def test_what_cannot_be_scored_is_refused(trained, tmp_path, capsys):
+def test_what_cannot_be_scored_is_refused(trained, randomize, tmp_path, capsys):
     """A file of other rows; and a model whose questions would see each other."""
     (tmp_path / "it.jsonl").write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n')
+    made_up(tmp_path / "right.jsonl", 3)
     hp = train_gpt_track3.Run.records["demo"]
     of_track3 = {"script": "train_gpt_track3.py", "record": "demo", "step": 1, "seconds": 1.0}
-    torch.save(of_track3 | {"hyperparameters": dict(vars(hp)), "model": {}}, tmp_path / "it.pt")
-    for path, message in {
-        trained.path: "it.jsonl:1: not a HellaSwag question (IndexError",
-        tmp_path / "it.pt": "its model has no document mask",
-    }.items():
-        words = [path, "--hellaswag", tmp_path / "it.jsonl", "--device", "cpu"]
+    of_track3["model"] = randomize(train_gpt_track3.GPT(hp)).state_dict()
+    torch.save(of_track3 | {"hyperparameters": dict(vars(hp))}, tmp_path / "it.pt")
+    for path, questions, message in (
+        (trained.path, "it.jsonl", "it.jsonl:1: not a HellaSwag question (IndexError"),
+        (tmp_path / "it.pt", "right.jsonl", "its model has no document mask"),
+    ):
+        words = [path, "--hellaswag", tmp_path / questions, "--device", "cpu"]
         status, err = error_of(words, capsys, evaluate.main)
         assert status == 1 and message in err

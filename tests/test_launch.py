@@ -1,4 +1,4 @@
-"""run.sh and tools/launch.py: what they install, fetch and start."""
+"""run.sh, tools/launch.py and tools/start.py: what they install, fetch and start."""
 
 import ast
 import os
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import launch
-import process
 import result
+import start
 import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
@@ -33,7 +33,7 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
     nproc, gpus, processes, monkeypatch
 ):
     monkeypatch.setenv("NPROC", nproc)
-    assert process.processes(8, gpus) == processes
+    assert launch.processes(8, gpus) == processes
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit) as end:
-        launch.start([str(path), *words])
+        start.start([str(path), *words])
     assert calls == [[str(shards)]]
     expected = ["--standalone", "--nproc_per_node=8", str(path), *words, "--run_id"]
     assert end.value.code[3:-1] == expected
@@ -69,7 +69,12 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
 
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monkeypatch):
     calls = []
-    monkeypatch.setattr(launch, "train", lambda path, flags, asked: calls.append(flags))
+
+    def train(path, flags, group, like, seconds_asked) -> dict:
+        calls.append(flags)
+        return {"exit": 0, "log": f"logs/{flags[-1]}.txt"}
+
+    monkeypatch.setattr(launch, "train", train)
 
     def run(command):
         calls.append(command[1:])
@@ -78,7 +83,7 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
     monkeypatch.setattr(subprocess, "run", run)
     words = ["--muon_lr", "0.06", "--seed=5", "--run_id", "it", "--device", "cpu"]
     with pytest.raises(SystemExit) as end:
-        launch.start([*words, "--runs", "2"])
+        start.start([*words, "--runs", "2"])
     assert end.value.code == 3
     assert calls == [
         ["--keep", "0", *words, "--seed", "5", "--run_id", "it_seed5"],
@@ -89,11 +94,11 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
 
 def test_a_run_that_took_too_long_says_how_to_time_it_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "start", lambda *_: (0, ""))
-    found = {"train_time_s": 11.05, "status": "finished"}
-    monkeypatch.setattr(result, "result_of", lambda *_: found)
+    monkeypatch.setattr(launch, "start", lambda *_: result.End(0))
+    found = {"train_time_s": 11.05, "status": "finished", "exit": 0}
     for asked, hints in ((10, 1), (10.1, 0)):
-        launch.train(Path(SCRIPT), ["--device", "cpu"], asked=asked)
+        monkeypatch.setattr(result, "result_of", lambda *_, n=asked: found | {"seconds_asked": n})
+        launch.train(Path(SCRIPT), ["--device", "cpu"])
         hint = "training took 11 s instead of 10: --time_again times the steps again"
         assert capsys.readouterr().out.count(hint) == hints
 
@@ -109,8 +114,8 @@ def test_a_run_that_took_too_long_says_how_to_time_it_again(tmp_path, monkeypatc
 def test_a_users_mistake_is_one_line(nproc, words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NPROC", nproc)
-    monkeypatch.setattr(sys, "argv", ["launch.py", *words.split()])
-    status, err = error_of([], capsys, lambda _: launch.main())
+    monkeypatch.setattr(sys, "argv", ["start.py", *words.split()])
+    status, err = error_of([], capsys, lambda _: start.main())
     assert status == 1 and re.match(f"run.sh: error: {message}", err)
 
 
@@ -148,10 +153,9 @@ def shell(tmp_path):
 @pytest.mark.parametrize(
     ("words", "started"),
     [
-        ("--seed 3", "tools/launch.py --seed 3"),
-        ("--runs 2 --seed 3", "tools/launch.py --runs 2 --seed 3"),
+        ("--seed 3", "tools/start.py --seed 3"),
+        ("--runs 2 --seed 3", "tools/start.py --runs 2 --seed 3"),
         ("--compare A B", "tools/compare.py --compare A B"),
-        (f"--ablate {FORK}", f"tools/ablate.py --ablate {FORK}"),
         ("test", "-m pytest -n auto --maxprocesses 4 --dist worksteal"),
         ("test slow -q", "-m pytest tests/slow -q"),
     ],
@@ -163,11 +167,16 @@ def test_run_sh_starts_what_a_command_names_and_installs_once(words, started, sh
     assert ("scipy" in installed) == (words != "--seed 3")
 
 
-@pytest.mark.parametrize("command", ["--compare A B --help", "--ablate -h"])
-def test_help_needs_no_package(command, tmp_path):
+def test_help_begins_with_the_page_of_run_sh(shell):
+    lines, _ = shell(f"{FORK} --help")
+    assert lines[0].startswith("Set up and train") and lines[-1] == f"tools/start.py {FORK} --help"
+
+
+def test_help_of_a_comparison_needs_no_package(tmp_path):
     """Only bash and some Python are there."""
     (tmp_path / "tools").mkdir()
-    for name in ("run.sh", "tools/compare.py", "tools/ablate.py"):
+    command = "--compare A B --help"
+    for name in ("run.sh", "tools/compare.py"):
         shutil.copy(HERE / name, tmp_path / name)
     options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, "capture_output": True}
     done = subprocess.run([tmp_path / "run.sh", *command.split()], text=True, **options)
@@ -209,18 +218,16 @@ MADE_UP = """#!/bin/sh
 case "$1 $2" in
 "- "*) exit 1 ;;
 "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-"-m pip") echo "Collecting torch" && until grep -q "still" err; do /bin/sleep 0.02; done ;;
+"-m pip") echo "Collecting torch" && until grep -q "installing, 2 s" err; do /bin/sleep 0.02; done ;;
 *) echo "NAME $*" ;;
 esac
 """
 
 
 def test_an_environment_is_made_anew_of_the_python_that_is_named_while_run_sh_speaks(tmp_path):
-    """The clock is made up, too: a second takes a hundredth of one."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(HERE / name, tmp_path)
     sources = {name: MADE_UP.replace("NAME", name) for name in ("python3.11", "python3.12")}
-    sources["sleep"] = "#!/bin/sh\nexec /bin/sleep 0.01\n"
     for name, source in sources.items():
         (tmp_path / name).write_text(source)
         (tmp_path / name).chmod(0o755)
@@ -229,14 +236,14 @@ def test_an_environment_is_made_anew_of_the_python_that_is_named_while_run_sh_sp
         words = f"PATH={tmp_path}:/usr/bin:/bin PYTHON={python} ./run.sh --seed 3 2>err"
         options = {"cwd": tmp_path, "shell": True, "text": True, "timeout": HANGS}
         out = subprocess.check_output(words, **options)
-        assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/launch.py --seed 3"
+        assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/start.py --seed 3"
         return (tmp_path / "err").read_text()
 
-    assert "\nrun.sh: still installing (10 s) Collecting torch\n" in start("python3.11")
-    assert start("python3.11") == ""
+    assert "\nrun.sh: installing, 2 s: Collecting torch\n" in start("python3.11")
+    assert "installing" not in start("python3.11")
     replaced = f"run.sh: {tmp_path}/.venv is of another Python than python3.12: replacing it\n"
     assert replaced in start("python3.12")
-    assert start("python3.12") == ""
+    assert "replacing" not in start("python3.12")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -261,7 +268,7 @@ def test_what_a_tool_imports_is_installed_for_it(tool, shell):
         assert imports_of(tool) <= shell(f"tools/{tool.name}")[1]
 
 
-@pytest.mark.parametrize("name", ["train_gpt", "tools/launch", "tools/compare", "tools/ablate"])
+@pytest.mark.parametrize("name", ["train_gpt", "tools/start", "tools/compare"])
 def test_a_ctrl_c_during_imports_leaves_no_traceback(name, tmp_path):
     (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     (tmp_path / "scipy.py").write_text("import numpy\n")

@@ -1,5 +1,6 @@
 """tools/leaderboard.py on made-up logs: ours, and those of the public project."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from scipy import stats
 
 import leaderboard
 import logfile
+import plots
 from conftest import ROOT
 
 RULE = "=" * 100
@@ -182,9 +184,8 @@ def test_what_cannot_be_used_is_named_in_one_line(board, content, flags, line):
     """The good run is shown."""
     bad = {} if content is None else {"bad.txt": content}
     status, out, err = board({"good.txt": ours()} | bad, *flags.split())
-    message = f"{status}\n" if isinstance(status, str) else err  # a status of text is printed
-    assert status and message.count("\n") == 1 and message.startswith("leaderboard.py: ")
-    assert line in message and len(rows_of(out)) == 2  # a row for the run and one for its group
+    assert status == 1 and err.count("\n") == 1 and err.startswith("leaderboard.py: ")
+    assert line in err and len(rows_of(out)) == 2  # a row for the run and one for its group
 
 
 # -----------------------------------------------------------------------------
@@ -238,14 +239,19 @@ def test_groups_of_three_runs_are_too_few_for_a_verdict(board):
     assert "3 and 3 runs are too few" in last and "significant" not in last
 
 
-def test_plot_draws_all_runs_and_the_published_curve(board, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: drawn.append(f) or save(f, *a, **k))
-    board({"a.txt": ours(), "b.txt": ours(3.3)}, "--plot", "out.png")
+def test_plot_draws_all_runs_their_training_and_the_published_curve(board, monkeypatch):
+    """The training loss of the run in b.txt falls by 1 a step. Each point is the mean of two."""
+    drawn, save = [], plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, p: drawn.append(figure) or save(figure, p))
+    rows = [{"step": i, "train_loss": 100 - i, "ms": 500.0} for i in range(1, 81)]
+    files = {"a.txt": ours(), "b.txt": ours(3.3)}
+    Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    board(files, "--plot", "out.png")
     over_time, over_steps = (axis.get_lines() for axis in drawn[0].axes)
-    assert Path("out.png").exists() and len(over_time) == 3
+    assert Path("out.png").exists() and len(over_time) == 4
+    training = [[i, 100.5 - i] for i in range(2, 81)]
+    assert over_steps[3].get_xydata().tolist() == training
+    assert over_time[3].get_xydata().tolist() == [[i / 2, loss] for i, loss in training]
     assert over_steps[0].get_xydata().tolist() == [[0, 10.8258], [2, 5.28], [4, 3.28]]
     assert over_steps[2].get_xydata()[-1].tolist() == [1770, 3.2788]
     assert over_time[2].get_xydata()[-1].tolist() == [179.83, 3.2788]
@@ -279,7 +285,7 @@ def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
     for name, (loss, count, steps) in results.items():
         trials = [trial({125: 3.4, steps: loss}, steps)] * count
         logs[f"{name}.txt"] = of_benchmark(*trials, source=name)
-    status, out, err = board(logs)
+    status, out, err = board(logs, "--benchmark")
     rows = rows_of(out)
     assert (status, err) == (0, "") and "8 x NVIDIA H100 80GB HBM3" in rows[0]
     assert [row[4] for row in rows[:-2]] == ["3375"] * 20 + ["3325"] * 10

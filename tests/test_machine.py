@@ -9,7 +9,7 @@ import torch
 import compare
 import launch
 import machine
-import process
+import start
 from runs import error_of
 
 NVIDIA_SMI = """#!/bin/sh
@@ -36,10 +36,10 @@ def node(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("main", "words"),
     [
-        (launch.main, []),
-        (launch.main, ["--device", "cuda"]),
-        (launch.main, ["--seconds", "9"]),
-        (launch.main, ["--runs", "2"]),
+        (start.main, []),
+        (start.main, ["--device", "cuda"]),
+        (start.main, ["--seconds", "9"]),
+        (start.main, ["--runs", "2"]),
         (compare.main, ["--compare", "", "--muon_lr 0.1"]),
     ],
 )
@@ -58,9 +58,9 @@ def test_gpus_that_torch_cannot_use_stop_a_command(main, words, node, monkeypatc
 def test_a_run_without_gpus_can_be_asked_for(visible, flags, node, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(sys, "argv", ["run.sh", *flags])
-    monkeypatch.setattr(process, "start", lambda *_: sys.exit("started"))
+    monkeypatch.setattr(launch, "start", lambda *_: sys.exit("started"))
     with pytest.raises(SystemExit, match="started"):
-        launch.main()
+        start.main()
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     cases = {
         "nothing is published": [other],
         "must be one of 2024-11-19": ["--diff", "demo", "2026-03"],
-        f"{tmp_path}: Is a directory": [tmp_path],
-        "no_such.txt: No such file": ["no_such.txt"],
+        f"Is a directory: '{tmp_path}'": [tmp_path],
+        "No such file or directory: 'no_such.txt'": ["no_such.txt"],
     }
     for reason, words in cases.items():
         status, lines, err = printed(*words)

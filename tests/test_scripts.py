@@ -11,9 +11,9 @@ import torch
 
 import evaluate
 import export
-import launch
 import sample
 import script
+import start
 from runs import SCRIPT, Program, error_of, run, val_losses
 from train_gpt import HERE, UserError
 
@@ -77,7 +77,7 @@ SIZES = "--num_iterations 2 --val_loss_every 1 --batch_seqs 2 --val_tokens 512 -
 
 
 def launched(words: list, folder: Path) -> dict[int, float]:
-    """Call tools/launch.py in a process of its own, in a folder; return a run's losses by step."""
+    """Call tools/start.py in a process of its own, in a folder; return a run's losses by step."""
     with contextlib.chdir(folder):
         program = Program(words, work=launch_with)
         assert program.end() == [0], program.text("err")
@@ -91,9 +91,9 @@ def launched(words: list, folder: Path) -> dict[int, float]:
 
 
 def launch_with(words: list[str]) -> None:
-    """Do what tools/launch.py does with these words."""
-    sys.argv = ["launch.py", *words]
-    launch.main()
+    """Do what tools/start.py does with these words."""
+    sys.argv = ["start.py", *words]
+    start.main()
 
 
 def test_copies_and_forks_train_as_flags_of_the_same_effect_would(
@@ -108,7 +108,7 @@ def test_copies_and_forks_train_as_flags_of_the_same_effect_would(
     of_fork = ["its_own.py", *words, "--speed", "1", "--muon_lr", "0.2"]
     assert launched(of_fork, tmp_path) == faster
     monkeypatch.setenv("NPROC", "2")
-    done = run(of_fork, script=launch.__file__)
+    done = run(of_fork, script=start.__file__)
     assert done.returncode == 0, done.stderr
     assert "on 2 x CPU" in done.stdout
     assert val_losses(done.stdout) == pytest.approx(faster, abs=1.5e-4)
@@ -149,7 +149,7 @@ def test_the_newest_checkpoint_that_a_tool_can_use_is_named_with_its_script(save
     assert f"{first}, saved by train_gpt.py\n" in out and f"{lost}, saved by no_l" in out
 
     for words, message in {
-        "logs/none.pt": "there is no checkpoint logs/none.pt",
+        "logs/none.pt": "No such file or directory: 'logs/none.pt'",
         "--run_id none": "no checkpoint under logs/: train a model first, or name one",
     }.items():
         status, err = error_of(words.split(), capsys, evaluate.main)

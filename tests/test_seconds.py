@@ -9,68 +9,61 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import launch
+import script
 import seconds
-import train_gpt
-import train_gpt_2026
+import start
+import timing
 from runs import SCRIPT, run, val_losses
 from train_gpt import HERE, UserError
 
 PATH, FORK = Path(SCRIPT), HERE / "forks" / "train_gpt_2026.py"
+CASES = [(PATH, "2024-11-24"), (PATH, "2025-01-26"), (FORK, "2025-08-23"), (FORK, "2026-03-06")]
 
 
-@pytest.mark.parametrize(
-    ("run_class", "record"),
-    [
-        (train_gpt.Run, "2024-11-24_WindowWarmup"),
-        (train_gpt.Run, "2025-01-26_BatchSize"),
-        (train_gpt_2026.Run, "2025-08-23_SparseAttnGate"),
-        (train_gpt_2026.Run, "2026-03-06_SimplifyHC"),
-    ],
-)
-def test_the_mean_time_is_that_of_all_steps(run_class, record, monkeypatch):
+@pytest.mark.parametrize(("path", "record"), CASES)
+def test_the_mean_time_is_that_of_all_steps(path, record, monkeypatch):
     """If the time of a step grows with its length, its targets and, linearly, its window. One round
     is noisy: the median ignores it."""
-    hp, every = run_class.records[record], getattr(run_class.records[record], "adam_every", 1)
-    run = SimpleNamespace(run_class=run_class, hp=hp, every=every, device=torch.device("cpu"))
-    made = Counter()
+    hp, _ = script.parse(path, ["--record", record])
+    moments = [script.load(path).moment(step, hp) for step in range(hp.num_iterations + 1)]
+    made, ms = Counter(), []
+    every = timing.cycle_of(moments)
+    assert every == getattr(hp, "adam_every", 1)
 
-    def ms_of(step: int) -> float:
-        now = run_class.moment(step, hp)
-        targets = len(getattr(now, "targets", "1"))
-        return 100 + now.seq_len / 4096 * (1 + targets) + now.window / 100
+    def ms_of(now) -> float:
+        targets = getattr(now, "targets", "1")
+        return 100 + now.seq_len / 4096 * (1 + len(targets)) + now.window / 100
 
-    def time_block(run, step: int, count: int) -> tuple[float, list]:
-        assert count == 1 or count % every == 0  # with and without Adam
+    def step(step: int) -> torch.Tensor:
         made[step] += 1
-        return ms_of(step) * (3 if made[step] == 5 else 1), []
+        ms.append(ms_of(moments[step]) * (3 if made[step] == 5 else 1))
+        return torch.zeros(1, 1)
 
-    monkeypatch.setattr(seconds, "time_block", time_block)
-    found = seconds.time_schedule(run, budget=1e9)
-    expected = [ms_of(step) for step in range(hp.num_iterations)]
-    assert found == pytest.approx(sum(expected) / len(expected), rel=0.005)
-    assert len(made) <= 3 * len({run_class.moment(s, hp).graph_key for s in range(0, 1490, every)})
+    run = SimpleNamespace(moments=moments, every=every, step=step, device=torch.device("cpu"))
+    monkeypatch.setattr(timing, "clock", lambda device: sum(ms) / 1e3)
+    found = timing.time_schedule(run, budget=1e9)
+    assert found == pytest.approx(sum(map(ms_of, moments[:-1])) / hp.num_iterations, rel=0.005)
+    assert all((count - 2) % every == 0 for count in made.values())  # two are not timed
+    assert len(made) <= 3 * len({now.graph_key for now in moments[:-1:every]})
 
 
 def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given():
     """2026-03-06 has 1490 steps. Its momentum rises in 300 of them and falls in the last 50."""
     flags = ["--record", "2026-03", "--device", "cpu", "--epochs", "1"]
     more = seconds.flags_for(FORK, flags, 149)
-    assert more[:2] == ["--num_iterations", "149"]
     assert more[2:] == ["--momentum_warmup_steps", "30", "--momentum_cooldown_steps", "5"]
-    flags += ["--momentum_warmup_steps=7"]
-    more = seconds.flags_for(FORK, flags, 149)
+    more = seconds.flags_for(FORK, [*flags, "--momentum_warmup_steps=7"], 149)
     assert more == ["--num_iterations", "149", "--momentum_cooldown_steps", "5"]
 
 
 def test_data_is_read_as_often_as_the_steps_need(flags):
     """The shard has 30000 tokens: 29 batches of 1024 and the last target. With a quarter more
-    steps, 24 steps need it twice."""
+    steps, 24 steps need more."""
     place = flags.index("--epochs")
     flags = flags[:place] + flags[place + 2 :]
-    for steps, most, epochs in ((29, 0, []), (30, 0, ["2"]), (88, 0, ["4"]), (24, 30, ["2"])):
+    for steps, most, is_short in ((29, 0, False), (30, 0, True), (24, 30, True)):
         more = seconds.flags_for(PATH, flags, steps, most)
-        assert more[4:] == (["--epochs", *epochs] if epochs else [])
+        assert more[4:] == ["--epochs", "0"] * is_short
     assert "--epochs" not in seconds.flags_for(PATH, [*flags, "--epochs", "1"], 30)
 
 
@@ -104,10 +97,9 @@ def test_two_ranks_time_their_steps_and_train_for_as_long(flags, tmp_path, monke
     monkeypatch.setenv("NPROC", "2")
     place = flags.index("--num_iterations")
     flags = flags[:place] + flags[place + 2 :]
-    done = run([*flags, "--seconds", "1", "--val_loss_every", "0"], script=launch.__file__)
-    losses = val_losses(done.stdout)
+    done = run([*flags, "--seconds", "1", "--val_loss_every", "0"], script=start.__file__)
     (ms,) = json.loads(Path("logs/times.json").read_text()).values()
-    assert list(losses) == [round(1000 / ms)]
+    assert list(val_losses(done.stdout)) == [round(1000 / ms)]
     (found,) = map(json.loads, Path("logs/results.jsonl").read_text().splitlines())
     assert found["machine"] == "2 x CPU" and found["steps"] == round(1000 / ms)
     ramp = round(300 * found["steps"] / 128)

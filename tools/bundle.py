@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import script
-from train_gpt import UserError, as_program
+from console import as_program
+from train_gpt import UserError
 
 MADE = "made by tools/bundle.py"
 BEGINNING = '''"""{name} and the modules that it imports, in one file: {made}."""
@@ -66,12 +67,10 @@ def write(words: list[str]) -> None:
     path, out = script.find(words[0]), Path(words[1]).resolve()
     if out in script.sources(path):
         raise UserError(f"{out} is one of the sources: choose another name")
-    exists = out.exists()
-    if exists and MADE not in out.read_text("utf-8", errors="replace").split("\n")[0]:
+    if out.exists() and MADE not in out.read_text("utf-8", errors="replace").split("\n")[0]:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
     out.write_text(bundle(path), "utf-8")
-    verb = "replaced the bundle" if exists else "wrote"
-    print(f"{verb} {out}, which needs no other Python file of the project")
+    print(f"wrote {out}, which needs no other Python file of the project")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ without the tokenizer's type, it asks whether it may run code of DIR.
 import argparse
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -26,8 +25,9 @@ from safetensors.torch import save_file
 
 import train_gpt
 from bundle import bundle
+from checkpoint import Checkpoint, parse_with_checkpoint
+from console import as_program, doing
 from gpt2 import MERGES, gpt2_tokens
-from script import Checkpoint, parse_with_checkpoint
 from train_gpt import END_OF_TEXT, RunSettings, UserError
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
@@ -35,9 +35,8 @@ MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
 def hf_config(checkpoint: Checkpoint) -> dict:
     """Return config.json: fields of SpeedrunConfig, and where transformers finds the classes."""
-    settings = dict(vars(checkpoint.hp))
-    for f in fields(RunSettings):  # paths on this machine, among others
-        del settings[f.name]
+    of_run = vars(RunSettings())  # paths on this machine, among others
+    settings = {name: value for name, value in vars(checkpoint.hp).items() if name not in of_run}
     return {
         "model_type": "nanogpt_speedrun",
         "architectures": ["SpeedrunForCausalLM"],
@@ -77,18 +76,16 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
     temporary.mkdir(parents=True)
     try:
         for name, value in texts.items():
-            indent = None if name == "vocab.json" else 2
-            text = json.dumps(value, indent=indent, ensure_ascii=False)
-            (temporary / name).write_text(text, "utf-8")
+            (temporary / name).write_text(json.dumps(value, indent=2, ensure_ascii=False), "utf-8")
         (temporary / MODELING.name).write_text(code, "utf-8")
         shutil.copy(MERGES, temporary / "merges.txt")
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        with doing(f"writing {folder}"):
+            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(temporary)
-        if isinstance(error, SafetensorError):
-            raise UserError(f"could not write {folder}: is the disk full? ({error})") from error
-        raise
+    except SafetensorError as error:
+        raise UserError(f"could not write {folder}: is the disk full? ({error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def export(argv: list[str] | None) -> None:
@@ -111,7 +108,7 @@ def export(argv: list[str] | None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint. An error is one line and status 1."""
-    train_gpt.as_program("export.py", lambda: export(argv))
+    as_program("export.py", lambda: export(argv))
 
 
 if __name__ == "__main__":

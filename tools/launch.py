@@ -1,110 +1,242 @@
-"""Start a training script on this machine's GPUs. run.sh calls this when Python is set up.
+"""Start a program in a process for each GPU; make a run of a script, and note its summary."""
 
-    launch.py [SCRIPT.py] [flags]            one process per GPU; FineWeb is fetched if needed
-    launch.py [SCRIPT.py] --runs N [flags]   N runs with seeds from --seed on, then their statistics
-    launch.py [SCRIPT.py] --seconds N [flags]   as many steps as take N seconds here (seconds.py)
-
-SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs. A run ends with its summary, which
-is also a line of logs/results.jsonl; result.py lists its keys.
-"""
-
-import argparse
+import json
 import math
+import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
+import numpy as np
+import torch
+from tqdm import tqdm
 
-import process
+import console
+import machine
 import result
 import script
-import seconds
-from train_gpt import HERE, UserError, as_program
+from logfile import is_live
+from result import STOPS, End
+from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
+
+SHARD_TOKENS = 10**8  # in a shard of FineWeb
+ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
+PLACE = re.compile(r'File "(.+)", line (\d+)')  # in a traceback
+LATE = 1.1  # a run that takes so many times the seconds asked for should be timed again
 
 
-def train(path: Path, flags: list[str], quiet: bool = False, asked: float = math.inf) -> int:
-    """Make a run of a script, note its result, and return its exit status. With `quiet`, only
-    errors are printed. `asked` is the number of seconds that training should take. UserError for
-    bad flags."""
+# -----------------------------------------------------------------------------
+# Processes
+
+
+def gpus_for(hp: Hyperparameters) -> int:
+    """Return the number of GPUs that a run with these settings may use. UserError if this machine
+    has GPUs that torch cannot use."""
+    if hp.device == "cpu":
+        return 0
+    if reason := machine.fault():
+        raise UserError(f"{reason}; --device cpu trains without them")
+    return torch.cuda.device_count()
+
+
+def processes(batch_seqs: int, gpus: int) -> int:
+    """Return the number of processes: NPROC, or else the most that GPUs and equal shares of the
+    batch allow. UserError for an NPROC that is impossible."""
+    most = gpus or batch_seqs  # without a GPU, NPROC may be any number that divides the batch
+    possible = [n for n in range(1, most + 1) if batch_seqs % n == 0]
+    if wanted := os.environ.get("NPROC"):
+        if wanted not in map(str, possible):
+            numbers = ", ".join(map(str, possible))
+            reason = f"{gpus} GPUs and --batch_seqs {batch_seqs} allow {numbers}"
+            raise UserError(f"NPROC={wanted}: {reason}")
+        return int(wanted)
+    count = possible[-1] if gpus else 1
+    if gpus > count:
+        note = f"{gpus} GPUs cannot share {batch_seqs} sequences evenly: using {count}"
+        print(f"run.sh: {note}", file=sys.stderr)
+    return count
+
+
+def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
+    """Return the most shards of FineWeb that a run can read."""
+    lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
+    batches = hp.batch_seqs * np.array(lengths) * run_class.read_per_token(hp)
+    # No batch spans two shards, so a part of each shard may be left over.
+    return math.ceil(batches.sum() / (SHARD_TOKENS - 1 - batches.max()))
+
+
+def fetch(hp: Hyperparameters, run_class: type[Run]) -> None:
+    """Download the shards of FineWeb that a run on GPUs needs. UserError if that fails."""
+    if gpus_for(hp) and hp.train_files.startswith(FINEWEB):
+        command = [f"{HERE}/cached_fineweb.py", str(shards_needed(hp, run_class))]
+        if subprocess.run([sys.executable, *command]).returncode:
+            raise UserError("FineWeb could not be fetched: see above")
+
+
+def start(
+    hp: Hyperparameters, words: list[str], check: Callable[[], str] = lambda: "", **options
+) -> End:
+    """Run a Python program, the first of the words, on the GPUs for which the settings ask, and
+    wait. `check` is called twice a second; if it returns a reason, the program is stopped.
+
+    The first signal to stop is passed on as a SIGTERM, and a later SIGINT as it is: it ends a run
+    that saves at once. A terminal sends its signals to a single program, too, but not to torchrun
+    and its ranks.
+    """
+    gpus = gpus_for(hp)
+    count = processes(hp.batch_seqs, gpus)
+    env, torchrun = dict(os.environ), []
+    if count > 1:
+        # On CPUs, processes share the cores; on GPUs, one thread each is enough.
+        env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
+        torchrun = ["-P", "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc_per_node={count}"]
+    command = [sys.executable, *torchrun, *words]
+    child, signals, last, reason = None, [], deque(maxlen=200), ""
+
+    def note(number: int, frame) -> None:
+        signals.append(number)
+        if child and len(signals) == 1:
+            child.terminate()
+        elif child and number == signal.SIGINT and torchrun:  # it would not pass on a SIGINT
+            subprocess.run(f"pkill -INT -P {child.pid}", shell=True)
+        elif child and number == signal.SIGINT:
+            child.send_signal(number)
+
+    def pass_on() -> None:
+        for line in child.stderr:
+            text = line.decode(errors="replace")
+            print(text, end="", file=sys.stderr, flush=True)
+            last.append(text.strip())
+
+    before = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, note)
+    own_session = bool(torchrun)  # each of its ranks has one, too
+    options |= {"env": env, "stderr": subprocess.PIPE, "start_new_session": own_session}
+    child = subprocess.Popen(command, **options)
+    if signals:  # that came before the child
+        child.terminate()
+    reader = Thread(target=pass_on, daemon=True)
+    reader.start()
+    while True:
+        try:
+            status = child.wait(timeout=0.5)
+            break
+        except subprocess.TimeoutExpired:
+            if not reason and (reason := check()):
+                print(f"run.sh: stopping: {reason}", file=sys.stderr, flush=True)
+                child.terminate()
+    if status and signals:
+        status = 128 + signals[0]  # the program has had a SIGTERM, and torchrun has its own status
+    elif status < 0:
+        status = 128 - status
+    reader.join(timeout=10)  # a process that the program left behind may keep the pipe open
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if reason and not signals:
+        return End(1, reason, diverged=True)
+    if status > 128:
+        return End(status, signal.Signals(status - 128).name)
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in last if line]
+    named = [line for line in lines if ERROR.match(line) and "ChildFailedError" not in line]
+    places = [match.groups() for line in lines if (match := PLACE.match(line))]
+    here = [place for place in places if "/site-packages/" not in place[0]] if status else []
+    file, line = (here or [(None, None)])[-1]
+    return End(status, (named or lines or [""])[-1], file, line and int(line))
+
+
+# -----------------------------------------------------------------------------
+# A run
+
+
+class Live:
+    """A run that is being made: what a watcher of its files sees. `label` says what run it is, if
+    its own lines are not shown."""
+
+    def __init__(self, path: Path, hp: Hyperparameters, label: str):
+        self.name, self.label, self.steps = script.show(path), label, hp.num_iterations
+        self.log = Path("logs", f"{hp.run_id}.txt")
+        self.size = 0  # of the log, when `news` was called last
+        self.metrics = None  # the open file of metrics
+        self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
+        self.step, self.ms = 0, 0.0
+        shown = bool(label) and console.has_terminal()
+        self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=not shown)
+
+    def check(self) -> str:
+        """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
+        diverged if all of a tenth of its steps, or 20, have a loss above that of the first one."""
+        path = self.log.with_suffix(".jsonl")
+        if self.metrics is None and path.exists():
+            self.metrics = path.open()
+        while self.metrics and (line := self.metrics.readline()):
+            if not line.endswith("\n"):  # it is being written
+                self.metrics.seek(self.metrics.tell() - len(line))
+                break
+            row = json.loads(line)
+            if "train_loss" in row:
+                self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
+                self.first = min(self.first, loss) if self.step == 1 else self.first
+                self.above = self.above + 1 if loss > self.first else 0
+        self.bar.update(self.step - self.bar.n)
+        if self.above < max(20, self.steps // 10):
+            return ""
+        return f"{self.above} steps had a loss above {self.first:.4f}, that of the first one"
+
+    def news(self) -> str:
+        """Return what to say of a run whose own lines are not shown, or that has written none since
+        the last call."""
+        if not self.log.exists():
+            return f"{self.label or self.name}: starting, Python imports torch"
+        before, self.size = self.size, self.log.stat().st_size
+        if self.label:
+            left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
+            return "" if self.bar.n else f"{self.label}: step {self.step}/{self.steps}{left}"
+        quiet = "compilation, warm-up, validation and saving take long"
+        return f"{self.log} has no new line: {quiet}" if self.size == before else ""
+
+
+def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
+    """Make a run of a script, note its summary, and return that. With a label, which says what run
+    it is, only progress and errors are shown. `known` has keys of the summary. UserError for bad
+    flags, or if a process is making a run of that name."""
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
-    process.fetch(hp, run_class)
+    fetch(hp, run_class)
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())
         flags = [*flags, "--run_id", hp.run_id]
-    begin = result.Start(path, hp, record)
-    output = {"stdout": subprocess.DEVNULL} if quiet else {}
-    status, reason = process.start(hp, [str(path), *flags], **output)
-    found = result.result_of(begin, status, reason)
+    live = Live(path, hp, label)
+    if live.log.exists() and is_live(live.log):
+        raise UserError(f"another process is writing {live.log}: choose another --run_id")
+    begin = result.Start(path, hp, record, known)
+    output = {"stdout": subprocess.DEVNULL} if label else {}
+    with console.doing(live.news), live.bar:
+        end = start(hp, [str(path), *flags], live.check, **output)
+    found = result.result_of(begin, end)
     result.note(found)
-    if found["status"] == "failed" and not status:
+    if found["exit"] and not end.status:
         print(f"run.sh: error: {found['reason']}", file=sys.stderr)
-        return 1
+    if label:
+        return found
     saved = script.core(run_class).checkpoints(Path("logs", hp.run_id))
-    if saved and not (status or quiet):
+    if saved and not found["exit"]:
         run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
         command = [run_sh, "tools/sample.py", str(saved[0])]
         if path.parent not in (HERE, HERE / "forks"):
             command += ["--script", str(path)]  # a checkpoint names no script elsewhere
         print("read what it writes:", shlex.join(command))
-    if found["train_time_s"] > seconds.LATE * asked:
-        late = f"training took {found['train_time_s']:.0f} s instead of {asked:g}"
+    if found["train_time_s"] > LATE * (found["seconds_asked"] or math.inf):
+        late = f"training took {found['train_time_s']:.0f} s instead of {found['seconds_asked']:g}"
         print(f"{late}: --time_again times the steps again", flush=True)
-    if not quiet:
-        result.print_result(found)
-    return status
-
-
-def repeat(count: int, path: Path, flags: list[str], asked: float) -> int:
-    """Make `count` runs with consecutive seeds, then print their statistics. Weights are saved only
-    if the flags ask for it. Return the exit status; the first run that fails is the last one."""
-    hp, _ = script.parse(path, flags)
-    name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
-    logs = []
-    for seed in range(hp.seed, hp.seed + count):
-        run_id = f"{name}_seed{seed}"
-        own = ["--seed", str(seed), "--run_id", run_id]
-        if status := train(path, ["--keep", "0", *flags, *own], asked=asked):
-            return status
-        logs.append(f"logs/{run_id}.txt")
-    return subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode
-
-
-def start(words: list[str]) -> None:
-    """Train with these words of the command line, once or --runs times, and exit with the run's
-    status."""
-    path, words = script.take_script(words)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = script.fail
-    parser.add_argument("--runs", type=int)
-    seconds.add_flags(parser)
-    args, flags = parser.parse_known_args(words)
-    if args.runs is not None and args.runs < 1:
-        raise UserError(f"--runs {args.runs}: must be 1 or more")
-    try:
-        asked = math.inf
-        if args.seconds is not None:
-            flags, asked = seconds.with_steps(path, flags, args), args.seconds
-        if args.runs:
-            status = repeat(args.runs, path, flags, asked)
-        else:
-            status = train(path, flags, asked=asked)
-    except (Exception, KeyboardInterrupt) as error:  # also of the script, which is imported here
-        result.note(result.not_begun(path, flags, error))
-        raise
-    sys.exit(status)
-
-
-def main() -> None:
-    """Do what the command line says. An error is one line and status 1."""
-    as_program("run.sh", lambda: start(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
+    result.print_result(found)
+    return found

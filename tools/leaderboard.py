@@ -13,49 +13,35 @@ with 95 % intervals. The test holds for numbers of runs that were fixed beforeha
 runs until p is low will find a difference where there is none. ./run.sh --compare may look after
 every pair.
 
-Logs of the optimizer benchmark, public ones and those of forks/train_gpt_track3.py, also get the
-benchmark's own statistic, which takes the standard deviation as known. If such a log has several
-trials, each one is a run. A result may be claimed at a step before the last (--at), or for another
-loss in the log (--field val_ema_loss).
+--benchmark adds the statistic of the optimizer benchmark (forks/train_gpt_track3.py), which takes
+the standard deviation as known. If such a log has several trials, each one is a run. A result may
+be claimed at a step before the last (--at), or for another loss in the log (--field val_ema_loss).
 """
 
 import argparse
 import math
 import signal
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-from logfile import Run, print_table, published, read_trials
-
-ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
+import console
+import plots
+import script
+import significance
+from console import print_table
+from logfile import Run, read_trials
+from significance import ALPHA, FEWEST, show, show_p
 
 # The optimizer benchmark takes the standard deviation of a loss as 0.0013. For a result of n runs,
 # (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001.
 BENCHMARK_MARGIN = 0.004
 
-# An interval and a verdict need this many runs of each group, or pairs of runs. Half of a 95 %
-# interval is 9.0 deviations of a number after two of them, 2.5 after three, 1.6 after four, and 1.2
-# after five. In a sequential test of at most 20 pairs, a look after two pairs finds a difference of
-# 1300 deviations every second time, a look after three pairs one of 25, after four one of 7.
-FEWEST = 4
-
 
 # -----------------------------------------------------------------------------
 # Statistics, as numbers and in words
-
-
-def show(value: float | None, form: str) -> str:
-    """Return a number, or a dash if it is unknown."""
-    return "-" if value is None or math.isnan(value) else format(value, form)
-
-
-def show_p(p: float) -> str:
-    """Return a p; a significant one has an exponent."""
-    return show(p, ".2e" if p < ALPHA else ".3f")
 
 
 def deviation(values: list[float]) -> float:
@@ -71,27 +57,9 @@ def p_at_most(target: float, losses: list[float]) -> float:
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 
-def welch(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """Return the mean of b minus the mean of a, half the width of its 95 % interval, and the
-    two-sided p. The last two are nan for fewer than FEWEST numbers, or equal ones."""
-    difference = float(np.mean(b) - np.mean(a))
-    if min(len(a), len(b)) < FEWEST or np.ptp(a) + np.ptp(b) == 0:
-        return difference, math.nan, math.nan
-    test = stats.ttest_ind(b, a, equal_var=False)
-    low, high = test.confidence_interval(0.95)
-    return difference, float(high - low) / 2, float(test.pvalue)
-
-
 def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
     """Return the times in seconds and the last losses of some runs."""
     return [r.seconds for r in runs], [r.loss for r in runs]
-
-
-def amount(value: float, by: float, form: str, words: tuple[str, str], unit: str = "") -> str:
-    """Return a difference in words; `words` are those for a number below and above 0."""
-    interval = "" if math.isnan(by) else f" ± {by:{form}}{unit}"
-    word = words[int(value > 0)] if float(f"{value:{form}}") else "different"
-    return f"{abs(value):{form}}{unit}{interval} {word}"
 
 
 def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
@@ -99,23 +67,22 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
     a_times, a_losses = columns(a)
     b_times, b_losses = columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
-    slower, slower_by, _ = (percent * x for x in welch(a_times, b_times))
-    higher, higher_by, p = welch(a_losses, b_losses)
-
-    text = f"{names[1]} is {amount(slower, slower_by, '.1f', ('faster', 'slower'), ' %')}"
-    text += f" than {names[0]}"
+    times = [[percent * seconds for seconds in of] for of in (a_times, b_times)]
+    loss = significance.of_groups(a_losses, b_losses)
+    text = significance.of_groups(*times).in_words(".1f", ("faster", "slower"), " %")
+    text = f"{names[1]} is {text} than {names[0]}"
     if a[0].skips_ten != b[0].skips_ten:
         text += " (but one of the clocks does not count the first ten steps)"
-    text += f"; its loss is {amount(higher, higher_by, '.4f', ('lower', 'higher'))}; "
+    text += f"; its loss is {loss.in_words('.4f', ('lower', 'higher'))}; "
     if min(len(a), len(b)) < FEWEST:
         counts = f"{len(a)} and {len(b)} runs"
         return text + f"{counts} are too few for an interval and a verdict: each needs {FEWEST}"
-    if math.isnan(p):
+    if math.isnan(loss.p):
         return text + "the losses in each group are all equal: there is no p"
-    if p < ALPHA:
+    if loss.p < ALPHA:
         planned = "if the numbers of runs were fixed beforehand"
-        return text + f"the difference in loss is significant (p = {show_p(p)}), {planned}"
-    text += f"the difference in loss is not significant (p = {show_p(p)}); "
+        return text + f"the difference in loss is significant (p = {show_p(loss.p)}), {planned}"
+    text += f"the difference in loss is not significant (p = {show_p(loss.p)}); "
     return text + "--compare tests after each pair of runs"
 
 
@@ -138,8 +105,9 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(zip(letters, groups.values(), strict=True))
 
 
-def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
-    """Print a row for each run and each group, and compare groups of equal steps."""
+def print_leaderboard(groups: dict[str, list[Run]], target: float, of_benchmark: bool) -> None:
+    """Print a row for each run and each group, and compare groups of equal steps. `of_benchmark`
+    adds the optimizer benchmark's statistic."""
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
@@ -149,7 +117,6 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
     print_table(rows)
     print()
 
-    of_benchmark = all(r.of_benchmark for runs in groups.values() for r in runs)
     rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd"]]
     if of_benchmark:
         rows[0].append(f"({target:g} - loss) sqrt(n)")
@@ -176,40 +143,6 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
             print(f"\n{sentence(groups[like], runs, (like, letter))}")
 
 
-def plot(groups: dict[str, list[Run]], path: Path) -> None:
-    """Plot the validation loss over train_time and over steps; published curves are dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, sharey=True, layout="constrained")
-    shown, named = [], {}
-    for i, (letter, runs) in enumerate(groups.items()):
-        name = f"{letter}: {runs[0].name}, n = {len(runs)}"
-        curves = [(name, ".-", r.curve) for r in runs]
-        known, name = published().get(runs[0].record), f"{runs[0].record}, published"
-        if known and runs[0].on_fineweb and name not in named:
-            curve = {int(s): (loss, known["seconds"][s]) for s, loss in known["losses"].items()}
-            curves.append((name, "--", curve))
-        for name, style, curve in curves:
-            losses, seconds = zip(*curve.values(), strict=True)
-            look = {"color": f"C{i}", "linewidth": 1, "markersize": 4}
-            named[name] = axes[0].plot(seconds, losses, style, **look)[0]
-            axes[1].plot(list(curve), losses, style, **look)
-            shown += [loss for step, (loss, _) in curve.items() if step >= 0.1 * max(curve)]
-    axes[0].set_ylim(min(shown) - 0.02, max(shown) + 0.02)
-    axes[0].set(xlabel="train_time (s)", ylabel="validation loss")
-    axes[1].set(xlabel="step")
-    axes[0].grid(alpha=0.3)
-    axes[1].grid(alpha=0.3)
-    names = [textwrap.shorten(name, 130, placeholder=" ...") for name in named]
-    figure.set_size_inches(11, 4.4 + 0.2 * len(names))  # the legend lies below the axes
-    figure.legend(named.values(), names, loc="outside lower center", fontsize="small")
-    figure.savefig(path, dpi=110)
-    print(f"\nwrote {path}")
-
-
 def read_logs(
     paths: list[Path], program: str, at: int | None = None, name: str = "val_loss"
 ) -> tuple[list[Run], int]:
@@ -226,16 +159,19 @@ def read_logs(
     return runs, skipped
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print what the logs tell; exit status 1 if a log could not be used, 2 for bad flags."""
+def work(argv: list[str] | None) -> None:
+    """Print what the logs tell; exit status 1 if a log could not be used. UserError for a bad
+    flag."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "leaderboard.py", description=__doc__, formatter_class=form, allow_abbrev=False
     )
+    parser.error = script.fail
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs to read")
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
     parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
+    parser.add_argument("--benchmark", action="store_true", help="the optimizer benchmark's rule")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
     args = parser.parse_args(argv)
     if args.at is not None and args.at < 1:
@@ -243,13 +179,15 @@ def main(argv: list[str] | None = None) -> None:
     runs, skipped = read_logs(args.logs, parser.prog, args.at, args.field)
     groups = groups_of(runs)
     if groups:
-        print_leaderboard(groups, args.target)
+        print_leaderboard(groups, args.target, args.benchmark)
     if groups and args.plot:
-        try:
-            plot(groups, args.plot)
-        except (ValueError, OSError) as error:  # an unknown suffix, no such folder
-            sys.exit(f"leaderboard.py: could not plot {args.plot}: {error}")
+        plots.draw_runs(groups, args.plot)
     sys.exit(1 if skipped else 0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print what the logs tell; errors are those of train_gpt.py."""
+    console.as_program("leaderboard.py", lambda: work(argv))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a log tells about a run: logs of ours, and those of the public project."""
 
+import fcntl
 import json
 import math
 import re
@@ -35,6 +36,12 @@ def on_fineweb(*patterns: str) -> bool:
     return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
 
 
+def flags_in(text: str) -> dict[str, str]:
+    """Return the flags in a text and their values, each behind a space; not those of OF_ONE_RUN."""
+    found = re.findall(r"--(\w+)((?: (?!--)\S+)*)", text)
+    return {name: values for name, values in found if name not in OF_ONE_RUN}
+
+
 @dataclass
 class Run:
     """What a log tells about a run; None or empty for what is missing."""
@@ -51,8 +58,13 @@ class Run:
     torch: str | None = None
     gpu: str | None = None
     memory: str | None = None  # MiB allocated/reserved
+    devices: str | None = None  # such as 8 x NVIDIA H100; for a CPU, `gpu` has its model
+    warm_up: float | None = None  # seconds
+    parameters: int | None = None
+    stop: str = ""  # the line of a run that a signal has stopped
     steps: int = 0  # of the whole run
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: loss, seconds
+    last: tuple[int, float] = (0, 0.0)  # the last step that it reports, and seconds up to there
     step_ms: float | None = None
     skips_ten: bool = False  # the clock begins at step 10, as in early public logs
     digits: int = 4  # of a loss: 5 in our logs, and in public ones of the optimizer benchmark
@@ -82,13 +94,6 @@ class Run:
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
         return on_fineweb(*files)
 
-    @property
-    def of_benchmark(self) -> bool:
-        """Whether it is of the optimizer benchmark. Our logs then have a setting that only
-        forks/train_gpt_track3.py has; public logs, which have no settings, five digits of a
-        loss."""
-        return "context_len" in self.settings if self.settings else self.digits == 5
-
 
 def read_log(path: Path, whole: bool = True) -> Run:
     """Return the run of a log, or its last trial. ValueError if the file is no log, or, with
@@ -105,7 +110,8 @@ def read_trials(
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
     *head, results = [part for part in parts if part] or [""]  # logs of 2024 begin with a rule
     first = re.search("^step:", results, re.M)
-    if not first or (first.start() and not head):  # some public logs have steps alone
+    has_begun = first or (not whole and re.search("^record ", results, re.M))
+    if not has_begun or (first and first.start() and not head):  # some public logs: steps alone
         raise ValueError('has no line of a step behind a line of 100 "=": this is no whole log')
     runs = []
     for lines in trials_of(results):
@@ -146,8 +152,7 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
     if match := re.search(r"^record (\S+)(.*)$", results, re.M):  # it is one of ours
         run.record = match[1]
         run.settings = dict(re.findall(r"^(\w+): (.*)$", parts[-1] if parts else "", re.M))
-        for name, values in re.findall(r" --(\w+)((?: (?!--)\S+)*)", match[2]):
-            run.flags += "" if name in OF_ONE_RUN else f" --{name}{values}"
+        run.flags = "".join(f" --{name}{values}" for name, values in flags_in(match[2]).items())
     # A resumed run names its kernels again; they may have changed.
     run.kernels = "; ".join(dict.fromkeys(re.findall(r"^kernels: ([\w ]+)", results, re.M)))
     run.kernels_off = dict(re.findall(r"^kernel (\w+) is off: (.*)$", results, re.M))
@@ -155,6 +160,7 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
         run.torch = match[1]
     if match := re.search(r"^on (\d+ x .+), log in ", results, re.M):
         cpu = re.search(r"^(?:Model name|machdep.cpu.brand_string): +(.+)$", run.machine, re.M)
+        run.devices = match[1]
         run.gpu = match[1].replace("CPU", cpu[1]) if cpu else match[1]
     elif names := re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s+(?:On|Off)\s", run.machine, re.M):
         run.gpu = f"{len(names)} x {names[0]}"
@@ -162,6 +168,12 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
         run.gpu = f"{match[2]} x {match[1]}"
     if match := re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB", results, re.M):
         run.memory = f"{match[1]}/{match[2]}"
+    if match := re.findall(r"^compilation and warm-up.*: (\S+) s$", results, re.M):
+        run.warm_up = float(match[-1])
+    if match := re.search(r"^parameters: (\d+)", results, re.M):
+        run.parameters = int(match[1])
+    if results.splitlines()[-1].startswith("stopped by "):
+        run.stop = results.splitlines()[-1]
     return run
 
 
@@ -172,6 +184,8 @@ def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, nam
         if at is not None and step > at:
             continue  # not break: a resumed run repeats steps
         run.skips_ten |= step > 0 and math.isnan(average)
+        seconds = float(match[7]) if match[7] else int(match[6]) / 1000
+        run.last = step, seconds
         if match[3] != "val":
             continue
         losses = {"val_loss": match[4], **dict(re.findall(r"(\w+):(\S+)", match[5]))}
@@ -180,11 +194,10 @@ def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, nam
         if not re.fullmatch(r"\d+\.\d+", losses[name]):
             raise ValueError(f"has a loss of {losses[name]} at step {step}")
         run.curve = {k: v for k, v in run.curve.items() if k < step}  # a resumed run repeats some
-        seconds = float(match[7]) if match[7] else int(match[6]) / 1000
         run.curve[step] = float(losses[name]), seconds
         run.digits = len(losses[name].partition(".")[2])
         run.step_ms = average if math.isfinite(average) else None
-    run.steps = at or int(lines[-1][2])
+    run.steps = at or (int(lines[-1][2]) if lines else 0)
     if whole and run.steps not in run.curve:
         last = int(lines[-1][1])
         if last >= run.steps:
@@ -192,13 +205,25 @@ def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, nam
         raise ValueError(f"is truncated: it ends at step {last} of {run.steps}")
 
 
-def print_table(rows: list[list[str]]) -> None:
-    """Print rows in columns, words to the left, numbers to the right."""
-    number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
-    padded = []
-    for cells in zip(*rows, strict=True):  # of a column
-        width = max(map(len, cells))
-        right = all(number.fullmatch(cell) for cell in cells[1:])
-        padded.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
-    for cells in zip(*padded, strict=True):
-        print("  ".join(cells).rstrip())
+def read_metrics(path: Path) -> list[dict]:
+    """Return a row of a run's .jsonl for each step, up to the last one that was written; [] if
+    there is no file. Of a step's several objects, later fields count. Torn lines are skipped."""
+    rows, last = {}, 0
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+            last = row["step"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        rows[last] = rows.get(last, {}) | row
+    return [rows[step] for step in sorted(rows) if step <= last]
+
+
+def is_live(path: Path) -> bool:
+    """Return whether a process may be writing a log: a run locks its log while it lives."""
+    with path.open() as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

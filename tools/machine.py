@@ -16,24 +16,22 @@ from pathlib import Path
 
 import torch
 
-from train_gpt import FINEWEB, HERE, UserError, as_program, fp8_supported
+from console import as_program
+from train_gpt import FINEWEB, HERE, UserError, fp8_supported
 
 # Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
 warnings.filterwarnings("ignore", "CUDA initialization")
 
 
-def nvidia_smi(*flags: str) -> str:
+def nvidia_smi(flags: str = "") -> str:
     """Return what nvidia-smi prints; "" if it fails, or if there is none."""
-    try:
-        done = subprocess.run(["nvidia-smi", *flags], capture_output=True, text=True)
-    except OSError:
-        return ""
+    done = subprocess.run(f"nvidia-smi {flags}", shell=True, capture_output=True, text=True)
     return "" if done.returncode else done.stdout
 
 
 def listed_gpus() -> list[list[str]]:
     """Return for each GPU that nvidia-smi lists its name, its memory and its driver's version."""
-    table = nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    table = nvidia_smi("--query-gpu=name,memory.total,driver_version --format=csv,noheader")
     return [line.split(", ") for line in table.splitlines()]
 
 
@@ -49,15 +47,6 @@ def torch_here() -> str:
     return f"{torch.__version__} ({built})"
 
 
-def error_of_torch() -> str:
-    """Return the error with which torch's CUDA build starts, "" if there is none."""
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def fault() -> str:
     """Return why torch cannot use the GPUs that nvidia-smi lists, and a remedy; "" if it can, if
     there are none, or if CUDA_VISIBLE_DEVICES hides them."""
@@ -67,8 +56,11 @@ def fault() -> str:
     venv = HERE / ".venv"
     if torch.version.cuda:
         remedy = "update the driver, or install a torch with an older CUDA by that Python's pip"
-        if "too old" not in (error := error_of_torch()):
-            remedy = f"torch says: {error}"
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            if "too old" not in str(error):
+                remedy = f"torch says: {error}"
     elif venv.resolve() in Path(torch.__file__).resolve().parents:
         remedy = f"delete {venv}, and ./run.sh installs a torch with CUDA"
     else:

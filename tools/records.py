@@ -2,6 +2,9 @@
 
     ./run.sh tools/records.py [SCRIPT.py]              a line for each: steps, published time, loss
     ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings in which two records differ
+    ./run.sh tools/records.py [SCRIPT.py] --techniques [--record NAME]
+                                                       what its techniques gained, and the flags
+                                                       that turn them off
     ./run.sh tools/records.py logs/RUN.txt             a run's losses beside the published ones
 
 Published losses are those on FineWeb: means of all runs if their logs are public, else of one run.
@@ -14,38 +17,38 @@ steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so 
 
 import argparse
 import itertools
-import signal
+import shlex
 import sys
 from pathlib import Path
 
 import script
 import train_gpt
-from logfile import print_table, published, read_log
+from console import as_program, print_table
+from logfile import published, read_log
+from techniques import techniques_of
 from train_gpt import UserError, show
 
 
 def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
     """Print a line for each record: its steps, and its published time and last loss."""
-    width = max(map(len, records))
-    print(f"{'record':<{width}}  steps  minutes  final loss (published, on 8 H100s)")
+    rows = [["record", "steps", "minutes", "final loss (published, on 8 H100s)"]]
     for name, hp in records.items():
         minutes = loss = "-"
         if known := published().get(name):
-            minutes, loss = known["minutes"], f"{known['mean']:.4f}"
+            minutes, loss = str(known["minutes"]), f"{known['mean']:.4f}"
             if known["runs"] > 1:
                 loss += f" ± {known['deviation']:.4f}, {known['runs']} runs"
-        print(f"{name:<{width}}  {hp.num_iterations:>5}  {minutes:>7}  {loss}")
+        rows.append([name, str(hp.num_iterations), minutes, loss])
+    print_table(rows)
 
 
-def print_difference(run_class: type[train_gpt.Run], names: list[str]) -> None:
+def print_difference(path: Path, names: list[str]) -> None:
     """Print the settings in which two records of a script differ."""
-    parse = script.core(run_class).parse_args
-    names = [parse(["--record", name], run_class)[1] for name in names]
-    a, b = (vars(run_class.records[name]) for name in names)
-    rows = [["setting", *names]]
-    for setting in a:
+    (a, name_a), (b, name_b) = (script.parse(path, ["--record", name]) for name in names)
+    rows = [["setting", name_a, name_b]]
+    for setting in vars(a):
         # A setting that is a table, such as `layers`, has a row here for each of its rows.
-        tables = [show(settings[setting]).split(",") for settings in (a, b)]
+        tables = [show(getattr(hp, setting)).split(",") for hp in (a, b)]
         for i, (one, other) in enumerate(itertools.zip_longest(*tables, fillvalue="-")):
             title = f"{setting} {i}" if max(map(len, tables)) > 1 else setting
             if one != other:
@@ -53,18 +56,26 @@ def print_difference(run_class: type[train_gpt.Run], names: list[str]) -> None:
     print_table(rows)
 
 
+def print_techniques(path: Path, record: str | None) -> None:
+    """Print the techniques of a script's record, and what turns each off."""
+    rows = [["technique", "record", "gain_s", "flags"]]
+    for technique, off in techniques_of(path, ["--record", record] if record else []):
+        gain = f"{technique.gain:.1f}" if technique.gain else "-"
+        rows.append([technique.name, technique.record, gain, shlex.join(off)])
+    print_table(rows)
+
+
 def print_against_published(log: Path) -> None:
     """Print a run's losses beside those of its record; UserError if none are published."""
     try:
         run = read_log(log, whole=False)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{log}: {getattr(error, 'strerror', None) or error}") from error
+    except ValueError as error:
+        raise UserError(f"{log}: {error}") from error
     known = published().get(run.record)
     if known is None or not run.on_fineweb:
         raise UserError(f"{log}: nothing is published of {run.record or 'its record'} on its data")
     # Times on eight H100s tell nothing about one: these are of a public log of one H100.
     on_one = known.get("one_h100") if (run.gpu or "").startswith("1 x NVIDIA") else None
-    form = f".{5 if run.of_benchmark else 4}f"  # as published
     rows = [["step", "loss", "published", "difference"]]
     if on_one:
         rows[0] += ["on one H100", "seconds", "on one H100", "difference"]
@@ -72,7 +83,7 @@ def print_against_published(log: Path) -> None:
         if str(step) not in known["losses"]:
             continue
         then = known["losses"][str(step)]
-        rows.append([f"{step}", f"{loss:{form}}", f"{then:{form}}", f"{loss - then:+{form}}"])
+        rows.append([f"{step}", f"{loss:.4f}", f"{then:.4f}", f"{loss - then:+.4f}"])
         if on_one:
             then, there = on_one["losses"][str(step)], on_one["seconds"][str(step)]
             rows[-1] += [f"{then:.4f}", f"{seconds:.1f}", f"{there:.1f}", f"{seconds - there:+.1f}"]
@@ -83,8 +94,8 @@ def print_against_published(log: Path) -> None:
     if run.steps in run.curve:
         mean, deviation = known["mean"], known["deviation"]
         place = "inside" if abs(run.loss - mean) <= 2 * deviation else "outside"
-        spread = f"{mean:{form}} +- 2 x {deviation:{form}}"
-        print(f"{run.loss:{form}} is {place} the published spread, {spread}")
+        spread = f"{mean:.4f} +- 2 x {deviation:.4f}"
+        print(f"{run.loss:.4f} is {place} the published spread, {spread}")
     if run.flags:
         print(f"other than the record:{run.flags}")
 
@@ -97,20 +108,24 @@ def work(argv: list[str] | None) -> None:
     parser.error = script.fail
     parser.add_argument("log", nargs="?", type=Path, help="a run's log, logs/RUN.txt")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two records' settings")
+    text = "list the techniques of --record, and their flags"
+    parser.add_argument("--techniques", action="store_true", help=text)
+    parser.add_argument("--record", metavar="NAME", help="as in training")
     args = parser.parse_args(words)
     if args.log:
         print_against_published(args.log)
     elif args.diff:
-        print_difference(script.load(path), args.diff)
+        print_difference(path, args.diff)
+    elif args.techniques:
+        print_techniques(path, args.record)
     else:
         print_list(script.load(path).records)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print as the flags say; errors are those of train_gpt.py."""
-    train_gpt.as_program("records.py", lambda: work(argv))
+    as_program("records.py", lambda: work(argv))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
     main()

@@ -1,12 +1,23 @@
 """The summary of a run: the last lines on the console, and an object in logs/results.jsonl.
 
-run              name of the run; logs/RUN.txt is its log
-status           finished, stopped (by a signal, and a checkpoint was saved) or failed
+kind             run; an object of a comparison has the kind comparison (compare.py)
+run, group       name of the run, and that of the command that has made several
+like             the group whose steps and flags the run has taken (--like)
+start            when it began: ISO 8601, with the offset to UTC
+status           finished, stopped (by a signal, and a checkpoint was saved), failed, or diverged
+                 (its last loss is not finite, or above its first one)
+exit             exit status
 reason           the signal, or the error
+file, line       where a failure was
 script, digest   the script, and a digest of its source and of the project's files that it imports
 record, flags    its settings
-machine          GPUs
+seed             of the initial weights
+data             files of training, files and number of tokens of validation
+seconds_asked    --seconds
+machine, host    GPUs, and the computer's name
+torch            its version
 steps, tokens    made and read, since step 0
+train_loss       of the last step
 val_loss         of the last step, in nats per token, if the run has come so far
 bits_per_byte    val_loss / ln 2 * tokens / bytes, of the text that validation reads
 train_time_s     without warm-up, validation and saving, since step 0
@@ -17,31 +28,50 @@ parameters       numbers that the run learns
 peak_memory_mib  allocated on the GPU of rank 0
 kernels          Triton kernels in use
 kernels_off      those that could not be used, and why
+log              the path of its log
 
 What is unknown is null in the file, and not printed.
 """
 
 import hashlib
 import json
+import math
 import os
+import platform
 import re
 import shlex
+import signal
 import sys
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
 
-import process
+import logfile
 import script
 from gpt2 import bits_per_byte
-from logfile import RULE
 from train_gpt import END_OF_TEXT, Hyperparameters, Run, UserError
 
 RESULTS = Path("logs", "results.jsonl")
-STOPPED = [128 + number for number in process.STOPS]  # exit statuses
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
+NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a program has ended: its exit status, the signal or the error, and where that was."""
+
+    status: int
+    reason: str = ""
+    file: str | None = None
+    line: int | None = None
+    diverged: bool = False  # it was stopped because of its loss
 
 
 def digest(path: Path) -> str:
@@ -55,97 +85,121 @@ def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float
     if hp.vocab_size <= END_OF_TEXT:
         return None
     batch = script.core(run_class).validation_batch(hp, 0, 1, torch.device("cpu"))
-    return bits_per_byte(val_loss, batch[1].numpy())
+    return round(bits_per_byte(val_loss, batch[1].numpy()), 5)
 
 
-def log_of(run_id: str) -> str:
-    """Return the log of a run, "" if there is none."""
-    path = Path("logs", f"{run_id}.txt")
-    return path.read_text("utf-8") if path.exists() else ""
-
-
-@dataclass
 class Start:
-    """What is known of a run when it starts."""
+    """What is known of a run when it starts. `known` are keys of the summary."""
 
-    path: Path  # of the script
-    hp: Hyperparameters
-    record: str
-
-    def __post_init__(self):
-        self.time, self.digest = time.time(), digest(self.path)
-        self.log_size = len(log_of(self.hp.run_id))
+    def __init__(self, path: Path, hp: Hyperparameters, record: str, known: dict):
+        self.path, self.hp, self.record, self.known = path, hp, record, known
+        self.time, self.digest = time.time(), digest(path)
+        self.log = Path("logs", f"{hp.run_id}.txt")
+        self.log_size = self.log.stat().st_size if self.log.exists() else 0
 
 
-def result_of(start: Start, status: int, reason: str) -> dict:
-    """Return the summary of a run that has ended with an exit status, for this reason."""
+def result_of(start: Start, end: End) -> dict:
+    """Return the summary of a run that has ended."""
     hp, run_class = start.hp, script.load(start.path)
-    lines = log_of(hp.run_id)[start.log_size :].split(f"\n{RULE}\n")[-1]  # without the settings
-    if "\nrecord " not in f"\n{lines}" and "is finished" not in lines:
-        lines = ""  # what another process has written
-        status, reason = status or 1, reason or "the script has started no run: has it a main()?"
-
-    def last(pattern: str, text: str = lines) -> str | None:
-        return (re.findall(f"^{pattern}", text, re.MULTILINE) or [None])[-1]
-
-    # Of a run that goes on, or is finished already, older lines count, too.
-    whole = log_of(hp.run_id).split(f"\n{RULE}\n")[-1] if lines else ""
-    steps = int(last(r"step:(\d+)/", whole) or 0)
-    ms = int(last(r"step:.* train_time:(\d+)ms", whole) or 0)
-    tokens = hp.batch_seqs * sum(run_class.moment(step, hp).seq_len for step in range(steps))
-    val_loss = last(rf"step:{hp.num_iterations}/.* val_loss:(\S+)", whole)
-    val_loss = val_loss and float(val_loss)
-    bits = val_loss and bits_of(val_loss, hp, run_class)
-    saved = "; go on with" in (last(r"stopped by .* after step .*") or "")
-    if status in STOPPED and not saved:
-        reason += ": no checkpoint was saved"
-    warm_up, parameters = last(r"compilation and warm-up.*: (.*) s$"), last(r"parameters: (.*)")
-    memory = last(r"peak memory allocated: (\d+) MiB")
-    off = dict(re.findall(r"^kernel (\w+) is off: (.*)$", lines, re.MULTILINE))
     default = run_class.records[start.record]
     flags = script.core(run_class).changed_flags(replace(hp, run_id="", resume=False), default)
+    found = (
+        NOTHING
+        | start.known
+        | {
+            "kind": "run",
+            "run": hp.run_id,
+            "start": datetime.fromtimestamp(round(start.time)).astimezone().isoformat(),
+            "exit": end.status,
+            "reason": end.reason if end.status else None,
+            "file": end.file,
+            "line": end.line,
+            "script": script.show(start.path),
+            "digest": start.digest,
+            "record": start.record,
+            "flags": shlex.join(flags),
+            "seed": hp.seed,
+            "data": f"{hp.train_files}; {hp.val_tokens} tokens of {hp.val_files}",
+            "host": platform.node(),
+            "torch": torch.__version__,
+            "total_s": round(time.time() - start.time, 1),
+            "log": str(start.log),
+        }
+    )
+    try:
+        if start.log.stat().st_size == start.log_size:
+            raise ValueError("this start has written nothing")
+        run = logfile.read_log(start.log, whole=False)
+    except (OSError, ValueError):
+        reason = end.reason or "the script has started no run: has it a main()?"
+        return found | {"status": "failed", "exit": end.status or 1, "reason": reason, "log": None}
+    return found | what_log_tells(run, start, end)
+
+
+def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
+    """Return the keys of a summary that a run's log and metrics tell."""
+    hp, run_class = start.hp, script.load(start.path)
+    rows = logfile.read_metrics(start.log.with_suffix(".jsonl"))
+    losses = [row["train_loss"] for row in rows if "train_loss" in row]
+    steps, seconds = run.last
+    tokens = hp.batch_seqs * sum(run_class.moment(step, hp).seq_len for step in range(steps))
+    val_loss, _ = run.curve.get(hp.num_iterations, (None, None))
+    went_up = bool(losses) and not max(losses[-1], val_loss or 0.0) <= losses[0]
+    saved, reason = "; go on with" in run.stop, end.reason
+    if end.status in STOPPED and not saved:
+        reason += ": no checkpoint was saved"
+    status = "stopped" if saved else "failed" if end.status else "finished"
+    if end.diverged or (went_up and (val_loss or not math.isfinite(losses[-1]))):
+        status = "diverged"
     return {
-        "run": hp.run_id,
-        "status": "stopped" if saved else "failed" if status else "finished",
-        "reason": reason if status else None,
-        "script": script.show(start.path),
-        "digest": start.digest,
-        "record": start.record,
-        "flags": shlex.join(flags),
-        "machine": last(r"on (\d+ x .*), log in "),
+        "status": status,
+        "reason": reason if end.status else None,
+        "machine": run.devices,
         "steps": steps,
         "tokens": tokens,
+        "train_loss": losses[-1] if losses else None,
         "val_loss": val_loss,
-        "bits_per_byte": bits and round(bits, 5),
-        "train_time_s": ms / 1000,
-        "warm_up_s": warm_up and float(warm_up),
-        "total_s": round(time.time() - start.time, 1),
-        "ms_per_step": round(ms / steps, 2) if steps else None,
-        "tokens_per_s": round(1000 * tokens / ms) if ms else None,
-        "parameters": parameters and int(parameters),
-        "peak_memory_mib": memory and int(memory),
-        "kernels": last(r"kernels: (.*)"),
-        "kernels_off": off or None,
+        "bits_per_byte": val_loss and bits_of(val_loss, hp, run_class),
+        "train_time_s": seconds,
+        "warm_up_s": run.warm_up,
+        "ms_per_step": round(1e3 * seconds / steps, 2) if steps else None,
+        "tokens_per_s": round(tokens / seconds) if seconds else None,
+        "parameters": run.parameters,
+        "peak_memory_mib": run.memory and int(run.memory.split("/")[0]),
+        "kernels": run.kernels or None,
+        "kernels_off": run.kernels_off or None,
     }
 
 
-def not_begun(path: Path, flags: list[str], error: BaseException) -> dict:
-    """Return the summary of a run that an error, or a signal, has kept from beginning."""
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, KeyboardInterrupt):
-        reason = "SIGINT: the run had not begun"
-    known = {
-        "status": "failed",
-        "reason": reason,
-        "script": script.show(path),
-        "digest": digest(path),
-        "flags": shlex.join(flags),
-    }
-    return dict.fromkeys(key for keys in KEYS for key in keys if key) | known
+def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> dict:
+    """Return the summary of a run that an error in its script has kept from beginning."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames if frame.filename == str(path)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename, error.lineno))
+    file, line = (places or [(None, None)])[-1]
+    return (
+        NOTHING
+        | known
+        | {
+            "kind": "run",
+            "start": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "status": "failed",
+            "exit": 1,
+            "reason": f"{type(error).__name__}: {error}",
+            "file": file,
+            "line": line,
+            "script": script.show(path),
+            "digest": digest(path),
+            "flags": shlex.join(flags),
+            "host": platform.node(),
+            "torch": torch.__version__,
+        }
+    )
 
 
 def note(result: dict) -> None:
-    """Append a summary to logs/results.jsonl, in one write: runs may end at the same time. A line
+    """Append an object to logs/results.jsonl, in one write: runs may end at the same time. A line
     that a full disk has cut is ended first."""
     RESULTS.parent.mkdir(exist_ok=True)
     line = json.dumps(result).encode() + b"\n"
@@ -157,6 +211,15 @@ def note(result: dict) -> None:
             file.write(line)
     except OSError as error:
         raise UserError(f"could not write {RESULTS}: {error.strerror}") from error
+
+
+def noted() -> list[dict]:
+    """Return all objects of logs/results.jsonl; torn lines are left out."""
+    found = []
+    for line in RESULTS.read_text("utf-8").splitlines() if RESULTS.exists() else []:
+        with suppress(ValueError):
+            found.append(NOTHING | {"kind": "run"} | json.loads(line))
+    return found
 
 
 def print_result(result: dict) -> None:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 import train_gpt
+from checkpoint import parse_with_checkpoint
+from console import as_program, doing
 from gpt2 import gpt2_encoding
-from script import Checkpoint, parse_with_checkpoint
 from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError
 
 # -----------------------------------------------------------------------------
@@ -33,7 +34,7 @@ class Memory:
     """A layer's cache of keys and values, around the layer's own `attend`."""
 
     def __init__(self, attend: Callable):
-        self.attend = attend
+        self.attend = attend.attend if isinstance(attend, Memory) else attend  # not the last text's
         self.keys = self.values = None
 
     def __call__(self, q, k, v, mask: Tensor, scale: float, *more) -> Tensor:
@@ -50,19 +51,19 @@ class Memory:
 
 
 class Decoder:
-    """A model with a cache of its window: a token costs the same, however long the text is."""
+    """A model with a cache of its window: a token costs the same, however long the text is. From
+    then on, the model's layers attend with this cache."""
 
     def __init__(self, model: GPT, now: Moment):
         self.model, self.now, self.position = model, now, 0
         self.recent = torch.empty(0, dtype=torch.int32, device=model.lm_head.weight.device)
-        attending = [layer for layer in model.modules() if hasattr(layer, "attend")]
-        self.memories = {layer: Memory(layer.attend) for layer in attending}
+        for layer in model.modules():
+            if hasattr(layer, "attend"):
+                layer.attend = Memory(layer.attend)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Return the logits (V,) after these tokens, which follow those before."""
         model, device, now = self.model, self.recent.device, self.now
-        for layer, memory in self.memories.items():
-            layer.attend = memory
         for new in torch.tensor(tokens, dtype=torch.int32, device=device).split(BLOCK):
             # Only whole blocks are dropped: the mask's blocks must stay aligned. One token more
             # than the window is kept, because a key may need the token before it.
@@ -79,8 +80,6 @@ class Decoder:
             more = {name: rows[-len(new) :] for name, rows in more.items()}
             x = model.trunk(x[-len(new) :], more, rotary, masks)
             self.position += len(new)
-        for layer, memory in self.memories.items():
-            layer.attend = memory.attend  # the layer's own, without the memory
         return model.lm_head.logits(x[-1:])[0]
 
 
@@ -90,6 +89,7 @@ class Decoder:
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw a token from the top_k likeliest (0: from all); at temperature 0, the likeliest."""
+    logits = logits[: END_OF_TEXT + 1]  # the head's last rows are no tokens
     if not temperature:
         return logits.argmax().item()
     logits, tokens = logits.cpu().topk(min(top_k or len(logits), len(logits)))
@@ -97,11 +97,12 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     return tokens[torch.multinomial(chance, 1, generator=generator)].item()
 
 
-def generate(feed: Callable, prompt: list[int], count: int, pick: Callable) -> Iterator[int]:
-    """Yield the `count` tokens that follow a prompt; pick(logits) chooses each of them."""
-    logits = feed(prompt)
+def generate(feed: Callable, prompt: list[int], count: int, *how) -> Iterator[int]:
+    """Yield the `count` tokens that follow a prompt, each chosen by choose(logits, *how)."""
+    with doing("reading the prompt"):
+        logits = feed(prompt)
     for i in range(count):
-        token = pick(logits)
+        token = choose(logits, *how)
         yield token
         if i + 1 < count:
             logits = feed([token])
@@ -116,44 +117,37 @@ def text_of(tokens: Iterable[int], encoding) -> Iterator[str]:
     yield decode(b"", final=True)
 
 
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Checkpoint]:
-    """Return flags and checkpoint; UserError if they are invalid."""
+@torch.no_grad()
+def sample(argv: list[str] | None) -> None:
+    """Print the samples that the flags ask for. UserError if they are invalid."""
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__)
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument("--n", type=int, default=3, help="number of samples [3]")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per sample [200]")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: no randomness [0.8]")
     parser.add_argument("--top_k", type=int, default=50, help="tokens to draw from, 0: all [50]")
-    parser.add_argument("--seed", type=int, help="the same seed repeats the text [random]")
+    seed = torch.seed() % 2**32
+    text = "the same seed repeats the text [random]"
+    parser.add_argument("--seed", type=int, default=seed, help=text)
     args, checkpoint = parse_with_checkpoint(parser, argv)
     if min(args.n, args.tokens) < 1 or not min(args.temperature, args.top_k) >= 0:
         raise UserError("--n and --tokens must be at least 1, --temperature and --top_k at least 0")
-    if args.seed is not None and not 0 <= args.seed < 2**63:
+    if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must be from 0 to {2**63 - 1}")
-    return args, checkpoint
 
-
-@torch.no_grad()
-def sample(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    """Print the samples."""
     encoding = gpt2_encoding()
     prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
     device, _, _ = train_gpt.start_device(checkpoint.hp.device)
     model = checkpoint.model(device, compile="off")
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for each number of keys
-    seed = torch.seed() % 2**32 if args.seed is None else args.seed
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(logits: Tensor) -> int:
-        return choose(logits[: encoding.n_vocab], args.temperature, args.top_k, generator)
-
-    print(f"{checkpoint}; --seed {seed}", file=sys.stderr, flush=True)
+    how = args.temperature, args.top_k, torch.Generator().manual_seed(args.seed)
+    print(f"{checkpoint}; --seed {args.seed}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     for i in range(args.n):
         if i:
             print("-" * 80)
         print(args.prompt, end="")
-        tokens = generate(Decoder(model, checkpoint.now), prompt, args.tokens, pick)
+        tokens = generate(Decoder(model, checkpoint.now), prompt, args.tokens, *how)
         for text in text_of(tokens, encoding):
             print(text, end="", flush=True)
         print()
@@ -163,7 +157,7 @@ def sample(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print samples. An error is one line and status 1."""
-    train_gpt.as_program("sample.py", lambda: sample(*parse(argv)))
+    as_program("sample.py", lambda: sample(argv))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes the folder for a pull request to github.com/KellerJordan/modded-nanogpt.
 
-    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS...
+    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS... [--benchmark]
 
 Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second group
 is the submission; a single group is a submission without a baseline. DIR gets:
@@ -10,8 +10,8 @@ is the submission; a single group is a submission without a baseline. DIR gets:
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
 The tool names the public rules by their numbers. Rule 2: the mean loss is at most 3.28 at p < 0.01.
-Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark has
-its own rules: times do not count, and rule 3 is its statistic.
+Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark
+(--benchmark) has its own rules: times do not count, and rule 3 is its statistic.
 """
 
 import argparse
@@ -20,15 +20,17 @@ import io
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from time import strftime, strptime
 
 import numpy as np
 
+import console
 import leaderboard
-from leaderboard import ALPHA, BENCHMARK_MARGIN, columns, show_p
+import script
+from leaderboard import BENCHMARK_MARGIN, columns
 from logfile import Run
+from significance import ALPHA, show_p
 from train_gpt import UserError
 
 TARGET = 3.28  # of rule 2
@@ -39,9 +41,9 @@ TARGET = 3.28  # of rule 2
 BASELINE, OURS = "baseline", "this_pr"
 
 
-def verdict(losses: list[float], benchmark: bool = False) -> str:
+def verdict(losses: list[float], of_benchmark: bool = False) -> str:
     """Say whether rule 2 is met, and what to do if not; or rule 3 of the optimizer benchmark."""
-    if benchmark:
+    if of_benchmark:
         found = leaderboard.margin(losses, TARGET)
         state = "met" if found >= BENCHMARK_MARGIN else "not met"
         statistic = f"({TARGET} - mean loss) * sqrt(runs)"
@@ -77,14 +79,14 @@ def in_turn(base: list[Run], ours: list[Run]) -> bool:
     return all(began(r)[0] for r in order) and all((a in base) != (b in base) for a, b in pairs)
 
 
-def notes_of(parts: dict[str, list[Run]]) -> list[str]:
+def notes_of(parts: dict[str, list[Run]], of_benchmark: bool) -> list[str]:
     """Return why the public project may refuse the submission, a sentence or two for each
     reason."""
     notes = []
     ours, base = parts[OURS], parts.get(BASELINE)
     if not all(r.on_fineweb for runs in parts.values() for r in runs):
         notes += ["Not FineWeb: the public project does not accept other data."]
-    if ours[0].of_benchmark:  # times do not count, and old results are the baselines
+    if of_benchmark:  # times do not count, and old results are the baselines
         return notes
     if base is None:
         return notes + [
@@ -120,7 +122,7 @@ def check_alone(run: Run) -> None:
         )
 
 
-def submit(folder: Path, groups: list[list[Run]]) -> None:
+def submit(folder: Path, groups: list[list[Run]], of_benchmark: bool) -> None:
     """Make the folder of a submission, and print what is left to do.
 
     `groups` has the runs of the baseline and those of the submission, or only the latter. UserError
@@ -142,11 +144,11 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
             check_alone(r)
             if stems.count(r.path.stem) > 1:
                 raise UserError(f"two logs of {name} are named {r.path.name}: rename one of them")
-    ours, notes = parts[OURS], notes_of(parts)
-    rule = verdict(columns(ours)[1], ours[0].of_benchmark)
+    ours, notes = parts[OURS], notes_of(parts, of_benchmark)
+    rule = verdict(columns(ours)[1], of_benchmark)
     statistics = io.StringIO()
     with contextlib.redirect_stdout(statistics):
-        leaderboard.print_leaderboard(parts, TARGET)
+        leaderboard.print_leaderboard(parts, TARGET, of_benchmark)
 
     text = [f"# {folder.name}", "", rule, ""]
     if notes:
@@ -166,23 +168,32 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Make the folder, and print what the logs tell; exit status 1 if the folder was not made."""
+def work(argv: list[str] | None) -> None:
+    """Make the folder, and print what the logs tell. UserError if the folder cannot be made."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("submission.py", description=__doc__, formatter_class=form)
+    parser.error = script.fail
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")
+    parser.add_argument(
+        "--benchmark", action="store_true", help="by the optimizer benchmark's rules"
+    )
     args = parser.parse_args(argv)
     runs, skipped = leaderboard.read_logs(args.logs, parser.prog)
     groups = leaderboard.groups_of(runs)
     if groups:
-        leaderboard.print_leaderboard(groups, TARGET)
+        leaderboard.print_leaderboard(groups, TARGET, args.benchmark)
     try:
         if skipped:
             raise UserError("repeat the runs named above, or leave out their logs")
-        submit(args.folder, list(groups.values()))
+        submit(args.folder, list(groups.values()), args.benchmark)
     except (UserError, OSError) as error:
-        sys.exit(f"{parser.prog}: {args.folder} was not made: {error}")
+        raise UserError(f"{args.folder} was not made: {error}") from error
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Make the folder; errors are those of train_gpt.py."""
+    console.as_program("submission.py", lambda: work(argv))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """The techniques of the records, and how to turn each one off.
 
-./run.sh --ablate forks/train_gpt_2026.py --list    prints them
+./run.sh tools/records.py forks/train_gpt_2026.py --techniques    prints them
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import script
 import train_gpt
-from train_gpt import Hyperparameters
+from train_gpt import Hyperparameters, UserError
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,10 @@ def one_stage(stages: str) -> str:
     return re.sub(r"window=[^+]*", windows[-1], middle) if windows else middle
 
 
+UNCUT = without("cap=[^+,]*")
 TECHNIQUES = (
     Technique("attention gate", "2025-08-23", 0.3, {"attention_gate": False}),
-    Technique(
-        "whole documents",
-        "2025-07-12",
-        2.0,
-        {"align_to_documents": False, "stages": without("cap=[^+,]*")},
-    ),
+    Technique("whole documents", "2025-07-12", 2.0, {"align_to_documents": False, "stages": UNCUT}),
     Technique("stages of the batch", "2025-11-29", 2.7, {"stages": one_stage}),
     Technique(
         "extension, wide last window", "2025-09-21", 1.2, {"extension_frac": 0.0, "last_window": 0}
@@ -94,10 +93,7 @@ TECHNIQUES = (
     Technique("prefix loss", "2026-07-13", 0.8, {"prefix": 0.0}),
     Technique("MLPs in FP8", "2026-07-17", 1.6, {"fp8_mlp": "off"}),
     Technique(
-        "shorter documents, higher last rate",
-        "2026-02-10",
-        1.2,
-        {"lr_final": 0.1, "stages": without("cap=[^+,]*")},
+        "shorter documents, higher last rate", "2026-02-10", 1.2, {"lr_final": 0.1, "stages": UNCUT}
     ),
 )
 
@@ -106,9 +102,25 @@ def flags_without(technique: Technique, hp: Hyperparameters) -> list[str]:
     """Return the flags that turn a technique off; [] if the settings are without it."""
     if not technique.off.keys() <= vars(hp).keys():
         return []
-    flags = []
+    settings = {name: getattr(hp, name) for name in technique.off}
     for name, off in technique.off.items():
-        value = off(getattr(hp, name)) if callable(off) else off
-        if value != getattr(hp, name):
-            flags += [f"--{name}", *train_gpt.show(value).split(" ")]
-    return flags
+        settings[name] = off(settings[name]) if callable(off) else off
+    return train_gpt.changed_flags(replace(hp, **settings), hp)
+
+
+def techniques_of(path: Path, flags: list[str]) -> list[tuple[Technique, list[str]]]:
+    """Return the techniques of a script's record with these flags, and what turns each off. They
+    are at most as new as the record, or as the script's newest one, and the script takes their
+    flags: otherwise, a setting of that name is something else."""
+    hp, record = script.parse(path, flags)
+    names = [name for cls in script.load(path).__mro__ for name in getattr(cls, "records", {})]
+    date = r"\d{4}-\d\d-\d\d"
+    newest = max(re.findall(date, record) or re.findall(date, " ".join(names)), default="")
+    found = []
+    for technique in TECHNIQUES:
+        off = flags_without(technique, hp)
+        with suppress(UserError):
+            script.parse(path, [*flags, *off])
+            if off and technique.record <= newest:
+                found.append((technique, off))
+    return found

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ablate
+import records
 import runs
 import train_gpt
 import train_gpt_2026
@@ -325,8 +325,7 @@ def test_it_trains_without_any_technique_and_differently(name):
 
 
 def test_all_techniques_are_listed(capsys):
-    words = "--ablate", str(train_gpt.HERE / "forks/train_gpt_2026_07.py"), "--record", HEAD
-    ablate.main([*words, "--list"])
+    records.main(["train_gpt_2026_07.py", "--techniques", "--record", HEAD])
     names = {re.split("  +", line)[0] for line in capsys.readouterr().out.splitlines()[1:]}
     gone = {"attention gate", "backout", "wider q, k and v at first"}
     assert names == {technique.name for technique in TECHNIQUES} - gone

@@ -15,7 +15,7 @@ from train_gpt_2026 import Run
 def test_a_finished_run_is_drawn(whole, capsys):
     watch.main([str(whole(D).folder / "logs/it.txt")])
     text = " ".join(capsys.readouterr().out.split())
-    said = D, "finished", "⠤", f"val loss {whole(D).losses[LAST]:.4f} at step 8"
+    said = D, "finished", "●", f"val loss {whole(D).losses[LAST]:.4f} at step 8"
     assert all(words in text for words in said)
 
 

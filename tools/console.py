@@ -1,0 +1,64 @@
+"""What a tool shows: errors as a line, tables, and what goes on while nothing else says so."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import train_gpt
+
+FIRST, NEXT = 2.0, 10.0  # seconds of silence before the first line of `doing`, and the next ones
+
+
+def end_ticker() -> None:
+    """End run.sh's lines about the start of Python: from here on, the program itself speaks."""
+    if ticker := os.environ.pop("RUN_SH_TICKER", ""):
+        os.close(int(ticker))
+
+
+def as_program(name: str, work: Callable[[], None]) -> None:
+    """Do the work of a tool's main. Errors are those of train_gpt.py: one line, and status 1."""
+    end_ticker()
+    train_gpt.as_program(name, work)
+
+
+def has_terminal() -> bool:
+    """Return whether standard output is a terminal that has columns: then a bar may be drawn."""
+    return sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
+
+
+@contextmanager
+def doing(what: str | Callable[[], str]) -> Iterator[None]:
+    """Say on standard error what goes on: after two seconds, and then every ten. `what` may be a
+    function; if it returns "", nothing is said."""
+    start, is_over = time.monotonic(), Event()
+
+    def say() -> None:
+        wait = FIRST
+        while not is_over.wait(wait):
+            if text := what() if callable(what) else what:
+                print(f"{text}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            wait = NEXT
+
+    thread = Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Print rows in columns, words to the left, numbers to the right."""
+    number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
+    padded = []
+    for cells in zip(*rows, strict=True):  # of a column
+        width = max(map(len, cells))
+        right = all(number.fullmatch(cell) for cell in cells[1:])
+        padded.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    for cells in zip(*padded, strict=True):
+        print("  ".join(cells).rstrip())

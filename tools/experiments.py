@@ -1,0 +1,111 @@
+"""Which of many changes look better? A table of single runs beside a baseline with several seeds.
+
+    ./run.sh --runs 4 --seconds 300 --run_id base       the baseline
+    ./run.sh my_copy.py --like base --keep 0            a quick look at a change, with its steps
+    ./run.sh tools/experiments.py [--base NAME] [--json]
+
+Reads logs/results.jsonl alone. Runs of --runs and --compare are not listed. The baseline is the
+group that --like has named last, or that of --base. `deviations` is how far a loss lies from the
+baseline's mean, in standard deviations of the baseline. A verdict:
+
+    better, worse     of a hundred changes that do nothing, two or three look better (p < 0.05), and
+                      as many worse
+    too close         this run does not tell
+    not comparable    its steps, tokens, data, machine or torch are not those of the baseline
+    diverged, failed, stopped    as result.py says
+
+--json prints a list of objects with the same keys, and `reason`.
+"""
+
+import argparse
+import json
+import signal
+import sys
+
+import numpy as np
+
+import console
+import result
+import script
+import significance
+from logfile import flags_in
+from significance import show
+from train_gpt import UserError
+
+SURE = 0.05  # a smaller p is a verdict: a first look is followed by others
+EQUAL = ("steps", "tokens", "data", "machine", "host", "torch")  # in all that can be compared
+
+
+def baseline_of(runs: list[dict], name: str) -> list[dict]:
+    """Return the finished runs of the group of that name or, without a name, of that which --like
+    has named last. UserError if they are fewer than three, or if all their losses are equal."""
+    named = [run["like"] for run in runs if run["like"]]
+    if not name and not named:
+        raise UserError("no run has --like: name the group of the baseline by --base NAME")
+    name = name or named[-1]
+    found = [run for run in runs if run["group"] == name and run["status"] == "finished"]
+    if len(found) < 3 or np.ptp([run["val_loss"] for run in found]) == 0:
+        remedy = f"make it by ./run.sh --runs 4 --run_id {name}"
+        text = f"{len(found)} finished runs, three with unequal losses are needed"
+        raise UserError(f"{result.RESULTS}: the baseline {name} has {text}: {remedy}")
+    return found
+
+
+def change_of(run: dict, base: dict) -> str:
+    """Return in what a run differs from the baseline: its source, and its flags."""
+    own, others = (flags_in(of["flags"] or "") for of in (run, base))
+    changed = [f"--{name}{own[name]}" for name in own if own[name] != others.get(name)]
+    changed += [f"--{name} as in the record" for name in others if name not in own]
+    return " ".join(["source"] * (run["digest"] != base["digest"]) + changed)
+
+
+def row_of(run: dict, base: list[dict]) -> dict:
+    """Return a row of the table."""
+    keys = "run", "script", "steps", "val_loss", "reason"
+    row = {**{key: run[key] for key in keys}, "change": change_of(run, base[0]), "deviations": None}
+    if run["status"] != "finished":
+        return row | {"verdict": run["status"]}
+    unequal = [key for key in EQUAL if run[key] != base[0][key]]
+    if unequal:
+        found = [f"{key} {run[key]}, not {base[0][key]}" for key in unequal]
+        return row | {"verdict": "not comparable", "reason": "; ".join(found)}
+    found = significance.of_one(run["val_loss"], [of["val_loss"] for of in base])
+    verdict = "better" if found.mean < 0 else "worse"
+    verdict = verdict if found.p < SURE else "too close"
+    return row | {"deviations": found.mean, "verdict": verdict}
+
+
+def work(argv: list[str] | None) -> None:
+    """Print the table. UserError if there is no baseline."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser.error = script.fail
+    parser.add_argument("--base", default="", metavar="NAME", help="group of the baseline")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    args = parser.parse_args(argv)
+    runs = [run for run in result.noted() if run["kind"] == "run"]
+    base = baseline_of(runs, args.base)
+    rows = [row_of(run, base) for run in runs if not run["group"]]
+    if args.json:
+        return print(json.dumps(rows, indent=1))
+    losses = [run["val_loss"] for run in base]
+    text = f"loss {np.mean(losses):.4f}, standard deviation {np.std(losses, ddof=1):.4f}"
+    first = f"{base[0]['script']} {base[0]['flags']}".strip()
+    print(f"baseline {base[0]['group']}: {len(base)} runs of {first}: {text}\n")
+    table = [["run", "script", "change", "steps", "loss", "deviations", "verdict"]]
+    for row in rows:
+        numbers = [str(row["steps"] or "-"), show(row["val_loss"], ".4f")]
+        verdict = row["verdict"] + (f": {row['reason']}" if row["reason"] else "")
+        known = [row["run"] or "-", row["script"], row["change"] or "-", *numbers]
+        table.append([*known, show(row["deviations"], "+.1f"), verdict])
+    console.print_table(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table; errors are those of train_gpt.py."""
+    console.as_program("experiments.py", lambda: work(argv))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
+    main(sys.argv[1:])

@@ -1,0 +1,155 @@
+"""How long does a step take? Steps of a script's schedule are timed, as a run makes them.
+
+bench.py imports this. seconds.py starts it as a program, on as many GPUs as a run will have:
+
+    timing.py FILE SECONDS SCRIPT.py [flags]    write the mean ms of a step of the schedule to FILE
+
+The time of a step depends on its kind, which is its compiled code and the length of its sequences,
+and on its window. So three steps of each kind are timed: with the smallest, the middle and the
+largest window. Between them, time is interpolated.
+"""
+
+import os
+import shlex
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import console
+import script
+import train_gpt
+from train_gpt import Moment, clock
+
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+BATCHES = 32  # different ones; then they come again
+ROUNDS = 15  # at most; in each, a block of steps is timed at each window
+BLOCK_S = 0.2  # least time of a block, so that waiting for the GPU at its ends does not count
+
+
+def cycle_of(moments: list[Moment]) -> int:
+    """Return after how many steps a run can stop: more than 1 where Adam sums their gradients."""
+    return next((n for n, now in enumerate(moments) if n and now.can_stop), len(moments) - 1)
+
+
+class Timed:
+    """A compiled and warmed-up model of a script with these flags, its optimizers and batches, and
+    its report for bench.py. UserError for bad flags."""
+
+    def __init__(self, path: Path, flags: list[str], device: torch.device):
+        hp, record = script.parse(path, flags)
+        run_class = script.load(path)
+        self.core = core = script.core(run_class)
+        self.hp, self.run_class, self.device = hp, run_class, device
+        # If no FineWeb has been fetched, the sample corpus is read.
+        self.data = hp.train_files if glob(hp.train_files) else f"{train_gpt.SAMPLE}_train_*.bin"
+        self.batches, self.made = {}, 0
+        self.moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
+        self.every = cycle_of(self.moments)
+        self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1  # those that bench.py times
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        start, notes = clock(device), []
+        self.in_use = core.choose_kernels.__globals__.get("IN_USE", {})  # of gpu_kernels.py
+        self.model = core.build(run_class, hp, device)
+        self.compiled = core.compiled.allowed
+        self.optimizers = run_class.optimizers_class(self.model, hp, RANK, RANKS)
+        core.warm_up(self.model, self.optimizers, self.moments, device, log=notes.append)
+        self.kernels = dict(self.in_use)
+        self.report = {"script": script.show(path), "record": record, "flags": shlex.join(flags)}
+        self.report |= {"data": self.data, "compiled": self.compiled, "notes": "; ".join(notes)}
+        self.report["warm_up_s"] = clock(device) - start
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.step(self.steps[-1])
+            tokens = torch.arange(hp.val_seq_len, device=device)[None] % hp.vocab_size
+            core.evaluate(self.model, (tokens.int(), tokens), self.moments[-1], device)
+            self.report["memory_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+
+    def step(self, step: int) -> Tensor:
+        """Train on the next batch as a run does at this step, and return the inputs (n, T). Where
+        Adam learns at every second step only, so it does in every second call."""
+        if self.in_use != self.kernels:  # those of the other model in this process
+            self.in_use.clear()
+            self.in_use.update(self.kernels)
+        self.core.compiled.allowed = self.compiled
+        if step not in self.batches:
+            self.batches[step] = self.batches_of(self.moments[step])
+        inputs, targets = next(self.batches[step])
+        self.made += 1
+        cycle = self.moments[step - step % self.every :][: self.every]
+        now = cycle[self.made % len(cycle)]
+        self.core.train_step(self.model, self.optimizers, inputs, targets, now)
+        return inputs
+
+    def batches_of(self, now: Moment):
+        """Yield batches without end, all as long as at this moment."""
+        hp, plan = replace(self.hp, epochs=0), self.run_class.plan
+        planned = self.core.plan_batches(self.data, hp, BATCHES, plan, [now] * (BATCHES + 1))
+        while True:
+            yield from self.core.distributed_data_generator(planned, RANK, RANKS, self.device)
+
+
+def time_in_turn(blocks: list[tuple[Timed, int, int]], rounds: int) -> list[list[tuple]]:
+    """Make blocks of steps in turn (A B A B): each is a model, a step of its schedule, and a count.
+    Return for each of them, by rounds, the ms per step and the inputs (n, T)."""
+    for run, step, _ in blocks:
+        run.step(step)  # reads data for the first time
+    timed = [[] for _ in blocks]
+    for _ in range(rounds):
+        for (run, step, count), found in zip(blocks, timed, strict=True):
+            start = clock(run.device)
+            inputs = [run.step(step) for _ in range(count)]
+            found.append((1e3 * (clock(run.device) - start) / count, torch.cat(inputs)))
+    return timed
+
+
+def shares_of(run: Timed) -> dict[int, float]:
+    """Return the steps of a run's schedule that are timed, each with its share: the mean time of
+    all steps is the sum of share * time. A cycle is timed as a whole, and counts as one step."""
+    moments = run.moments[: -1 : run.every]
+    kinds = defaultdict(list)
+    for now in moments:
+        kinds[now.graph_key, now.seq_len].append(now)
+    shares = {}
+    for of_kind in kinds.values():
+        step_at = {now.window: now.step for now in of_kind}
+        windows = sorted(step_at)
+        few = sorted({windows[0], windows[len(windows) // 2], windows[-1]})
+        for window, corner in zip(few, np.eye(len(few)), strict=True):
+            # How much of the time at this window is in the interpolated time of each step.
+            parts = np.interp([now.window for now in of_kind], few, corner)
+            shares[step_at[window]] = float(parts.sum()) / len(moments)
+    return shares
+
+
+def time_schedule(run: Timed, budget: float) -> float:
+    """Return the mean ms of a step, from the medians of as many rounds as fit into `budget` seconds
+    after a first, short one; of one at least."""
+    shares = shares_of(run)
+    first = time_in_turn([(run, step, run.every) for step in shares], 1)
+    ms = torch.tensor([blocks[0][0] for blocks in first], device=run.device)
+    ms = (train_gpt.all_reduce_(ms) / RANKS).cpu().numpy()  # so all ranks make the same steps
+    counts = run.every * np.ceil(1e3 * BLOCK_S / ms / run.every).astype(int)
+    rounds = (1e3 * budget - (1 + run.every) * ms.sum()) // (counts @ ms)
+    rounds = int(np.clip(rounds, 1, ROUNDS))
+    timed = time_in_turn([(run, *block) for block in zip(shares, counts, strict=True)], rounds)
+    medians = [np.median([ms for ms, _ in blocks]) for blocks in timed]
+    return float(np.dot(list(shares.values()), medians))
+
+
+def work() -> None:
+    """Time the schedule of a script, and write the ms of a step into a file."""
+    out, budget, path, *flags = sys.argv[1:]
+    device, _, _ = train_gpt.start_device(script.parse(Path(path), flags)[0].device)
+    ms = time_schedule(Timed(Path(path), flags, device), float(budget))
+    if RANK == 0:
+        Path(out).write_text(str(ms))
+
+
+if __name__ == "__main__":
+    console.as_program("timing.py", work)
