@@ -218,7 +218,7 @@ MADE_UP = """#!/bin/sh
 case "$1 $2" in
 "- "*) exit 1 ;;
 "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-"-m pip") echo "Collecting torch" && until grep -q "installing, 2 s" err; do /bin/sleep 0.02; done ;;
+"-m pip") echo "Collecting torch" && until grep -q "ing, 2 s: C" err; do /bin/sleep 0.02; done ;;
 *) echo "NAME $*" ;;
 esac
 """
