@@ -12,9 +12,9 @@ import torch
 import bundle
 import script
 import train_gpt
-from runs import SCRIPT, run, val_losses
+from runs import SCRIPT, error_of, run, val_losses
 from test_scripts import launched
-from train_gpt import HERE, UserError
+from train_gpt import HERE
 
 gpu_kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed")
 
@@ -43,7 +43,7 @@ def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
     name, small_fork, one
 ):
     """Tracebacks show these lines, and Triton compiles them."""
-    bundle.write([str(name or small_fork), str(one)])
+    bundle.main([str(name or small_fork), str(one)])
     run_class = script.load(one)
     core = script.core(run_class)
     assert core is not train_gpt and train_gpt.script_of(run_class) == one
@@ -65,11 +65,11 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
     notes.write_text("mine")
     monkeypatch.chdir(small_fork.parent)
     for out, reason in (("small_fork.py", "is one of the sources"), (str(notes), "is no bundle")):
-        with pytest.raises(UserError, match=f"{reason}: choose another name"):
-            bundle.write(["./small_fork.py", out])
+        _, err = error_of(["./small_fork.py", out], capsys, bundle.main)
+        assert f"{reason}: choose another name" in err
     assert small_fork.read_text() == before and notes.read_text() == "mine"
     for _ in range(2):
-        bundle.write(["./small_fork.py", str(one)])
+        bundle.main(["./small_fork.py", str(one)])
         assert capsys.readouterr().out.startswith(f"wrote {one}, ")
 
 
@@ -83,7 +83,7 @@ def test_alone_it_trains_as_in_the_project_and_resumes(is_bundle, small_fork, on
     assert list(expected) == [0, 2, 4]
 
     if is_bundle:
-        bundle.write([str(original), str(one)])
+        bundle.main([str(original), str(one)])
     else:
         shutil.copy(original, one)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

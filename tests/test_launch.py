@@ -61,7 +61,7 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit) as end:
-        start.start([str(path), *words])
+        start.main([str(path), *words])
     assert calls == [[str(shards)]]
     expected = ["--standalone", "--nproc_per_node=8", str(path), *words, "--run_id"]
     assert end.value.code[3:-1] == expected
@@ -83,7 +83,7 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
     monkeypatch.setattr(subprocess, "run", run)
     words = ["--muon_lr", "0.06", "--seed=5", "--run_id", "it", "--device", "cpu"]
     with pytest.raises(SystemExit) as end:
-        start.start([*words, "--runs", "2"])
+        start.main([*words, "--runs", "2"])
     assert end.value.code == 3
     assert calls == [
         ["--keep", "0", *words, "--seed", "5", "--run_id", "it_seed5"],
@@ -114,8 +114,7 @@ def test_a_run_that_took_too_long_says_how_to_time_it_again(tmp_path, monkeypatc
 def test_a_users_mistake_is_one_line(nproc, words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NPROC", nproc)
-    monkeypatch.setattr(sys, "argv", ["start.py", *words.split()])
-    status, err = error_of([], capsys, lambda _: start.main())
+    status, err = error_of(words.split(), capsys, start.main)
     assert status == 1 and re.match(f"run.sh: error: {message}", err)
 
 

@@ -87,9 +87,10 @@ def test_the_remedy_depends_on_what_keeps_torch_from_the_gpus(
 
 
 def test_setup_is_not_ready_where_torch_cannot_use_the_gpus(node, capsys):
-    with pytest.raises(machine.UserError, match="torch cannot use the 8 GPUs"):
-        machine.report()
-    out = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        machine.main([])
+    out, err = capsys.readouterr()
+    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs")
     assert "\nGPUs           8 x NVIDIA H100 80GB HBM3, 81559 MiB\n" in out and "ready" not in out
 
 
@@ -98,7 +99,7 @@ def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, 
     monkeypatch.setattr(machine, "FINEWEB", f"{tmp_path}/fineweb")
     for name in ("train_000001", "train_000002", "val_000000"):
         (tmp_path / f"fineweb_{name}.bin").touch()
-    machine.report()
+    machine.main([])
     out = capsys.readouterr().out
     assert "\nGPUs           none\n" in out and "\nFineWeb        2 train and 1 validation" in out
     assert out.endswith("run.sh: ready to train the demo, without a GPU\n")

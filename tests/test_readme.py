@@ -18,7 +18,8 @@ from train_gpt import HERE
 
 README = (HERE / "README.md").read_text("utf-8")
 FORK = re.search(r"```python\n(.*?)```", README, re.S)[1]
-TECHNIQUE = re.search(r"```diff\n(.*?)```", README, re.S)[1]
+OF_FORKS = (HERE / "forks" / "README.md").read_text("utf-8")
+TECHNIQUE = re.search(r"```diff\n(.*?)```", OF_FORKS, re.S)[1]
 STEPS = 4
 
 

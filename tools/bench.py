@@ -175,9 +175,7 @@ def work(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Return bench.py's flags, the scripts with theirs, and settings. UserError for bad ones."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.error = script.fail
+    parser = console.parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed at each window")
     parser.add_argument("--vs", metavar="FLAGS", type=shlex.split, help="also time these flags")
     parser.add_argument("--trace", type=int, default=0, metavar="N", help="profile N steps, too")
@@ -201,7 +199,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def bench(words: list[str]) -> None:
+@console.program("bench.py")
+def main(words: list[str]) -> None:
     """Time what the flags name, in a process for each GPU, of which this may be one. UserError if
     two models do not fit into a GPU."""
     args = parse_args(words)
@@ -218,11 +217,6 @@ def bench(words: list[str]) -> None:
             raise
         reason = "out of GPU memory, which held the models of both: time each without --vs"
         raise UserError(reason) from error
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Errors are one line, as in train_gpt.py."""
-    console.as_program("bench.py", lambda: bench(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

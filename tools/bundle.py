@@ -6,11 +6,10 @@ OUT.py must be new, or an older bundle. It has each source unchanged, the script
 others run when they are imported. Its log begins with all the code that trained.
 """
 
-import sys
 from pathlib import Path
 
 import script
-from console import as_program
+from console import program
 from train_gpt import UserError
 
 MADE = "made by tools/bundle.py"
@@ -58,7 +57,8 @@ def bundle(path: Path, wrapper: str = "") -> str:
     return whole + source
 
 
-def write(words: list[str]) -> None:
+@program("bundle.py")
+def main(words: list[str]) -> None:
     """Bundle the script that is the first word into the file that is the second."""
     if "--help" in words:
         return print(__doc__)
@@ -74,4 +74,4 @@ def write(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    as_program("bundle.py", lambda: write(sys.argv[1:]))
+    main()

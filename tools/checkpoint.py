@@ -9,7 +9,7 @@ import torch
 
 import train_gpt
 from console import doing
-from script import OWN, core, fail, find, load
+from script import OWN, core, find, load
 from train_gpt import END_OF_TEXT, GPT, HERE, Hyperparameters, Moment, UserError
 
 
@@ -100,16 +100,13 @@ def settings_of(saved: dict, run_class: type[train_gpt.Run], flags: list[str]) -
 
 
 def parse_with_checkpoint(
-    parser: argparse.ArgumentParser, argv: list[str] | None
+    parser: argparse.ArgumentParser, words: list[str]
 ) -> tuple[argparse.Namespace, Checkpoint]:
     """Return a tool's own flags, and the checkpoint: the first word, or else the newest one under
     logs/. All other flags are for the script that saved it."""
-    parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-    parser.error = fail
     parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
     parser.add_argument("--run_id", default="*", help="take the newest one of this run [of all]")
-    words = list(sys.argv[1:] if argv is None else argv)
     named = [Path(words.pop(0))] if words and not words[0].startswith("-") else []
     args, flags = parser.parse_known_args(words)
     paths = named or list(Path("logs").glob(f"{args.run_id}/state_step*.pt"))

@@ -63,7 +63,6 @@ import json
 import math
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -418,15 +417,15 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
         plots.draw_pairs(numbers, args.plot)
 
 
-def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:
-    """Return A, B and the flags of the comparison; UserError for a bad value."""
-    argv, texts = list(sys.argv[1:] if argv is None else argv), []
-    if "--compare" in argv:  # argparse would read "--fp8=off" as its own flag
-        place = argv.index("--compare")
-        texts, argv = argv[place + 1 : place + 3], argv[:place] + argv[place + 3 :]
+@console.program("run.sh")
+def main(words: list[str]) -> None:
+    """Compare as the flags say. UserError for a bad value."""
+    texts = []
+    if "--compare" in words:  # argparse would read "--fp8=off" as its own flag
+        place = words.index("--compare")
+        texts, words = words[place + 1 : place + 3], words[:place] + words[place + 3 :]
     # It has no help: run.sh prints the docstring for --help, before packages are installed.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = script.fail
+    parser = console.parser_of()
     parser.add_argument("--run_id", default=script.new_name())
     parser.add_argument("--judge", choices=tuple(QUESTIONS), default="loss")
     seconds.add_flags(parser)
@@ -435,7 +434,7 @@ def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:
     parser.add_argument("--alpha", type=float, default=ALPHA)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path)
-    args, others = parser.parse_known_args(argv)
+    args, others = parser.parse_known_args(words)
     if len(texts) < 2:
         parser.error('--compare needs the flags of A and those of B, each in quotes, or ""')
     if args.runs is not None and not FEWEST <= args.runs <= 200:
@@ -450,12 +449,7 @@ def parse_args(argv: list[str] | None) -> tuple[Side, Side, argparse.Namespace]:
     for side in (a, b):
         if args.seconds is not None:
             seconds.check(args.seconds, list(side.flags))
-    return a, b, args
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Compare as the flags say; errors are those of train_gpt.py."""
-    console.as_program("run.sh", lambda: compare(*parse_args(argv)))
+    compare(a, b, args)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -19,10 +20,36 @@ def end_ticker() -> None:
         os.close(int(ticker))
 
 
-def as_program(name: str, work: Callable[[], None]) -> None:
-    """Do the work of a tool's main. Errors are those of train_gpt.py: one line, and status 1."""
-    end_ticker()
-    train_gpt.as_program(name, work)
+def program(name: str) -> Callable:
+    """Make a tool's main of its work, a function of the command line's words. An error is a line
+    that begins with the name, and status 1, as in train_gpt.py."""
+
+    def decorate(work: Callable[[list[str]], None]) -> Callable:
+        def main(words: list[str] | None = None) -> None:
+            end_ticker()
+            words = sys.argv[1:] if words is None else words
+            train_gpt.as_program(name, lambda: work(list(words)))
+
+        return main
+
+    return decorate
+
+
+def parser_of(description: str | None = None) -> ArgumentParser:
+    """Return a parser of flags, with help if there is a description. UserError for a bad flag."""
+    parser = ArgumentParser(
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
+        add_help=bool(description),
+        allow_abbrev=False,
+    )
+    parser.error = fail
+    return parser
+
+
+def fail(message: str):
+    """Raise UserError: argparse calls this for a bad flag."""
+    raise train_gpt.UserError(message)
 
 
 def has_terminal() -> bool:

@@ -16,7 +16,6 @@ fetched once (12 MB), or read from --hellaswag FILE, a .jsonl of the same form: 
 four `endings` and a `label` from 0 to 3.
 """
 
-import argparse
 import copy
 import json
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 import train_gpt
 from checkpoint import Checkpoint, parse_with_checkpoint
-from console import as_program, doing
+from console import doing, parser_of, program
 from gpt2 import bits_per_byte, gpt2_encoding
 from script import core
 from train_gpt import BLOCK, END_OF_TEXT, GPT, HERE, Moment, UserError
@@ -153,13 +152,14 @@ def print_accuracies(checkpoint: Checkpoint, device: torch.device, path: Path, l
     print(f"{accuracy}, {len(labels)} questions")
 
 
-def evaluate(argv: list[str] | None) -> None:
+@program("evaluate.py")
+def main(words: list[str]) -> None:
     """Evaluate the checkpoint that the words name. UserError if they are invalid."""
-    parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__)
+    parser = parser_of(__doc__)
     text = "print accuracies on HellaSwag, or on the questions of a FILE"
     parser.add_argument("--hellaswag", nargs="?", const="", metavar="FILE", help=text)
     parser.add_argument("--limit", type=int, default=0, help="HellaSwag questions to ask [0: all]")
-    args, checkpoint = parse_with_checkpoint(parser, argv)
+    args, checkpoint = parse_with_checkpoint(parser, words)
     if args.limit < 0:
         raise UserError("--limit: must be at least 0")
     device, _, _ = train_gpt.start_device(checkpoint.hp.device)
@@ -170,11 +170,6 @@ def evaluate(argv: list[str] | None) -> None:
     if not (args.hellaswag or path.exists()):
         fetch(path)
     print_accuracies(checkpoint, device, path, args.limit)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print what a checkpoint reaches. An error is one line and status 1."""
-    as_program("evaluate.py", lambda: evaluate(argv))
 
 
 if __name__ == "__main__":

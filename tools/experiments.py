@@ -1,7 +1,7 @@
 """Which of many changes look better? A table of single runs beside a baseline with several seeds.
 
     ./run.sh --runs 4 --seconds 300 --run_id base       the baseline
-    ./run.sh my_copy.py --like base --keep 0            a quick look at a change, with its steps
+    ./run.sh my_copy.py --like base                     a quick look at a change, with its steps
     ./run.sh tools/experiments.py [--base NAME] [--json]
 
 Reads logs/results.jsonl alone. Runs of --runs and --compare are not listed. The baseline is the
@@ -17,16 +17,13 @@ baseline's mean, in standard deviations of the baseline. A verdict:
 --json prints a list of objects with the same keys, and `reason`.
 """
 
-import argparse
 import json
 import signal
-import sys
 
 import numpy as np
 
 import console
 import result
-import script
 import significance
 from logfile import flags_in
 from significance import show
@@ -75,14 +72,13 @@ def row_of(run: dict, base: list[dict]) -> dict:
     return row | {"deviations": found.mean, "verdict": verdict}
 
 
-def work(argv: list[str] | None) -> None:
+@console.program("experiments.py")
+def main(words: list[str]) -> None:
     """Print the table. UserError if there is no baseline."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.error = script.fail
+    parser = console.parser_of(__doc__)
     parser.add_argument("--base", default="", metavar="NAME", help="group of the baseline")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     runs = [run for run in result.noted() if run["kind"] == "run"]
     base = baseline_of(runs, args.base)
     rows = [row_of(run, base) for run in runs if not run["group"]]
@@ -101,11 +97,6 @@ def work(argv: list[str] | None) -> None:
     console.print_table(table)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the table; errors are those of train_gpt.py."""
-    console.as_program("experiments.py", lambda: work(argv))
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
-    main(sys.argv[1:])
+    main()

@@ -14,7 +14,6 @@ without the tokenizer's type, it asks whether it may run code of DIR.
     transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
 """
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 import train_gpt
 from bundle import bundle
 from checkpoint import Checkpoint, parse_with_checkpoint
-from console import as_program, doing
+from console import doing, parser_of, program
 from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, RunSettings, UserError
 
@@ -88,12 +87,13 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def export(argv: list[str] | None) -> None:
+@program("export.py")
+def main(words: list[str]) -> None:
     """Write the folder that the flags name; UserError if they are invalid."""
-    parser = argparse.ArgumentParser(prog="export.py", description=__doc__)
+    parser = parser_of(__doc__)
     help_ = "write a Hugging Face model into the new folder DIR"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
-    args, checkpoint = parse_with_checkpoint(parser, argv)
+    args, checkpoint = parse_with_checkpoint(parser, words)
     kind, folder = args.export
     if kind != "hf":
         raise UserError(f"--export {kind}: the only format is hf")
@@ -104,11 +104,6 @@ def export(argv: list[str] | None) -> None:
     call = "transformers.Auto{}.from_pretrained({!r}, {})"
     print("model =", call.format("ModelForCausalLM", folder, "trust_remote_code=True"))
     print("tokenizer =", call.format("Tokenizer", folder, 'tokenizer_type="gpt2"'))
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Export a checkpoint. An error is one line and status 1."""
-    as_program("export.py", lambda: export(argv))
 
 
 if __name__ == "__main__":

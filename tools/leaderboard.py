@@ -18,7 +18,6 @@ the standard deviation as known. If such a log has several trials, each one is a
 be claimed at a step before the last (--at), or for another loss in the log (--field val_ema_loss).
 """
 
-import argparse
 import math
 import signal
 import sys
@@ -29,7 +28,6 @@ from scipy import stats
 
 import console
 import plots
-import script
 import significance
 from console import print_table
 from logfile import Run, read_trials
@@ -159,35 +157,27 @@ def read_logs(
     return runs, skipped
 
 
-def work(argv: list[str] | None) -> None:
+@console.program("leaderboard.py")
+def main(words: list[str]) -> None:
     """Print what the logs tell; exit status 1 if a log could not be used. UserError for a bad
     flag."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "leaderboard.py", description=__doc__, formatter_class=form, allow_abbrev=False
-    )
-    parser.error = script.fail
+    parser = console.parser_of(__doc__)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs to read")
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
     parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
     parser.add_argument("--benchmark", action="store_true", help="the optimizer benchmark's rule")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     if args.at is not None and args.at < 1:
         parser.error("--at must be 1 or more")
-    runs, skipped = read_logs(args.logs, parser.prog, args.at, args.field)
+    runs, skipped = read_logs(args.logs, "leaderboard.py", args.at, args.field)
     groups = groups_of(runs)
     if groups:
         print_leaderboard(groups, args.target, args.benchmark)
     if groups and args.plot:
         plots.draw_runs(groups, args.plot)
     sys.exit(1 if skipped else 0)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print what the logs tell; errors are those of train_gpt.py."""
-    console.as_program("leaderboard.py", lambda: work(argv))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from console import as_program
+from console import program
 from train_gpt import FINEWEB, HERE, UserError, fp8_supported
 
 # Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
@@ -102,7 +102,8 @@ def rows() -> dict[str, str]:
     return found
 
 
-def report() -> None:
+@program("run.sh")
+def main(_: list[str]) -> None:
     """Print what this machine has. UserError if it has GPUs that torch cannot use."""
     for name, value in rows().items():
         print(f"{name:15}{value}")
@@ -113,4 +114,4 @@ def report() -> None:
 
 
 if __name__ == "__main__":
-    as_program("run.sh", report)
+    main()

@@ -15,15 +15,13 @@ All times are published. 2025-01-26 was timed twice: its first time, 2.933 minut
 steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so is the curve.
 """
 
-import argparse
 import itertools
 import shlex
-import sys
 from pathlib import Path
 
 import script
 import train_gpt
-from console import as_program, print_table
+from console import parser_of, print_table, program
 from logfile import published, read_log
 from techniques import techniques_of
 from train_gpt import UserError, show
@@ -100,12 +98,11 @@ def print_against_published(log: Path) -> None:
         print(f"other than the record:{run.flags}")
 
 
-def work(argv: list[str] | None) -> None:
+@program("records.py")
+def main(words: list[str]) -> None:
     """Print what the flags ask for."""
-    path, words = script.take_script(sys.argv[1:] if argv is None else argv)
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.error = script.fail
+    path, words = script.take_script(words)
+    parser = parser_of(__doc__)
     parser.add_argument("log", nargs="?", type=Path, help="a run's log, logs/RUN.txt")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two records' settings")
     text = "list the techniques of --record, and their flags"
@@ -120,11 +117,6 @@ def work(argv: list[str] | None) -> None:
         print_techniques(path, args.record)
     else:
         print_list(script.load(path).records)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print as the flags say; errors are those of train_gpt.py."""
-    as_program("records.py", lambda: work(argv))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ of the script that saved the checkpoint, such as --device cpu. A published check
 record: add --record NAME.
 """
 
-import argparse
 import codecs
 import signal
 import sys
@@ -22,7 +21,7 @@ from torch import Tensor
 
 import train_gpt
 from checkpoint import parse_with_checkpoint
-from console import as_program, doing
+from console import doing, parser_of, program
 from gpt2 import gpt2_encoding
 from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError
 
@@ -117,10 +116,11 @@ def text_of(tokens: Iterable[int], encoding) -> Iterator[str]:
     yield decode(b"", final=True)
 
 
+@program("sample.py")
 @torch.no_grad()
-def sample(argv: list[str] | None) -> None:
+def main(words: list[str]) -> None:
     """Print the samples that the flags ask for. UserError if they are invalid."""
-    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument("--n", type=int, default=3, help="number of samples [3]")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per sample [200]")
@@ -129,7 +129,7 @@ def sample(argv: list[str] | None) -> None:
     seed = torch.seed() % 2**32
     text = "the same seed repeats the text [random]"
     parser.add_argument("--seed", type=int, default=seed, help=text)
-    args, checkpoint = parse_with_checkpoint(parser, argv)
+    args, checkpoint = parse_with_checkpoint(parser, words)
     if min(args.n, args.tokens) < 1 or not min(args.temperature, args.top_k) >= 0:
         raise UserError("--n and --tokens must be at least 1, --temperature and --top_k at least 0")
     if not 0 <= args.seed < 2**63:
@@ -153,11 +153,6 @@ def sample(argv: list[str] | None) -> None:
         print()
     rate = args.n * args.tokens / (time.perf_counter() - start)
     print(f"{rate:.1f} tokens/s", file=sys.stderr)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print samples. An error is one line and status 1."""
-    as_program("sample.py", lambda: sample(argv))
 
 
 if __name__ == "__main__":

@@ -91,11 +91,6 @@ def parse(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
     return core(run_class).parse_args(flags, run_class)
 
 
-def fail(message: str):
-    """Raise UserError: a tool's argparse calls this for a bad flag."""
-    raise UserError(message)
-
-
 def new_name() -> str:
     """Return a name for a run: the time, and some letters."""
     return time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]

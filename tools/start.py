@@ -10,7 +10,6 @@ SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs. A run ends with
 is also a line of logs/results.jsonl; result.py lists its keys.
 """
 
-import argparse
 import shlex
 import signal
 import subprocess
@@ -61,12 +60,11 @@ def repeat(count: int, path: Path, flags: list[str], known: dict) -> int:
     return subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode
 
 
-def start(words: list[str]) -> None:
-    """Train with these words of the command line, once or --runs times, and exit with the run's
-    status."""
+@console.program("run.sh")
+def main(words: list[str]) -> None:
+    """Train, once or --runs times, and exit with the run's status."""
     path, words = script.take_script(words)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = script.fail
+    parser = console.parser_of()
     parser.add_argument("--runs", type=int)
     parser.add_argument("--like")
     seconds.add_flags(parser)
@@ -89,11 +87,6 @@ def start(words: list[str]) -> None:
         result.note(result.not_begun(path, flags, error, known))
         raise
     sys.exit(status)
-
-
-def main() -> None:
-    """Do what the command line says. An error is one line and status 1."""
-    console.as_program("run.sh", lambda: start(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Rule 4: the runs take less time than the baseline on the same hardware. The opti
 (--benchmark) has its own rules: times do not count, and rule 3 is its statistic.
 """
 
-import argparse
 import contextlib
 import io
 import math
@@ -27,7 +26,6 @@ import numpy as np
 
 import console
 import leaderboard
-import script
 from leaderboard import BENCHMARK_MARGIN, columns
 from logfile import Run
 from significance import ALPHA, show_p
@@ -168,18 +166,17 @@ def submit(folder: Path, groups: list[list[Run]], of_benchmark: bool) -> None:
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
 
 
-def work(argv: list[str] | None) -> None:
+@console.program("submission.py")
+def main(words: list[str]) -> None:
     """Make the folder, and print what the logs tell. UserError if the folder cannot be made."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("submission.py", description=__doc__, formatter_class=form)
-    parser.error = script.fail
+    parser = console.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")
     parser.add_argument(
         "--benchmark", action="store_true", help="by the optimizer benchmark's rules"
     )
-    args = parser.parse_args(argv)
-    runs, skipped = leaderboard.read_logs(args.logs, parser.prog)
+    args = parser.parse_args(words)
+    runs, skipped = leaderboard.read_logs(args.logs, "submission.py")
     groups = leaderboard.groups_of(runs)
     if groups:
         leaderboard.print_leaderboard(groups, TARGET, args.benchmark)
@@ -189,11 +186,6 @@ def work(argv: list[str] | None) -> None:
         submit(args.folder, list(groups.values()), args.benchmark)
     except (UserError, OSError) as error:
         raise UserError(f"{args.folder} was not made: {error}") from error
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Make the folder; errors are those of train_gpt.py."""
-    console.as_program("submission.py", lambda: work(argv))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ largest window. Between them, time is interpolated.
 
 import os
 import shlex
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from glob import glob
@@ -142,9 +141,10 @@ def time_schedule(run: Timed, budget: float) -> float:
     return float(np.dot(list(shares.values()), medians))
 
 
-def work() -> None:
+@console.program("timing.py")
+def main(words: list[str]) -> None:
     """Time the schedule of a script, and write the ms of a step into a file."""
-    out, budget, path, *flags = sys.argv[1:]
+    out, budget, path, *flags = words
     device, _, _ = train_gpt.start_device(script.parse(Path(path), flags)[0].device)
     ms = time_schedule(Timed(Path(path), flags, device), float(budget))
     if RANK == 0:
@@ -152,4 +152,4 @@ def work() -> None:
 
 
 if __name__ == "__main__":
-    console.as_program("timing.py", work)
+    main()

@@ -9,7 +9,6 @@ the output is not a terminal, the plot is printed once. Pictures of runs are mad
 tools/leaderboard.py --plot.
 """
 
-import argparse
 import shutil
 import statistics
 import textwrap
@@ -20,9 +19,8 @@ from pathlib import Path
 
 import plotext
 
-from console import as_program, has_terminal
+from console import has_terminal, parser_of, program
 from logfile import Run, is_live, published, read_log, read_metrics
-from script import fail
 from train_gpt import UserError
 
 INTERVAL = 2  # seconds between updates
@@ -86,14 +84,13 @@ def early_end(run: Run) -> str:
     return run.stop or f"the run failed or was killed; go on with {command}"
 
 
-def watch(argv: list[str] | None) -> None:
+@program("watch.py")
+def main(words: list[str]) -> None:
     """Plot a run: on a terminal, until it ends or Ctrl-C. UserError if there is nothing to plot."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.error = fail
+    parser = parser_of(__doc__)
     parser.add_argument("log", nargs="?", type=Path, help="the run's log [the newest under logs/]")
     newest = max(Path("logs").glob("*.txt"), key=getmtime, default=None)
-    path = parser.parse_args(argv).log or newest
+    path = parser.parse_args(words).log or newest
     if path is None:
         raise UserError("no log under logs/: name one")
     on_terminal = has_terminal()
@@ -112,11 +109,6 @@ def watch(argv: list[str] | None) -> None:
         time.sleep(INTERVAL)
     if not live and run.settings and run.steps not in run.curve:  # public logs have no settings
         print(early_end(run))
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Plot a run. An error is one line and status 1."""
-    as_program("watch.py", lambda: watch(argv))
 
 
 if __name__ == "__main__":
