@@ -92,6 +92,16 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
     ]
 
 
+def test_a_run_like_others_has_their_flags_but_not_their_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {"group": "base", "status": "finished", "record": "demo"}
+    result.note(known | {"run": "base_seed3", "flags": "--num_iterations 7 --seed 3 --keep 0"})
+    words = ["--record", "demo", "--num_iterations", "7", "--keep", "0"]
+    assert start.flags_like("base") == start.flags_like("base_seed3") == words
+    with pytest.raises(train_gpt.UserError, match="there is no finished run of .* has base"):
+        start.flags_like("bas")
+
+
 def test_a_run_that_took_too_long_says_how_to_time_it_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "start", lambda *_: result.End(0))

@@ -41,7 +41,8 @@ def flags_like(name: str) -> list[str]:
         raise UserError(f"--like {name}: there is no finished run of that name or group: {remedy}")
     words = ["--record", finished[-1]["record"], *shlex.split(finished[-1]["flags"])]
     if "--seed" in words:
-        del words[words.index("--seed") :][:2]
+        place = words.index("--seed")
+        del words[place : place + 2]
     return words
 
 
