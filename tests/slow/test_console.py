@@ -19,7 +19,7 @@ from runs import HANGS, SCRIPT, outcome
 from train_gpt import HERE
 
 LAST = 300
-LAUNCH = f"{sys.executable} {HERE}/tools/launch.py"
+LAUNCH = f"{sys.executable} {HERE}/tools/start.py"
 STARTS = {
     "one process": f"{sys.executable} {SCRIPT}",
     "launcher": LAUNCH,
