@@ -19,13 +19,13 @@ os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/data"  # for programs that tests star
 if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
-import console  # noqa: E402
 import train_gpt  # noqa: E402
 from runs import console_of, outcome  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-console.end_ticker()
+if ticker := os.environ.pop("RUN_SH_TICKER", ""):  # run.sh's lines about Python's start
+    os.close(int(ticker))
 VOCAB = 512
 # A job in the background ignores SIGINT, and nohup SIGHUP; so would the programs that tests start.
 SIGNALS = {

@@ -236,7 +236,7 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
 
 def test_groups_of_three_runs_are_too_few_for_a_verdict(board):
     last = board(group("a") | group("b", FLAGS))[1].splitlines()[-1]
-    assert "3 and 3 runs are too few" in last and "significant" not in last
+    assert "an interval and p need 4 runs of each group" in last and "significant" not in last
 
 
 def test_plot_draws_all_runs_their_training_and_the_published_curve(board, monkeypatch):
@@ -285,7 +285,7 @@ def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
     for name, (loss, count, steps) in results.items():
         trials = [trial({125: 3.4, steps: loss}, steps)] * count
         logs[f"{name}.txt"] = of_benchmark(*trials, source=name)
-    status, out, err = board(logs, "--benchmark")
+    status, out, err = board(logs)
     rows = rows_of(out)
     assert (status, err) == (0, "") and "8 x NVIDIA H100 80GB HBM3" in rows[0]
     assert [row[4] for row in rows[:-2]] == ["3375"] * 20 + ["3325"] * 10

@@ -1,18 +1,10 @@
-"""Records, the flags that change them, their published results, and their techniques."""
+"""Records: their published numbers and results."""
 
 import json
-import re
-from dataclasses import fields
 
-import numpy as np
 import pytest
 
-import records
-import script
 import train_gpt
-import train_gpt_2026
-import train_gpt_2026_07
-from techniques import TECHNIQUES, flags_without
 from train_gpt import HERE, RECORDS, Run
 
 # The published settings, as flags.
@@ -69,82 +61,3 @@ def test_published_curves_agree_with_the_records_and_the_official_results():
         if name in RECORDS:
             hp = RECORDS[name]
             assert hp.num_iterations == last and steps == [*range(0, last, hp.val_loss_every)]
-
-
-# ---- Techniques
-
-FRONTIER = "forks/train_gpt_2026.py"
-OF_2026 = [name for name in train_gpt_2026.RECORDS if name.startswith("2026")]
-RUNS = train_gpt_2026.Run, train_gpt_2026_07.Run
-# These had begun with zeros before, or are off at 0.
-NOT_DEFAULT = "value tables from small numbers", "mudd by token", "gates and factors by token"
-
-
-def without(technique, record: str, run=train_gpt_2026.Run) -> tuple:
-    """Return the settings of a record, and those without a technique."""
-    hp = run.records[record]
-    flags = ["--record", record, *flags_without(technique, hp)]
-    return hp, train_gpt.parse_args(flags, run)[0]
-
-
-def kind(word: str) -> str:
-    """Return the letters at the beginning of a word, such as `targets` or `v`."""
-    return re.match("[a-z]*", word)[0]
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_flags_turn_a_technique_off_and_nothing_else(technique):
-    """A setting gets the value of 2025-01-26, which is the default. From a table, such as the
-    layers, all words of one kind are removed."""
-    turned_off = set()
-    for run, record in [(r, name) for r in RUNS for name in r.records if name[:4] == "2026"]:
-        hp, off = without(technique, record, run)
-        plain = type(hp)()
-        assert not flags_without(technique, off)
-        changed = {f.name for f in fields(hp) if getattr(hp, f.name) != getattr(off, f.name)}
-        turned_off |= changed
-        for name in changed:
-            old, new = getattr(hp, name), getattr(off, name)
-            if technique.name == "stages of the batch":  # the next test is about it
-                continue
-            if isinstance(old, str) and name not in ("window_rule", "fp8_mlp"):
-                words, kept = (re.split("[+,]", rows) for rows in (old, new))
-                (removed,) = {kind(word) for word in words if word not in kept}
-                assert kept == [word for word in words if kind(word) != removed]
-            else:
-                assert new == (0 if technique.name in NOT_DEFAULT else getattr(plain, name))
-    assert turned_off == technique.off.keys()
-
-
-@pytest.mark.parametrize("record", OF_2026)
-def test_one_stage_has_as_many_tokens_and_the_last_window(record):
-    """Its length is rounded to whole sequences."""
-    technique = next(t for t in TECHNIQUES if t.name == "stages of the batch")
-    hp, off = without(technique, record)
-    moment, steps = train_gpt_2026.Moment, range(hp.num_iterations)
-    moments, ours = ([moment(step, settings) for step in steps] for settings in (hp, off))
-    lengths = {now.seq_len for now in ours}
-    assert abs(lengths.pop() - np.mean([now.seq_len for now in moments])) <= hp.seq_len / 2
-    assert not lengths and {now.window for now in ours} == {moments[-1].window}
-
-
-OLDER = {technique.name for technique in TECHNIQUES if technique.record < "2026-04"}
-
-
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        ("train_gpt.py", {"value embeddings"}),
-        ("forks/train_gpt_track3.py", set()),  # it has no such layers
-        (f"{FRONTIER} --record 2025-08", {"attention gate", "whole documents", "value embeddings"}),
-        (f"{FRONTIER} --record 2026-03", OLDER - {"wider q, k and v at first"}),
-    ],
-)
-def test_techniques_are_those_of_the_script_s_record(words, names, capsys):
-    records.main([*words.split(), "--techniques"])
-    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert {row[0] for row in rows} == names
-    path, flags = script.take_script(words.split())
-    for *_, off in rows:
-        known = train_gpt.parse_args(flags, script.load(path))
-        assert train_gpt.parse_args([*flags, *off.split()], script.load(path)) != known

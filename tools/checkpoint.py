@@ -1,8 +1,8 @@
 """The checkpoint that a tool works on: the one that it is given, or the newest one under logs/."""
 
 import argparse
-import sys
 from dataclasses import dataclass, replace
+from os.path import getmtime
 from pathlib import Path
 
 import torch
@@ -71,20 +71,6 @@ def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
     return saved, run_class
 
 
-def newest(paths: list[Path], script: Path | None) -> tuple[Path, dict, type[train_gpt.Run]]:
-    """Return the newest of these checkpoints that can be read, and what `read` returns. UserError
-    if there is none."""
-    paths = sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in paths:
-        try:
-            return path, *read(path, script)
-        except UserError as error:
-            if path == paths[-1]:
-                raise
-            print(f"{error}; trying an older one", file=sys.stderr)
-    raise UserError("no checkpoint under logs/: train a model first, or name one")
-
-
 def settings_of(saved: dict, run_class: type[train_gpt.Run], flags: list[str]) -> Hyperparameters:
     """Return a checkpoint's settings, changed by flags. A published checkpoint has none: they are
     those of --record, or of the default record. UserError for a bad flag."""
@@ -107,8 +93,11 @@ def parse_with_checkpoint(
     parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
     parser.add_argument("--run_id", default="*", help="take the newest one of this run [of all]")
-    named = [Path(words.pop(0))] if words and not words[0].startswith("-") else []
+    path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     args, flags = parser.parse_known_args(words)
-    paths = named or list(Path("logs").glob(f"{args.run_id}/state_step*.pt"))
-    path, saved, run_class = newest(paths, find(args.script) if args.script else None)
+    found = Path("logs").glob(f"{args.run_id}/state_step*.pt")
+    path = path or max(found, key=getmtime, default=None)
+    if path is None:
+        raise UserError("no checkpoint under logs/: train a model first, or name one")
+    saved, run_class = read(path, find(args.script) if args.script else None)
     return args, Checkpoint(path, saved, settings_of(saved, run_class, flags), run_class)

@@ -39,17 +39,13 @@ ended, it can be read and extended:
 --judge loss --deviation 0.0013 takes the standard deviation of a run's loss as known, as the
 optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
 
---seconds N gives both sides the steps that take N seconds of training here. Both are timed six
-times in alternating order, each time by a process of its own. They get different numbers of steps
-only if their times differ significantly (p < 0.01): else, a noisy measurement would favour one of
-two equal sides.
-
     --runs N            largest number of pairs [20]
     --judge WHAT        which question ends the comparison: loss, time or sooner [loss]
     --alpha P           probability that equal sides are called different [0.01]
     --deviation D       the standard deviation of a run's loss, if known; needs --judge loss
     --seed N            seed of the first pair [0]
-    --seconds N         choose --num_iterations so that training takes N seconds here
+    --seconds N         both sides make the steps that A makes in N seconds here. The loss is of
+                        equal steps; `sooner` tells who is ahead after equal seconds
     --plot PNG          draw the pairs, and the intervals as they close
     --run_id NAME       how names of logs begin [the time]
 
@@ -83,12 +79,11 @@ import seconds
 import significance
 from logfile import Run, is_live, read_log
 from significance import ALPHA, FEWEST, Difference, show_p
-from train_gpt import Hyperparameters, UserError
+from train_gpt import UserError
 
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
 WITHOUT = ("--keep", "0", "--val_loss_every", "0")
-REPEATS = 6  # pairs of measurements of the time of a step, for --seconds
 NOISY = 2.0  # per cent: times with a wider interval are too noisy to tell
 # Each question: what it asks for, the words for less and for more, the unit, and a number's form.
 QUESTIONS = {
@@ -131,13 +126,8 @@ class Side:
         for flag in ("--seed", "--run_id"):
             if any(word.split("=")[0] == flag for word in words):
                 raise UserError(f"--compare: {flag} is for both sides: leave it out of {text!r}")
-        side = cls(name, (*common, *words), path)
-        side.settings()
-        return side
-
-    def settings(self) -> Hyperparameters:
-        """Return the settings of its runs. UserError for bad flags."""
-        return script.parse(self.path, list(self.flags))[0]
+        script.parse(path, [*common, *words])
+        return cls(name, (*common, *words), path)
 
     def log(self, name: str, seed: int) -> Path:
         """Return the path of a run's log, in the comparison of that name."""
@@ -182,41 +172,6 @@ def check_equal(runs: list[Run]) -> None:
             )
 
 
-def steps_of(a: Side, b: Side, args: argparse.Namespace) -> list[int]:
-    """Return the numbers of steps of A and B that take args.seconds. UserError if the steps cannot
-    be timed."""
-    if known := plan_of(args.run_id).get("steps"):
-        return known
-    both = a.settings(), b.settings()
-    if len({launch.processes(hp.batch_seqs, launch.gpus_for(hp)) for hp in both}) > 1:
-        raise UserError("--seconds: A and B run on different numbers of GPUs: set NPROC")
-    budget = seconds.budget(args.seconds) / REPEATS
-    print(f"timing steps of A and B, {REPEATS} times each, in turn", flush=True)
-    ms, began = {a: [], b: []}, time.monotonic()
-    for repeat in range(REPEATS):
-        for side in (a, b) if repeat % 2 == 0 else (b, a):
-            ms[side].append(seconds.ms_per_step(side.path, list(side.flags), budget))
-            made = len(ms[a]) + len(ms[b])
-            left = (time.monotonic() - began) * (2 * REPEATS - made) / made
-            text = f"a step of {side.name} takes {ms[side][-1]:.2f} ms"
-            print(f"{text} ({made} of {2 * REPEATS}, {left:.0f} s left)", flush=True)
-    ratios = np.log(ms[b]) - np.log(ms[a])
-    found = significance.of_pairs(ratios)
-    of_a, of_b = (np.exp(np.log(ms[side]).mean()) for side in (a, b))
-    if found.p >= ALPHA:
-        of_a = of_b = (of_a * of_b) ** 0.5
-    steps = [max(1, round(1e3 * args.seconds / ms)) for ms in (of_a, of_b)]
-    text = f"a step of B takes {found.in_percent().in_words('.1f', ('less', 'more'), ' %')} time"
-    text += f" than one of A (p = {show_p(found.p)}, the limit is {ALPHA})"
-    print(f"--seconds {args.seconds:g}: A makes {steps[0]} steps, B {steps[1]}: {text}", flush=True)
-    return steps
-
-
-def more_steps(steps: int) -> int:
-    """Return the steps of the longer run, which measures what a step is worth."""
-    return max(steps + 1, round(LONGER * steps))
-
-
 def losses_of_kernels(a: Run, b: Run) -> str:
     """Return which kernels two runs could not use, and why; "" if there are none."""
     text = ""
@@ -229,7 +184,8 @@ def losses_of_kernels(a: Run, b: Run) -> str:
 def worth_of_time(side: Side, run: Run, name: str, seed: int) -> float | None:
     """Return how much lower the loss would be after e times the steps, by a run of the side and one
     with a quarter more steps; None if the longer one has no lower loss."""
-    flags = (*side.flags, "--num_iterations", str(more_steps(run.steps)))
+    steps = max(run.steps + 1, round(LONGER * run.steps))
+    flags = (*side.flags, "--num_iterations", str(steps))
     longer = Side(f"{side.name}_longer", flags, side.path)
     more = longer.run(name, seed, "the worth of time")
     worth = (run.loss - more.loss) / math.log(more.steps / run.steps)
@@ -360,22 +316,17 @@ def pairs_of(a: Side, b: Side, name: str, seeds: list[int]) -> Iterator[tuple[Ru
         yield before[-1]
 
 
-def with_seconds(a: Side, b: Side, args: argparse.Namespace) -> tuple[Side, Side, list[int]]:
-    """Return the sides with the flags that make training take args.seconds, and their steps."""
-    of_a, of_b = steps = steps_of(a, b, args)
-    more_a = seconds.flags_for(a.path, list(a.flags), of_a, more_steps(of_a))
-    more_b = seconds.flags_for(b.path, list(b.flags), of_b)
-    print("A:", *more_a, "\nB:", *more_b, flush=True)
-    return replace(a, flags=(*a.flags, *more_a)), replace(b, flags=(*b.flags, *more_b)), steps
-
-
 def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     """Make pairs until the judge has an answer, and print all answers after each. UserError if a
     run fails, or if the worth of time is needed and cannot be measured."""
     name, judge, began = args.run_id, args.judge, datetime.now().astimezone()
     plan = {key: getattr(args, key) for key in ("judge", "alpha", "seed", "deviation", "seconds")}
     if args.seconds is not None:
-        a, b, plan["steps"] = with_seconds(a, b, args)
+        steps = plan_of(name).get("steps")
+        steps = steps or seconds.steps_in(args.seconds, a.path, list(a.flags))
+        plan["steps"] = steps
+        more = [seconds.flags_for(side.path, list(side.flags), steps) for side in (a, b)]
+        a, b = (replace(s, flags=(*s.flags, *of)) for s, of in zip((a, b), more, strict=True))
     plan |= {side.name: [str(side.path), *side.flags] for side in (a, b)}
     plan, read_afterwards = settle(name, plan, args.runs)
     write_plan(name, plan)
@@ -428,7 +379,7 @@ def main(words: list[str]) -> None:
     parser = console.parser_of()
     parser.add_argument("--run_id", default=script.new_name())
     parser.add_argument("--judge", choices=tuple(QUESTIONS), default="loss")
-    seconds.add_flags(parser)
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("--runs", type=int)
     parser.add_argument("--deviation", type=float)
     parser.add_argument("--alpha", type=float, default=ALPHA)
@@ -446,9 +397,8 @@ def main(words: list[str]) -> None:
         parser.error("--deviation needs a finite number above 0, and --judge loss")
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
-    for side in (a, b):
-        if args.seconds is not None:
-            seconds.check(args.seconds, list(side.flags))
+    if args.seconds is not None and seconds.is_given("num_iterations", list(b.flags)):
+        parser.error("--seconds chooses --num_iterations: leave one of them out")
     compare(a, b, args)
 
 

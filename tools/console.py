@@ -14,19 +14,14 @@ import train_gpt
 FIRST, NEXT = 2.0, 10.0  # seconds of silence before the first line of `doing`, and the next ones
 
 
-def end_ticker() -> None:
-    """End run.sh's lines about the start of Python: from here on, the program itself speaks."""
-    if ticker := os.environ.pop("RUN_SH_TICKER", ""):
-        os.close(int(ticker))
-
-
 def program(name: str) -> Callable:
     """Make a tool's main of its work, a function of the command line's words. An error is a line
     that begins with the name, and status 1, as in train_gpt.py."""
 
     def decorate(work: Callable[[list[str]], None]) -> Callable:
         def main(words: list[str] | None = None) -> None:
-            end_ticker()
+            if ticker := os.environ.pop("RUN_SH_TICKER", ""):  # run.sh's lines about Python's start
+                os.close(int(ticker))
             words = sys.argv[1:] if words is None else words
             train_gpt.as_program(name, lambda: work(list(words)))
 
@@ -50,11 +45,6 @@ def parser_of(description: str | None = None) -> ArgumentParser:
 def fail(message: str):
     """Raise UserError: argparse calls this for a bad flag."""
     raise train_gpt.UserError(message)
-
-
-def has_terminal() -> bool:
-    """Return whether standard output is a terminal that has columns: then a bar may be drawn."""
-    return sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
 
 
 @contextmanager

@@ -8,10 +8,14 @@ checkpoint, in one file with all that it imports of the project. The model
     transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 is the script's own, so it gives the script's logits, with the windows of the checkpoint's step.
-GPT-2's tokenizer needs no code of DIR. But AutoTokenizer does not know the model in config.json:
-without the tokenizer's type, it asks whether it may run code of DIR.
+AutoTokenizer does not know this model: without its type, it asks whether it may run code of DIR.
 
     transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
+
+lm-evaluation-harness scores it on HellaSwag and other tasks:
+
+    lm_eval --model hf --tasks hellaswag \\
+        --model_args pretrained=DIR,trust_remote_code=True,add_bos_token=True,dtype=float32
 """
 
 import json

@@ -29,7 +29,6 @@ from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
 ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
 PLACE = re.compile(r'File "(.+)", line (\d+)')  # in a traceback
-LATE = 1.1  # a run that takes so many times the seconds asked for should be timed again
 
 
 # -----------------------------------------------------------------------------
@@ -169,8 +168,8 @@ class Live:
         self.metrics = None  # the open file of metrics
         self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
         self.step, self.ms = 0, 0.0
-        shown = bool(label) and console.has_terminal()
-        self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=not shown)
+        columns = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
+        self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=not (label and columns))
 
     def check(self) -> str:
         """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
@@ -235,8 +234,5 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
         if path.parent not in (HERE, HERE / "forks"):
             command += ["--script", str(path)]  # a checkpoint names no script elsewhere
         print("read what it writes:", shlex.join(command))
-    if found["train_time_s"] > LATE * (found["seconds_asked"] or math.inf):
-        late = f"training took {found['train_time_s']:.0f} s instead of {found['seconds_asked']:g}"
-        print(f"{late}: --time_again times the steps again", flush=True)
     result.print_result(found)
     return found

@@ -10,12 +10,12 @@ that the mean loss is at most the target.
 
 A group is compared with the first group that has as many steps, by Welch's t-test of the losses,
 with 95 % intervals. The test holds for numbers of runs that were fixed beforehand. Whoever adds
-runs until p is low will find a difference where there is none. ./run.sh --compare may look after
-every pair.
+runs until p is low will find a difference where there is none; --compare may look at every pair.
 
---benchmark adds the statistic of the optimizer benchmark (forks/train_gpt_track3.py), which takes
-the standard deviation as known. If such a log has several trials, each one is a run. A result may
-be claimed at a step before the last (--at), or for another loss in the log (--field val_ema_loss).
+(3.28 - loss) sqrt(n) is the statistic of the optimizer benchmark (forks/train_gpt_track3.py), which
+takes the standard deviation as known: 0.004 is enough, for a number of runs fixed beforehand. If
+such a log has several trials, each one is a run. A result may be claimed at a step before the last
+(--at), or for another loss in the log (--field val_ema_loss).
 """
 
 import math
@@ -32,11 +32,6 @@ import significance
 from console import print_table
 from logfile import Run, read_trials
 from significance import ALPHA, FEWEST, show, show_p
-
-# The optimizer benchmark takes the standard deviation of a loss as 0.0013. For a result of n runs,
-# (target - mean) * sqrt(n) must be at least 3.09 deviations: p < 0.001.
-BENCHMARK_MARGIN = 0.004
-
 
 # -----------------------------------------------------------------------------
 # Statistics, as numbers and in words
@@ -72,22 +67,13 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
     if a[0].skips_ten != b[0].skips_ten:
         text += " (but one of the clocks does not count the first ten steps)"
     text += f"; its loss is {loss.in_words('.4f', ('lower', 'higher'))}; "
-    if min(len(a), len(b)) < FEWEST:
-        counts = f"{len(a)} and {len(b)} runs"
-        return text + f"{counts} are too few for an interval and a verdict: each needs {FEWEST}"
     if math.isnan(loss.p):
-        return text + "the losses in each group are all equal: there is no p"
+        return text + f"an interval and p need {FEWEST} runs of each group, and unequal losses"
     if loss.p < ALPHA:
         planned = "if the numbers of runs were fixed beforehand"
         return text + f"the difference in loss is significant (p = {show_p(loss.p)}), {planned}"
     text += f"the difference in loss is not significant (p = {show_p(loss.p)}); "
     return text + "--compare tests after each pair of runs"
-
-
-def margin(losses: list[float], target: float) -> float:
-    """Return the optimizer benchmark's statistic of a result. It is rounded, because a sum of
-    decimals is inexact and a result may lie exactly on the limit."""
-    return round(float((target - np.mean(losses)) * len(losses) ** 0.5), 9)
 
 
 # -----------------------------------------------------------------------------
@@ -103,9 +89,8 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(zip(letters, groups.values(), strict=True))
 
 
-def print_leaderboard(groups: dict[str, list[Run]], target: float, of_benchmark: bool) -> None:
-    """Print a row for each run and each group, and compare groups of equal steps. `of_benchmark`
-    adds the optimizer benchmark's statistic."""
+def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
+    """Print a row for each run and each group, and compare groups of equal steps."""
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
@@ -115,23 +100,17 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float, of_benchmark:
     print_table(rows)
     print()
 
-    rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd"]]
-    if of_benchmark:
-        rows[0].append(f"({target:g} - loss) sqrt(n)")
-    rows[0].append("what")
+    statistic = f"({target:g} - loss) sqrt(n)"
+    rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd", statistic, "what"]]
     for letter, runs in groups.items():
         times, losses = columns(runs)
         form = f".{runs[0].digits}f"
         row = [letter, str(len(runs)), show(np.mean(losses), form), show(deviation(losses), form)]
         row += [show_p(p_at_most(target, losses))]
         row += [show(np.mean(times), ".2f"), show(deviation(times), ".2f")]
-        if of_benchmark:
-            row.append(f"{margin(losses, target):+.5f}")
-        rows.append([*row, runs[0].name])
+        margin = (target - np.mean(losses)) * len(losses) ** 0.5
+        rows.append([*row, f"{margin:+.5f}", runs[0].name])
     print_table(rows)
-    if of_benchmark:
-        least = f"({target:g} - loss) sqrt(n) must be at least {BENCHMARK_MARGIN}"
-        print(f"\nthe optimizer benchmark: {least}, for a number of runs fixed beforehand")
     for letter, runs in groups.items():
         seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
         if len(set(seeds)) < len(seeds):
@@ -166,7 +145,6 @@ def main(words: list[str]) -> None:
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
     parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
-    parser.add_argument("--benchmark", action="store_true", help="the optimizer benchmark's rule")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
     args = parser.parse_args(words)
     if args.at is not None and args.at < 1:
@@ -174,7 +152,7 @@ def main(words: list[str]) -> None:
     runs, skipped = read_logs(args.logs, "leaderboard.py", args.at, args.field)
     groups = groups_of(runs)
     if groups:
-        print_leaderboard(groups, args.target, args.benchmark)
+        print_leaderboard(groups, args.target)
     if groups and args.plot:
         plots.draw_runs(groups, args.plot)
     sys.exit(1 if skipped else 0)

@@ -31,11 +31,6 @@ def published() -> dict[str, dict]:
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-def on_fineweb(*patterns: str) -> bool:
-    """Return whether patterns of shards are those of FineWeb."""
-    return all(Path(pattern).name.startswith("fineweb_") for pattern in patterns)
-
-
 def flags_in(text: str) -> dict[str, str]:
     """Return the flags in a text and their values, each behind a space; not those of OF_ONE_RUN."""
     found = re.findall(r"--(\w+)((?: (?!--)\S+)*)", text)
@@ -92,7 +87,7 @@ class Run:
     def on_fineweb(self) -> bool:
         """Whether the data is FineWeb. Public logs have no settings: their data is FineWeb."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]
-        return on_fineweb(*files)
+        return all(Path(pattern).name.startswith("fineweb_") for pattern in files)
 
 
 def read_log(path: Path, whole: bool = True) -> Run:

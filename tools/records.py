@@ -2,9 +2,6 @@
 
     ./run.sh tools/records.py [SCRIPT.py]              a line for each: steps, published time, loss
     ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings in which two records differ
-    ./run.sh tools/records.py [SCRIPT.py] --techniques [--record NAME]
-                                                       what its techniques gained, and the flags
-                                                       that turn them off
     ./run.sh tools/records.py logs/RUN.txt             a run's losses beside the published ones
 
 Published losses are those on FineWeb: means of all runs if their logs are public, else of one run.
@@ -16,14 +13,12 @@ steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so 
 """
 
 import itertools
-import shlex
 from pathlib import Path
 
 import script
 import train_gpt
 from console import parser_of, print_table, program
 from logfile import published, read_log
-from techniques import techniques_of
 from train_gpt import UserError, show
 
 
@@ -51,15 +46,6 @@ def print_difference(path: Path, names: list[str]) -> None:
             title = f"{setting} {i}" if max(map(len, tables)) > 1 else setting
             if one != other:
                 rows.append([title, one, other])
-    print_table(rows)
-
-
-def print_techniques(path: Path, record: str | None) -> None:
-    """Print the techniques of a script's record, and what turns each off."""
-    rows = [["technique", "record", "gain_s", "flags"]]
-    for technique, off in techniques_of(path, ["--record", record] if record else []):
-        gain = f"{technique.gain:.1f}" if technique.gain else "-"
-        rows.append([technique.name, technique.record, gain, shlex.join(off)])
     print_table(rows)
 
 
@@ -105,16 +91,11 @@ def main(words: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("log", nargs="?", type=Path, help="a run's log, logs/RUN.txt")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two records' settings")
-    text = "list the techniques of --record, and their flags"
-    parser.add_argument("--techniques", action="store_true", help=text)
-    parser.add_argument("--record", metavar="NAME", help="as in training")
     args = parser.parse_args(words)
     if args.log:
         print_against_published(args.log)
     elif args.diff:
         print_difference(path, args.diff)
-    elif args.techniques:
-        print_techniques(path, args.record)
     else:
         print_list(script.load(path).records)
 

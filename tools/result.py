@@ -88,12 +88,20 @@ def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float
     return round(bits_per_byte(val_loss, batch[1].numpy()), 5)
 
 
+def facts(path: Path, known: dict) -> dict:
+    """Return the summary of a run that begins now, as far as it does not depend on its settings.
+    `known` has other keys."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    found = {"kind": "run", "start": now, "script": script.show(path), "digest": digest(path)}
+    return NOTHING | known | found | {"host": platform.node(), "torch": torch.__version__}
+
+
 class Start:
     """What is known of a run when it starts. `known` are keys of the summary."""
 
     def __init__(self, path: Path, hp: Hyperparameters, record: str, known: dict):
-        self.path, self.hp, self.record, self.known = path, hp, record, known
-        self.time, self.digest = time.time(), digest(path)
+        self.path, self.hp, self.record, self.facts = path, hp, record, facts(path, known)
+        self.clock = time.monotonic()
         self.log = Path("logs", f"{hp.run_id}.txt")
         self.log_size = self.log.stat().st_size if self.log.exists() else 0
 
@@ -103,29 +111,19 @@ def result_of(start: Start, end: End) -> dict:
     hp, run_class = start.hp, script.load(start.path)
     default = run_class.records[start.record]
     flags = script.core(run_class).changed_flags(replace(hp, run_id="", resume=False), default)
-    found = (
-        NOTHING
-        | start.known
-        | {
-            "kind": "run",
-            "run": hp.run_id,
-            "start": datetime.fromtimestamp(round(start.time)).astimezone().isoformat(),
-            "exit": end.status,
-            "reason": end.reason if end.status else None,
-            "file": end.file,
-            "line": end.line,
-            "script": script.show(start.path),
-            "digest": start.digest,
-            "record": start.record,
-            "flags": shlex.join(flags),
-            "seed": hp.seed,
-            "data": f"{hp.train_files}; {hp.val_tokens} tokens of {hp.val_files}",
-            "host": platform.node(),
-            "torch": torch.__version__,
-            "total_s": round(time.time() - start.time, 1),
-            "log": str(start.log),
-        }
-    )
+    found = start.facts | {
+        "run": hp.run_id,
+        "exit": end.status,
+        "reason": end.reason if end.status else None,
+        "file": end.file,
+        "line": end.line,
+        "record": start.record,
+        "flags": shlex.join(flags),
+        "seed": hp.seed,
+        "data": f"{hp.train_files}; {hp.val_tokens} tokens of {hp.val_files}",
+        "total_s": round(time.monotonic() - start.clock, 1),
+        "log": str(start.log),
+    }
     try:
         if start.log.stat().st_size == start.log_size:
             raise ValueError("this start has written nothing")
@@ -178,24 +176,9 @@ def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> di
     if isinstance(error, SyntaxError):
         places.append((error.filename, error.lineno))
     file, line = (places or [(None, None)])[-1]
-    return (
-        NOTHING
-        | known
-        | {
-            "kind": "run",
-            "start": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "status": "failed",
-            "exit": 1,
-            "reason": f"{type(error).__name__}: {error}",
-            "file": file,
-            "line": line,
-            "script": script.show(path),
-            "digest": digest(path),
-            "flags": shlex.join(flags),
-            "host": platform.node(),
-            "torch": torch.__version__,
-        }
-    )
+    found = {"status": "failed", "exit": 1, "reason": f"{type(error).__name__}: {error}"}
+    found |= {"file": file, "line": line, "flags": shlex.join(flags)}
+    return facts(path, known) | found
 
 
 def note(result: dict) -> None:

@@ -31,15 +31,12 @@ from train_gpt import HERE, UserError
 def flags_like(name: str) -> list[str]:
     """Return the flags of the last finished run of that name, or of that group, but for the seed.
     UserError if there is none."""
-    found = [r for r in result.noted() if r["kind"] == "run" and name in (r["group"], r["run"])]
-    finished = [r for r in found if r["status"] == "finished"]
-    if not finished:
-        known = sorted(
-            {r["group"] or r["run"] for r in result.noted() if r["status"] == "finished"}
-        )
-        remedy = f"{result.RESULTS} has {', '.join(known) or 'none'}"
-        raise UserError(f"--like {name}: there is no finished run of that name or group: {remedy}")
-    words = ["--record", finished[-1]["record"], *shlex.split(finished[-1]["flags"])]
+    runs = [r for r in result.noted() if r["kind"] == "run" and r["status"] == "finished"]
+    found = [r for r in runs if name in (r["group"], r["run"])]
+    if not found:
+        known = ", ".join(sorted({r["group"] or r["run"] for r in runs})) or "none"
+        raise UserError(f"--like {name}: no finished run or group has that name: there is {known}")
+    words = ["--record", found[-1]["record"], *shlex.split(found[-1]["flags"])]
     if "--seed" in words:
         place = words.index("--seed")
         del words[place : place + 2]
@@ -68,7 +65,7 @@ def main(words: list[str]) -> None:
     parser = console.parser_of()
     parser.add_argument("--runs", type=int)
     parser.add_argument("--like")
-    seconds.add_flags(parser)
+    parser.add_argument("--seconds", type=float)
     args, flags = parser.parse_known_args(words)
     if args.runs is not None and args.runs < 1:
         raise UserError(f"--runs {args.runs}: must be 1 or more")
@@ -77,7 +74,8 @@ def main(words: list[str]) -> None:
         flags = [*flags_like(args.like), *flags]
     try:
         if args.seconds is not None:
-            flags = seconds.with_steps(path, flags, args)
+            steps = seconds.steps_in(args.seconds, path, flags)
+            flags = [*flags, *seconds.flags_for(path, flags, steps)]
         if args.runs:
             status = repeat(args.runs, path, flags, known)
         else:

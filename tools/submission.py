@@ -1,6 +1,6 @@
 """Makes the folder for a pull request to github.com/KellerJordan/modded-nanogpt.
 
-    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS... [--benchmark]
+    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS...
 
 Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second group
 is the submission; a single group is a submission without a baseline. DIR gets:
@@ -10,8 +10,8 @@ is the submission; a single group is a submission without a baseline. DIR gets:
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
 The tool names the public rules by their numbers. Rule 2: the mean loss is at most 3.28 at p < 0.01.
-Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark
-(--benchmark) has its own rules: times do not count, and rule 3 is its statistic.
+Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark has
+other rules: there, times do not count, and tools/leaderboard.py prints the statistic.
 """
 
 import contextlib
@@ -20,13 +20,12 @@ import math
 import re
 import shutil
 from pathlib import Path
-from time import strftime, strptime
 
 import numpy as np
 
 import console
 import leaderboard
-from leaderboard import BENCHMARK_MARGIN, columns
+from leaderboard import columns
 from logfile import Run
 from significance import ALPHA, show_p
 from train_gpt import UserError
@@ -39,13 +38,8 @@ TARGET = 3.28  # of rule 2
 BASELINE, OURS = "baseline", "this_pr"
 
 
-def verdict(losses: list[float], of_benchmark: bool = False) -> str:
-    """Say whether rule 2 is met, and what to do if not; or rule 3 of the optimizer benchmark."""
-    if of_benchmark:
-        found = leaderboard.margin(losses, TARGET)
-        state = "met" if found >= BENCHMARK_MARGIN else "not met"
-        statistic = f"({TARGET} - mean loss) * sqrt(runs)"
-        return f"Rule 3 is {state}: {statistic} = {found:.5f}, {BENCHMARK_MARGIN} is needed."
+def verdict(losses: list[float]) -> str:
+    """Say whether rule 2 is met, and what to do if not."""
     p = leaderboard.p_at_most(TARGET, losses)
     if math.isnan(p):
         return "Rule 2 is not met: one run, or runs with equal losses, have no p. Make more runs."
@@ -58,34 +52,13 @@ def verdict(losses: list[float], of_benchmark: bool = False) -> str:
     )
 
 
-def began(run: Run) -> tuple[str, int]:
-    """Return when a run began: the date that nvidia-smi wrote into its log, else the date in its
-    name, or "". Runs of one --compare share a name's date: then their seeds tell the order."""
-    seed = int(run.settings.get("seed", 0))
-    if date := re.search(r"^\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}", run.machine, re.M):
-        when = strptime(date[0], "%a %b %d %H:%M:%S %Y")
-        return strftime("%Y-%m-%d_%H-%M-%S", when), seed
-    in_name = re.search(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", run.path.stem)
-    return in_name[0] if in_name else "", seed
-
-
-def in_turn(base: list[Run], ours: list[Run]) -> bool:
-    """Return whether the runs took turns: in their order, each two in a row are one of each
-    group."""
-    order = sorted(base + ours, key=began)
-    pairs = zip(order[::2], order[1::2], strict=False)
-    return all(began(r)[0] for r in order) and all((a in base) != (b in base) for a, b in pairs)
-
-
-def notes_of(parts: dict[str, list[Run]], of_benchmark: bool) -> list[str]:
+def notes_of(parts: dict[str, list[Run]]) -> list[str]:
     """Return why the public project may refuse the submission, a sentence or two for each
     reason."""
     notes = []
     ours, base = parts[OURS], parts.get(BASELINE)
     if not all(r.on_fineweb for runs in parts.values() for r in runs):
         notes += ["Not FineWeb: the public project does not accept other data."]
-    if of_benchmark:  # times do not count, and old results are the baselines
-        return notes
     if base is None:
         return notes + [
             "No baseline: rule 4 needs runs of the baseline on the same hardware. Make both in "
@@ -96,11 +69,6 @@ def notes_of(parts: dict[str, list[Run]], of_benchmark: bool) -> list[str]:
         notes += ["GPU or PyTorch differs: rule 4 needs all runs on the same hardware."]
     if np.mean(columns(ours)[0]) >= np.mean(columns(base)[0]):
         notes += [f"Not faster: by rule 4, {OURS} must take less time than {BASELINE}."]
-    if not in_turn(base, ours):
-        notes += [
-            "Not in turn, or without dates: a machine that became slower or faster affects one "
-            "group more. Make one run of each group in turn, as ./run.sh --compare does."
-        ]
     return notes
 
 
@@ -120,7 +88,7 @@ def check_alone(run: Run) -> None:
         )
 
 
-def submit(folder: Path, groups: list[list[Run]], of_benchmark: bool) -> None:
+def submit(folder: Path, groups: list[list[Run]]) -> None:
     """Make the folder of a submission, and print what is left to do.
 
     `groups` has the runs of the baseline and those of the submission, or only the latter. UserError
@@ -142,11 +110,11 @@ def submit(folder: Path, groups: list[list[Run]], of_benchmark: bool) -> None:
             check_alone(r)
             if stems.count(r.path.stem) > 1:
                 raise UserError(f"two logs of {name} are named {r.path.name}: rename one of them")
-    ours, notes = parts[OURS], notes_of(parts, of_benchmark)
-    rule = verdict(columns(ours)[1], of_benchmark)
+    ours, notes = parts[OURS], notes_of(parts)
+    rule = verdict(columns(ours)[1])
     statistics = io.StringIO()
     with contextlib.redirect_stdout(statistics):
-        leaderboard.print_leaderboard(parts, TARGET, of_benchmark)
+        leaderboard.print_leaderboard(parts, TARGET)
 
     text = [f"# {folder.name}", "", rule, ""]
     if notes:
@@ -172,18 +140,15 @@ def main(words: list[str]) -> None:
     parser = console.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")
-    parser.add_argument(
-        "--benchmark", action="store_true", help="by the optimizer benchmark's rules"
-    )
     args = parser.parse_args(words)
     runs, skipped = leaderboard.read_logs(args.logs, "submission.py")
     groups = leaderboard.groups_of(runs)
     if groups:
-        leaderboard.print_leaderboard(groups, TARGET, args.benchmark)
+        leaderboard.print_leaderboard(groups, TARGET)
     try:
         if skipped:
             raise UserError("repeat the runs named above, or leave out their logs")
-        submit(args.folder, list(groups.values()), args.benchmark)
+        submit(args.folder, list(groups.values()))
     except (UserError, OSError) as error:
         raise UserError(f"{args.folder} was not made: {error}") from error
 

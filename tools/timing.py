@@ -4,14 +4,12 @@ bench.py imports this. seconds.py starts it as a program, on as many GPUs as a r
 
     timing.py FILE SECONDS SCRIPT.py [flags]    write the mean ms of a step of the schedule to FILE
 
-The time of a step depends on its kind, which is its compiled code and the length of its sequences,
-and on its window. So three steps of each kind are timed: with the smallest, the middle and the
-largest window. Between them, time is interpolated.
+The time of a step depends on its window, its length and its compiled code. So the middle step of
+each ninth of the schedule is timed.
 """
 
 import os
 import shlex
-from collections import defaultdict
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -27,7 +25,8 @@ from train_gpt import Moment, clock
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BATCHES = 32  # different ones; then they come again
-ROUNDS = 15  # at most; in each, a block of steps is timed at each window
+PARTS = 9  # of the schedule
+ROUNDS = 15  # at most; in each, a block of steps is timed in each part
 BLOCK_S = 0.2  # least time of a block, so that waiting for the GPU at its ends does not count
 
 
@@ -107,38 +106,20 @@ def time_in_turn(blocks: list[tuple[Timed, int, int]], rounds: int) -> list[list
     return timed
 
 
-def shares_of(run: Timed) -> dict[int, float]:
-    """Return the steps of a run's schedule that are timed, each with its share: the mean time of
-    all steps is the sum of share * time. A cycle is timed as a whole, and counts as one step."""
-    moments = run.moments[: -1 : run.every]
-    kinds = defaultdict(list)
-    for now in moments:
-        kinds[now.graph_key, now.seq_len].append(now)
-    shares = {}
-    for of_kind in kinds.values():
-        step_at = {now.window: now.step for now in of_kind}
-        windows = sorted(step_at)
-        few = sorted({windows[0], windows[len(windows) // 2], windows[-1]})
-        for window, corner in zip(few, np.eye(len(few)), strict=True):
-            # How much of the time at this window is in the interpolated time of each step.
-            parts = np.interp([now.window for now in of_kind], few, corner)
-            shares[step_at[window]] = float(parts.sum()) / len(moments)
-    return shares
-
-
 def time_schedule(run: Timed, budget: float) -> float:
     """Return the mean ms of a step, from the medians of as many rounds as fit into `budget` seconds
-    after a first, short one; of one at least."""
-    shares = shares_of(run)
-    first = time_in_turn([(run, step, run.every) for step in shares], 1)
+    after a first, short one; of one at least. Steps are timed in whole cycles."""
+    cycles = (len(run.moments) - 1) // run.every
+    steps = sorted({run.every * int((i + 0.5) / PARTS * cycles) for i in range(PARTS)})
+    first = time_in_turn([(run, step, run.every) for step in steps], 1)
     ms = torch.tensor([blocks[0][0] for blocks in first], device=run.device)
     ms = (train_gpt.all_reduce_(ms) / RANKS).cpu().numpy()  # so all ranks make the same steps
     counts = run.every * np.ceil(1e3 * BLOCK_S / ms / run.every).astype(int)
     rounds = (1e3 * budget - (1 + run.every) * ms.sum()) // (counts @ ms)
     rounds = int(np.clip(rounds, 1, ROUNDS))
-    timed = time_in_turn([(run, *block) for block in zip(shares, counts, strict=True)], rounds)
-    medians = [np.median([ms for ms, _ in blocks]) for blocks in timed]
-    return float(np.dot(list(shares.values()), medians))
+    blocks = [(run, *block) for block in zip(steps, counts, strict=True)]
+    timed = time_in_turn(blocks, rounds)
+    return float(np.mean([np.median([ms for ms, _ in of_step]) for of_step in timed]))
 
 
 @console.program("timing.py")

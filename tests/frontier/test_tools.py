@@ -1,4 +1,4 @@
-"""The tools on the frontier's models: the view of a run, and speed."""
+"""bench.py on the frontier's models."""
 
 import itertools
 
@@ -6,17 +6,9 @@ import pytest
 import torch
 
 import bench
-import watch
-from frontier.small_runs import LAST, C, D
+from frontier.small_runs import C, D
 from test_sample import END, at_windows, model  # noqa: F401
 from train_gpt_2026 import Run
-
-
-def test_a_finished_run_is_drawn(whole, capsys):
-    watch.main([str(whole(D).folder / "logs/it.txt")])
-    text = " ".join(capsys.readouterr().out.split())
-    said = D, "finished", "●", f"val loss {whole(D).losses[LAST]:.4f} at step 8"
-    assert all(words in text for words in said)
 
 
 @torch.no_grad()
