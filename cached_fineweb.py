@@ -17,12 +17,13 @@ import shutil
 import sys
 from pathlib import Path
 
+from tqdm import tqdm
+
 from train_gpt import HERE, UserError, as_program, load_data_shard
 
 try:
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import logging
 except ImportError:
     sys.exit(f"cached_fineweb.py: error: first {sys.executable} -m pip install huggingface-hub")
 
@@ -43,7 +44,7 @@ def sha256_of(path: Path) -> str:
 
 def list_files(repository: str) -> dict:
     """Return what the hub lists, by file name. `size` is in bytes, `lfs.sha256` the checksum."""
-    logging.set_verbosity_error()  # no warnings about retries
+    print(f"asking {constants.ENDPOINT} for the shards of {repository}", flush=True)
     listing = HfApi().list_repo_tree(repository, repo_type="dataset")
     return {file.path: file for file in listing if getattr(file, "lfs", None)}
 
@@ -79,7 +80,8 @@ def verify(repository: str, folder: Path) -> None:
     """Compare the folder's shards with the hub's checksums. UserError if one differs."""
     listed = list_files(repository)
     here = [name for name in listed if (folder / name).exists()]
-    wrong = [name for name in here if sha256_of(folder / name) != listed[name].lfs.sha256]
+    bar = tqdm(here, desc="checksums")
+    wrong = [name for name in bar if sha256_of(folder / name) != listed[name].lfs.sha256]
     if wrong:
         raise UserError(f"{folder}: {', '.join(wrong)} not as on the hub: remove, and start again")
     print(f"{folder}: {len(here)} shards have the hub's checksums")

@@ -61,12 +61,13 @@ def hub(write_shard, monkeypatch, tmp_path):
 
 
 def call(capsys) -> tuple[int, str]:
-    """Call the program. Return its status and what it printed, an error in one line."""
+    """Call the program. Return its status and what it printed: an error is its last line."""
     with pytest.raises(SystemExit) as end:
         as_program("cached_fineweb.py", cached_fineweb.main)
         sys.exit(0)
     out, err = capsys.readouterr()
-    assert err.count("\n") == end.value.code
+    errors = [line for line in err.splitlines() if line.startswith("cached_fineweb.py: error: ")]
+    assert len(errors) == end.value.code and err.endswith("".join(f"{line}\n" for line in errors))
     return end.value.code, out + err
 
 
