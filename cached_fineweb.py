@@ -88,7 +88,7 @@ def verify(repository: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Do what the command line says. An error is one line."""
+    """Do what the command line says. An error is the last line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument

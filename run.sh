@@ -253,8 +253,8 @@ tools | tools/* | ./tools/*)
         die "there is no $tool; there are" $known
     fi
     case "$tool" in
-    tools/records* | tools/bench* | tools/bundle* | tools/machine*) setup ;;
-    tools/sample* | tools/evaluate*) setup_more data ;;
+    tools/records* | tools/bench* | tools/bundle* | tools/machine* | tools/evaluate*) setup ;;
+    tools/sample*) setup_more data ;;
     *) setup_more tools ;;
     esac
     exec "$python" "$here/$tool" "${@:2}"

@@ -39,7 +39,6 @@ from train_gpt import BLOCK, END_OF_TEXT, Group, UserError, has_twin
 
 Triple = tuple[float, float, float]
 
-
 # -----------------------------------------------------------------------------
 # Settings: those of the records after 2025-01-26
 
@@ -47,8 +46,7 @@ Triple = tuple[float, float, float]
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model: what it attends with and what is added to it. It is written as its
-    window, and then any of its words: long+v0+x5. Layers are numbered from 0, among those in use.
-    """
+    window, and then any of its words: long+v0+x5. Layers in use are numbered from 0."""
 
     window: str  # "long", "short" (half of the stage's long one), or "none": no attention
     values: str | None = None  # v0, v1: rows of this value-embedding table are mixed into v

@@ -284,14 +284,30 @@ def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
 
 
 def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
-    """A step of A takes 50 ms. It is timed once, also if the comparison goes on."""
+    """A step of A takes 50 ms. It is timed once, also if the comparison goes on after a stop, is
+    read by another judge, or is extended."""
     times = iter([50.0])
     monkeypatch.setattr(compare.seconds, "ms_per_step", lambda *_: next(times))
-    for _ in range(2):
-        status, _, err = fork.compare("--adam_eps 1e-9", "--seconds", 20, "--runs", 4)
-        texts = [Path(f"logs/it_{side}_seed0.txt").read_text() for side in "AB"]
-        steps = [re.findall(r"step:(\d+)/", text)[-1] for text in texts]
-        assert (status, err, steps) == (0, "", ["400", "400"])
+    flags = "--adam_eps 1e-9", "--seconds", 20, "--runs"
+    assert fork.compare(*flags, 4)[::2] == (0, "")
+    lines = Path("logs/results.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["seconds"] == 20
+    for side, steps in (("A", 400), ("B", 400), ("A_longer", 500)):
+        text = Path(f"logs/it_{side}_seed0.txt").read_text()
+        assert re.findall(r"step:(\d+)/", text)[-1] == str(steps)
+    plan = Path("logs/it.json")
+    plan.write_text(
+        json.dumps({k: v for k, v in json.loads(plan.read_text()).items() if k != "ended"})
+    )
+    Path("logs/it_B_seed3.txt").unlink()
+    fork.calls()
+    assert fork.compare(*flags, 4)[0] == 0 and len(fork.calls()) == 1
+    assert fork.compare(*flags, 4, "--judge", "time")[0] == 0
+    assert fork.compare(*flags, 6)[0] == 0
+    status, _, err = fork.compare("--adam_eps 1e-9", "--seconds", 30, "--runs", 6)
+    assert status == 1 and "seconds was 20" in err
+    status, _, err = fork.compare("--num_iterations 7", "--seconds", 20)
+    assert status == 1 and "leave it or --num_iterations out" in err
 
 
 def test_kernels_that_a_run_lost_are_named_with_the_reason():

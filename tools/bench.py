@@ -209,6 +209,7 @@ def main(words: list[str]) -> None:
         if len(counts) > 1:
             raise UserError("--vs: the two run on different numbers of GPUs: set NPROC")
         if counts != {1}:
+            print(f"bench.py: starting {min(counts)} processes", file=sys.stderr, flush=True)
             sys.exit(launch.start(args.settings[0], [__file__, *words]).status)
     try:
         work(args)

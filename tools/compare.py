@@ -44,13 +44,13 @@ optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
     --alpha P           probability that equal sides are called different [0.01]
     --deviation D       the standard deviation of a run's loss, if known; needs --judge loss
     --seed N            seed of the first pair [0]
-    --seconds N         both sides make the steps that A makes in N seconds here. The loss is of
-                        equal steps; `sooner` tells who is ahead after equal seconds
+    --seconds N         both sides make the steps that A makes in N seconds here. `sooner` adds
+                        what the saved time is worth; it is rough if times differ by a quarter
     --plot PNG          draw the pairs, and the intervals as they close
     --run_id NAME       how names of logs begin [the time]
 
 The answers are also an object of logs/results.jsonl: kind (comparison), run (its name), start, A, B
-(script and flags), judge, read_afterwards, alpha, plans (pairs), pairs, an object for each
+(script and flags), judge, read_afterwards, alpha, plans (pairs), seconds, pairs, an object for each
 question (mean, half, p, answer; time and sooner in per cent), verdict, logs.
 """
 
@@ -322,11 +322,10 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     name, judge, began = args.run_id, args.judge, datetime.now().astimezone()
     plan = {key: getattr(args, key) for key in ("judge", "alpha", "seed", "deviation", "seconds")}
     if args.seconds is not None:
-        steps = plan_of(name).get("steps")
-        steps = steps or seconds.steps_in(args.seconds, a.path, list(a.flags))
-        plan["steps"] = steps
-        more = [seconds.flags_for(side.path, list(side.flags), steps) for side in (a, b)]
-        a, b = (replace(s, flags=(*s.flags, *of)) for s, of in zip((a, b), more, strict=True))
+        known = plan_of(name) or {"steps": seconds.steps_in(args.seconds, a.path, list(a.flags))}
+        plan["steps"] = steps = known.get("steps", 1)  # without steps, `settle` refuses the plan
+        more = {s: seconds.flags_for(s.path, list(s.flags), steps, s.name) for s in (a, b)}
+        a, b = (replace(side, flags=(*side.flags, *flags)) for side, flags in more.items())
     plan |= {side.name: [str(side.path), *side.flags] for side in (a, b)}
     plan, read_afterwards = settle(name, plan, args.runs)
     write_plan(name, plan)
@@ -363,6 +362,7 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
         found = {"kind": "comparison", "run": name, "start": began.isoformat(timespec="seconds")}
         found |= {side: shlex.join(plan[side]) for side in "AB"} | {"judge": judge}
         found |= {"read_afterwards": read_afterwards, "alpha": args.alpha, "plans": plan["plans"]}
+        found |= {"seconds": args.seconds}
         result.note({**found, "pairs": len(pairs), **answers, "verdict": text, "logs": logs})
     if args.plot:
         plots.draw_pairs(numbers, args.plot)
@@ -398,7 +398,7 @@ def main(words: list[str]) -> None:
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
     if args.seconds is not None and seconds.is_given("num_iterations", list(b.flags)):
-        parser.error("--seconds chooses --num_iterations: leave one of them out")
+        parser.error("--seconds chooses the number of steps: leave it or --num_iterations out")
     compare(a, b, args)
 
 

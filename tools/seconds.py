@@ -39,8 +39,9 @@ def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
     that. UserError for a number that cannot be met."""
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds {seconds:g}: must be a finite number above 0")
-    if is_given("num_iterations", flags):
-        raise UserError("--seconds chooses --num_iterations: leave one of them out")
+    for name in ("num_iterations", "resume"):
+        if is_given(name, flags):
+            raise UserError(f"--seconds chooses the number of steps anew: leave it or --{name} out")
     budget = max(seconds / 10, 20.0)
     print(f"timing steps: up to {budget:.0f} s, after the time to compile", flush=True)
     ms = ms_per_step(path, flags, budget)
@@ -49,9 +50,9 @@ def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
     return steps
 
 
-def flags_for(path: Path, flags: list[str], steps: int) -> list[str]:
-    """Return the flags that make so many steps; print them. Lengths in steps are scaled, and data
-    that is too short is read again. Flags that were given stay."""
+def flags_for(path: Path, flags: list[str], steps: int, name: str) -> list[str]:
+    """Return the flags that make so many steps; print them with a name. Lengths in steps are
+    scaled, and data that is too short is read again. Flags that were given stay."""
     hp, _ = script.parse(path, flags)
     more = ["--num_iterations", str(steps)]
     for name, value in vars(hp).items():
@@ -59,5 +60,5 @@ def flags_for(path: Path, flags: list[str], steps: int) -> list[str]:
             more += [f"--{name}", str(max(1, round(value * steps / hp.num_iterations)))]
     if not is_given("epochs", flags):
         more += ["--epochs", "0"]
-    print(*more, flush=True)
+    print(f"{name}:", *more, flush=True)
     return more

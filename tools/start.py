@@ -14,7 +14,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -47,7 +46,7 @@ def repeat(count: int, path: Path, flags: list[str], known: dict) -> int:
     """Make `count` runs with consecutive seeds, then print their statistics. Weights are saved only
     if the flags ask for it. Return the exit status; the first run that fails is the last one."""
     hp, _ = script.parse(path, flags)
-    name = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
+    name = hp.run_id or script.new_name()
     logs = []
     for seed in range(hp.seed, hp.seed + count):
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
@@ -75,7 +74,7 @@ def main(words: list[str]) -> None:
     try:
         if args.seconds is not None:
             steps = seconds.steps_in(args.seconds, path, flags)
-            flags = [*flags, *seconds.flags_for(path, flags, steps)]
+            flags = [*flags, *seconds.flags_for(path, flags, steps, script.show(path))]
         if args.runs:
             status = repeat(args.runs, path, flags, known)
         else:

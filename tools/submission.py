@@ -10,8 +10,8 @@ is the submission; a single group is a submission without a baseline. DIR gets:
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
 The tool names the public rules by their numbers. Rule 2: the mean loss is at most 3.28 at p < 0.01.
-Rule 4: the runs take less time than the baseline on the same hardware. The optimizer benchmark has
-other rules: there, times do not count, and tools/leaderboard.py prints the statistic.
+Rule 4: the runs take less time than the baseline on the same hardware. The folder is not for the
+optimizer benchmark, which has other rules: tools/leaderboard.py prints its statistic.
 """
 
 import contextlib
@@ -32,9 +32,7 @@ from train_gpt import UserError
 
 TARGET = 3.28  # of rule 2
 
-# Of the 32 public records of 2026 up to July, 15 have a folder for the baseline's runs and one for
-# their own, mostly with these two names: 2026-02-28_TransposeCopyBackward, for example. Another 15
-# have no baseline, and their logs lie beside README.md: 2026-03-06_SimplifyHC, for example.
+# Of the 32 public records of 2026 up to July, 15 have two folders, mostly of these names.
 BASELINE, OURS = "baseline", "this_pr"
 
 

@@ -96,7 +96,8 @@ def time_in_turn(blocks: list[tuple[Timed, int, int]], rounds: int) -> list[list
     """Make blocks of steps in turn (A B A B): each is a model, a step of its schedule, and a count.
     Return for each of them, by rounds, the ms per step and the inputs (n, T)."""
     for run, step, _ in blocks:
-        run.step(step)  # reads data for the first time
+        if step not in run.batches:
+            run.step(step)  # reads data for the first time
     timed = [[] for _ in blocks]
     for _ in range(rounds):
         for (run, step, count), found in zip(blocks, timed, strict=True):
@@ -108,7 +109,7 @@ def time_in_turn(blocks: list[tuple[Timed, int, int]], rounds: int) -> list[list
 
 def time_schedule(run: Timed, budget: float) -> float:
     """Return the mean ms of a step, from the medians of as many rounds as fit into `budget` seconds
-    after a first, short one; of one at least. Steps are timed in whole cycles."""
+    beside a first, short one. Steps are timed in whole cycles."""
     cycles = (len(run.moments) - 1) // run.every
     steps = sorted({run.every * int((i + 0.5) / PARTS * cycles) for i in range(PARTS)})
     first = time_in_turn([(run, step, run.every) for step in steps], 1)
@@ -116,9 +117,9 @@ def time_schedule(run: Timed, budget: float) -> float:
     ms = (train_gpt.all_reduce_(ms) / RANKS).cpu().numpy()  # so all ranks make the same steps
     counts = run.every * np.ceil(1e3 * BLOCK_S / ms / run.every).astype(int)
     rounds = (1e3 * budget - (1 + run.every) * ms.sum()) // (counts @ ms)
-    rounds = int(np.clip(rounds, 1, ROUNDS))
     blocks = [(run, *block) for block in zip(steps, counts, strict=True)]
-    timed = time_in_turn(blocks, rounds)
+    timed = time_in_turn(blocks, int(np.clip(rounds, 0, ROUNDS)))
+    timed = [one + more for one, more in zip(first, timed, strict=True)]
     return float(np.mean([np.median([ms for ms, _ in of_step]) for of_step in timed]))
 
 

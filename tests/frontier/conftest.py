@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +10,7 @@ import train_gpt
 import train_gpt_2026
 from frontier import reference_2026
 from frontier.small_runs import main, outcome, small_flags
-from runs import console_of, val_losses
+from runs import console_of
 from train_gpt_2026 import Hyperparameters
 
 
@@ -47,7 +46,7 @@ def whole(flags, tmp_path_factory):
     @functools.cache
     def run(record: str):
         folder = tmp_path_factory.mktemp("whole")
-        losses = val_losses(console_of(flags[record], folder, main))
-        return SimpleNamespace(**vars(outcome(folder)), losses=losses)
+        console_of(flags[record], folder, main)
+        return outcome(folder)
 
     return run

@@ -1,4 +1,4 @@
-"""Runs of seconds of the frontier's records, for tests of whole runs and of the tools."""
+"""Runs of seconds of the frontier's records, for tests of whole runs."""
 
 import functools
 from pathlib import Path

@@ -298,15 +298,15 @@ def test_resumed_with_as_many_ranks_or_more_it_ends_as_ever(tmp_path, monkeypatc
     assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
 
 
-# Without one technique each: a flag or, of a setting that is a table, the word that is removed.
+# Without one technique each: a flag, or behind a - the word that is removed from a table.
 OFF = """align_to_documents off;stages length=2+window=384+lr=1.52+targets=1/.5
 extension_frac 0 --last_window 0;yarn off;window_rule blocks;smear off;sublayer_lambdas off
 residual_lambda 1;scaled_projections off;key_offset off;paired_heads off;bigram_rows 0
 bigram_signs 0;value_gate off --gate_by_values off;gate_by_values off;value_init 0;out_init 0
 tied_frac 0;logit_sigmoid 0 0 1;polar_express off;muon_beta2 0;momentum_cooldown_steps 0
 muon_decay 0;adam_every 1;qk_pairs off;mudd_width 0;mixer_width 0;prefix 0;fp8_mlp off;lr_final .1
-layers x\\d+;layers in\\d+;layers v\\d;layers mudd;layers xsa;layers mixer;layers gate
-layers composed;stages targets=[^+,]*;adam_groups decay=[^+,]*;adam_groups beta[12]=[^+,]*"""
+layers -x\\d+;layers -in\\d+;layers -v\\d;layers -mudd;layers -xsa;layers -mixer;layers -gate
+layers -composed;stages -targets=[^+,]*;adam_groups -decay=[^+,]*;adam_groups -beta[12]=[^+,]*"""
 # What the first steps on a CPU do not show.
 LATE = {"align_to_documents off", "yarn off", "momentum_cooldown_steps 0", "fp8_mlp off"}
 LATE |= {"lr_final .1"}
@@ -315,9 +315,8 @@ LATE |= {"lr_final .1"}
 def flags_without(words: str) -> list[str]:
     """Return the flags of a line of OFF, for the demo."""
     name, value = words.split(" ", 1)
-    table = getattr(RECORDS["demo"], name)
-    if name in ("layers", "adam_groups") or value.startswith("targets"):
-        value, count = re.subn(rf"\+{value}", "", table)
+    if value.startswith("-"):
+        value, count = re.subn(rf"\+{value[1:]}", "", getattr(RECORDS["demo"], name))
         assert count
     return [f"--{name}", *value.split()]
 
