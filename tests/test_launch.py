@@ -14,11 +14,12 @@ import torch
 
 import launch
 import result
+import script
 import start
 import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
-from runs import HANGS, error_of
+from runs import HANGS, SCRIPT, error_of
 from train_gpt import HERE
 
 FORK = "forks/train_gpt_2026.py"
@@ -100,6 +101,31 @@ def test_a_run_like_others_has_their_flags_but_not_their_seed(tmp_path, monkeypa
     assert start.flags_like("base") == start.flags_like("base_seed3") == words
     with pytest.raises(train_gpt.UserError, match="no finished run .* there is base"):
         start.flags_like("bas")
+
+
+def test_something_is_said_when_a_run_says_nothing(tmp_path, monkeypatch):
+    """Of a run that is shown, eight seconds after its last line; of one that is not, always."""
+    monkeypatch.chdir(tmp_path)
+    now = [100.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
+    hp, _ = script.parse(Path(SCRIPT), ["--run_id", "it", "--device", "cpu"])
+    shown, hidden = (launch.Live(Path(SCRIPT), hp, label) for label in ("", "pair 1"))
+    starting = ": starting, Python imports torch"
+    assert [one.news() for one in (shown, hidden)] == [
+        f"train_gpt.py{starting}",
+        f"pair 1{starting}",
+    ]
+    Path("logs").mkdir()
+    log, metrics = Path("logs/it.txt"), Path("logs/it.jsonl")
+    log.write_text("a line\n")
+    assert shown.news() == "" and hidden.news() == "pair 1: step 0/128"
+    now[0] += 6
+    assert shown.news() == ""
+    now[0] += 2
+    assert "it.txt has no new line: compilation, warm-up, " in shown.news()
+    log.write_text("a line\nand another\n")
+    metrics.write_text('{"step": 28, "train_loss": 5.0, "ms": 50.0}\n{"step": 29, "tra')
+    assert hidden.check() == shown.news() == "" and hidden.news() == "pair 1: step 28/128, 5 s left"
 
 
 @pytest.mark.parametrize(

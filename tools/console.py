@@ -50,15 +50,16 @@ def fail(message: str):
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Say on standard error what goes on: after two seconds, and then every ten. `what` may be a
-    function; if it returns "", nothing is said."""
+    function; if it returns "", nothing is said, and it is asked again after two seconds."""
     start, is_over = time.monotonic(), Event()
 
     def say() -> None:
         wait = FIRST
         while not is_over.wait(wait):
-            if text := what() if callable(what) else what:
+            text, wait = what() if callable(what) else what, FIRST
+            if text:
                 print(f"{text}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            wait = NEXT
+                wait = NEXT
 
     thread = Thread(target=say, daemon=True)
     thread.start()

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -158,13 +159,12 @@ def start(
 
 
 class Live:
-    """A run that is being made: what a watcher of its files sees. `label` says what run it is, if
-    its own lines are not shown."""
+    """A run that is being made, seen by its files. With a label, its own lines are not shown."""
 
     def __init__(self, path: Path, hp: Hyperparameters, label: str):
         self.name, self.label, self.steps = script.show(path), label, hp.num_iterations
         self.log = Path("logs", f"{hp.run_id}.txt")
-        self.size = 0  # of the log, when `news` was called last
+        self.size, self.grown = 0, 0.0  # of the log, and when it had grown
         self.metrics = None  # the open file of metrics
         self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
         self.step, self.ms = 0, 0.0
@@ -192,16 +192,17 @@ class Live:
         return f"{self.above} steps had a loss above {self.first:.4f}, that of the first one"
 
     def news(self) -> str:
-        """Return what to say of a run whose own lines are not shown, or that has written none since
-        the last call."""
+        """Return what to say of a run whose own lines are not shown, or do not come."""
         if not self.log.exists():
             return f"{self.label or self.name}: starting, Python imports torch"
-        before, self.size = self.size, self.log.stat().st_size
         if self.label:
             left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
             return "" if self.bar.n else f"{self.label}: step {self.step}/{self.steps}{left}"
+        if self.size != (size := self.log.stat().st_size):
+            self.size, self.grown = size, time.monotonic()
         quiet = "compilation, warm-up, validation and saving take long"
-        return f"{self.log} has no new line: {quiet}" if self.size == before else ""
+        is_late = time.monotonic() - self.grown > 7
+        return f"{self.log} has no new line: {quiet}" if is_late else ""
 
 
 def train(path: Path, flags: list[str], label: str = "", **known) -> dict:

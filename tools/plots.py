@@ -13,8 +13,7 @@ from train_gpt import UserError
 
 
 def new_figure(panels: int, **options):
-    """Return a figure with panels side by side. Only pictures need matplotlib, whose import takes a
-    second."""
+    """Return a figure with panels side by side. Only pictures import matplotlib: it is slow."""
     import matplotlib
 
     matplotlib.use("Agg")

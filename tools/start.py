@@ -79,10 +79,9 @@ def main(words: list[str]) -> None:
             status = repeat(args.runs, path, flags, known)
         else:
             status = launch.train(path, flags, **known)["exit"]
-    except UserError:
-        raise
-    except Exception as error:  # of the script, which is imported here
-        result.note(result.not_begun(path, flags, error, known))
+    except Exception as error:
+        if not isinstance(error, UserError):  # it is of the script, which is imported here
+            result.note(result.not_begun(path, flags, error, known))
         raise
     sys.exit(status)
 
