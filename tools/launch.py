@@ -164,7 +164,6 @@ class Live:
     def __init__(self, path: Path, hp: Hyperparameters, label: str):
         self.name, self.label, self.steps = script.show(path), label, hp.num_iterations
         self.log = Path("logs", f"{hp.run_id}.txt")
-        self.size, self.grown = 0, 0.0  # of the log, and when it had grown
         self.metrics = None  # the open file of metrics
         self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
         self.step, self.ms = 0, 0.0
@@ -198,10 +197,8 @@ class Live:
         if self.label:
             left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
             return "" if self.bar.n else f"{self.label}: step {self.step}/{self.steps}{left}"
-        if self.size != (size := self.log.stat().st_size):
-            self.size, self.grown = size, time.monotonic()
         quiet = "compilation, warm-up, validation and saving take long"
-        is_late = time.monotonic() - self.grown > 7
+        is_late = time.time() - self.log.stat().st_mtime > 7
         return f"{self.log} has no new line: {quiet}" if is_late else ""
 
 
