@@ -185,7 +185,8 @@ class Live:
                 self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
                 self.first = min(self.first, loss) if self.step == 1 else self.first
                 self.above = self.above + 1 if loss > self.first else 0
-        self.bar.update(self.step - self.bar.n)
+        self.bar.n = self.step
+        self.bar.refresh()  # its clock shows that validation goes on
         if self.above < max(20, self.steps // 10):
             return ""
         return f"{self.above} steps had a loss above {self.first:.4f}, that of the first one"
