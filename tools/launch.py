@@ -186,18 +186,20 @@ class Live:
                 self.first = min(self.first, loss) if self.step == 1 else self.first
                 self.above = self.above + 1 if loss > self.first else 0
         self.bar.n = self.step
-        self.bar.refresh()  # its clock shows that validation goes on
+        self.bar.refresh()
         if self.above < max(20, self.steps // 10):
             return ""
         return f"{self.above} steps had a loss above {self.first:.4f}, that of the first one"
 
     def news(self) -> str:
         """Return what to say of a run whose own lines are not shown, or do not come."""
+        if not self.bar.disable:  # it shows that time goes on
+            return ""
         if not self.log.exists():
             return f"{self.label or self.name}: starting, Python imports torch"
         if self.label:
             left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
-            return "" if self.bar.n else f"{self.label}: step {self.step}/{self.steps}{left}"
+            return f"{self.label}: step {self.step}/{self.steps}{left}"
         quiet = "compilation, warm-up, validation and saving take long"
         is_late = time.time() - self.log.stat().st_mtime > 7
         return f"{self.log} has no new line: {quiet}" if is_late else ""
