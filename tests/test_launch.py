@@ -103,6 +103,16 @@ def test_a_run_like_others_has_their_flags_but_not_their_seed(tmp_path, monkeypa
         start.flags_like("bas")
 
 
+def test_a_name_that_is_taken_starts_nothing_and_adds_no_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a run was started"))
+    Path("logs").mkdir()
+    Path("logs/it.txt").write_text("a log")
+    with pytest.raises(train_gpt.UserError, match="it.txt exists: .* or --resume on"):
+        launch.train(Path(SCRIPT), ["--run_id", "it", "--device", "cpu"])
+    assert not result.RESULTS.exists()
+
+
 def test_something_is_said_when_a_run_says_nothing(tmp_path, monkeypatch):
     """Of a run that is shown, eight seconds after its last line; of one that is not, always."""
     monkeypatch.chdir(tmp_path)

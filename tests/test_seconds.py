@@ -59,11 +59,12 @@ def test_slow_steps_are_timed_once_each(monkeypatch):
     assert timing.time_schedule(run, budget=20) == 1000 and len(made) == 18
 
 
-def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given():
+def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given(capsys):
     """2026-03-06 has 1490 steps. Its momentum rises in 300 of them and falls in the last 50."""
     flags = ["--record", "2026-03", "--device", "cpu", "--epochs", "1"]
     more = seconds.flags_for(FORK, flags, 149, "it")
     assert more[2:] == ["--momentum_warmup_steps", "30", "--momentum_cooldown_steps", "5"]
+    assert capsys.readouterr().out.startswith("it: --num_iterations 149 ")
     more = seconds.flags_for(FORK, [*flags, "--momentum_warmup_steps=7"], 149, "it")
     assert more == ["--num_iterations", "149", "--momentum_cooldown_steps", "5"]
     assert seconds.flags_for(FORK, flags[:4], 149, "it")[-2:] == ["--epochs", "0"]

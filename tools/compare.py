@@ -145,6 +145,7 @@ class Side:
             flags = [*WITHOUT, *self.flags, *own]
             found = launch.train(self.path, flags, f"{label}, {self.name}", group=name)
             if found["exit"] in result.STOPPED:
+                print(f"stopped; the same command with --run_id {name} goes on", flush=True)
                 raise KeyboardInterrupt
             if found["exit"]:
                 raise UserError(f"the run {log.stem} {found['status']}: {found['reason']}")
@@ -305,7 +306,7 @@ def pairs_of(a: Side, b: Side, name: str, seeds: list[int]) -> Iterator[tuple[Ru
     for number, seed in enumerate(seeds):
         label = f"pair {number + 1} of {len(seeds)}"
         if times:
-            label += f" ({np.mean(times) * (len(seeds) - number) / 60:.0f} min)"
+            label += f" ({np.mean(times) * (len(seeds) - number) / 60:.0f} min left)"
         since = time.monotonic()
         first, second = (a, b) if number % 2 == 0 else (b, a)
         runs = {side: side.run(name, seed, label) for side in (first, second)}

@@ -218,6 +218,8 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     live = Live(path, hp, label)
     if live.log.exists() and is_live(live.log):
         raise UserError(f"another process is writing {live.log}: choose another --run_id")
+    if live.log.exists() and not hp.resume:
+        raise UserError(f"{live.log} exists: choose another --run_id, or --resume on")
     begin = result.Start(path, hp, record, known)
     output = {"stdout": subprocess.DEVNULL} if label else {}
     with console.doing(live.news), live.bar:

@@ -114,7 +114,7 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
     for letter, runs in groups.items():
         seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
         if len(set(seeds)) < len(seeds):
-            print(f"\n{letter} has a seed twice: on a CPU, such runs are equal and count as one")
+            print(f"\n{letter} has a seed twice: such runs may be equal: leave one of them out")
         like = next(name for name, other in groups.items() if other[0].steps == runs[0].steps)
         if like != letter:
             print(f"\n{sentence(groups[like], runs, (like, letter))}")

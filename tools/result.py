@@ -4,7 +4,7 @@ kind             run; an object of a comparison has the kind comparison (compare
 run, group       name of the run, and that of the command that has made several
 like             the group whose steps and flags the run has taken (--like)
 start            when it began: ISO 8601, with the offset to UTC
-status           finished, stopped (by a signal, and a checkpoint was saved), failed, or diverged
+status           finished, stopped (by a signal), failed, or diverged
                  (its last loss is not finite, or above its first one)
 exit             exit status
 reason           the signal, or the error
@@ -89,8 +89,7 @@ def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float
 
 
 def facts(path: Path, known: dict) -> dict:
-    """Return the summary of a run that begins now, as far as it does not depend on its settings.
-    `known` has other keys."""
+    """Return the summary of a run that begins now, without its settings. `known` are other keys."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     found = {"kind": "run", "start": now, "script": script.show(path), "digest": digest(path)}
     return NOTHING | known | found | {"host": platform.node(), "torch": torch.__version__}
@@ -130,7 +129,8 @@ def result_of(start: Start, end: End) -> dict:
         run = logfile.read_log(start.log, whole=False)
     except (OSError, ValueError):
         reason = end.reason or "the script has started no run: has it a main()?"
-        return found | {"status": "failed", "exit": end.status or 1, "reason": reason, "log": None}
+        found |= {"status": "stopped" if end.status in STOPPED else "failed"}
+        return found | {"exit": end.status or 1, "reason": reason, "log": None}
     return found | what_log_tells(run, start, end)
 
 
@@ -143,10 +143,10 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
     tokens = hp.batch_seqs * sum(run_class.moment(step, hp).seq_len for step in range(steps))
     val_loss, _ = run.curve.get(hp.num_iterations, (None, None))
     went_up = bool(losses) and not max(losses[-1], val_loss or 0.0) <= losses[0]
-    saved, reason = "; go on with" in run.stop, end.reason
-    if end.status in STOPPED and not saved:
-        reason += ": no checkpoint was saved"
-    status = "stopped" if saved else "failed" if end.status else "finished"
+    status, reason = "failed" if end.status else "finished", end.reason
+    if end.status in STOPPED:
+        status = "stopped"
+        reason += "" if "; go on with" in run.stop else ": no checkpoint was saved"
     if end.diverged or (went_up and (val_loss or not math.isfinite(losses[-1]))):
         status = "diverged"
     return {

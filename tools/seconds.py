@@ -50,8 +50,8 @@ def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
     return steps
 
 
-def flags_for(path: Path, flags: list[str], steps: int, name: str) -> list[str]:
-    """Return the flags that make so many steps; print them with a name. Lengths in steps are
+def flags_for(path: Path, flags: list[str], steps: int, label: str) -> list[str]:
+    """Return the flags that make so many steps; print them with a label. Lengths in steps are
     scaled, and data that is too short is read again. Flags that were given stay."""
     hp, _ = script.parse(path, flags)
     more = ["--num_iterations", str(steps)]
@@ -60,5 +60,5 @@ def flags_for(path: Path, flags: list[str], steps: int, name: str) -> list[str]:
             more += [f"--{name}", str(max(1, round(value * steps / hp.num_iterations)))]
     if not is_given("epochs", flags):
         more += ["--epochs", "0"]
-    print(f"{name}:", *more, flush=True)
+    print(f"{label}:", *more, flush=True)
     return more

@@ -14,9 +14,7 @@ from scipy import stats
 ALPHA = 0.01  # a smaller p is significant, as on the public leaderboard
 
 # An interval and a verdict need this many runs of each group, or pairs of runs. Half of a 95 %
-# interval is 9.0 deviations of a number after two of them, 2.5 after three, and 1.6 after four. In
-# a sequential test of 20 pairs, a look after two pairs finds a difference of 1300 deviations every
-# second time, a look after three pairs one of 25, after four one of 7.
+# interval is 9.0 deviations of a number after two of them, 2.5 after three, and 1.6 after four.
 FEWEST = 4
 
 

@@ -60,8 +60,7 @@ def notes_of(parts: dict[str, list[Run]]) -> list[str]:
     if base is None:
         return notes + [
             "No baseline: rule 4 needs runs of the baseline on the same hardware. Make both in "
-            'turn, with ./run.sh --compare "BASELINE.py" "SCRIPT.py FLAGS". Then name the logs of '
-            "the baseline first."
+            'turn (./run.sh --compare "BASELINE.py" "SCRIPT.py"), and name its logs first.'
         ]
     if (base[0].gpu, base[0].torch) != (ours[0].gpu, ours[0].torch):
         notes += ["GPU or PyTorch differs: rule 4 needs all runs on the same hardware."]
