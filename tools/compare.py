@@ -323,8 +323,8 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     name, judge, began = args.run_id, args.judge, datetime.now().astimezone()
     plan = {key: getattr(args, key) for key in ("judge", "alpha", "seed", "deviation", "seconds")}
     if args.seconds is not None:
-        known = plan_of(name) or {"steps": seconds.steps_in(args.seconds, a.path, list(a.flags))}
-        plan["steps"] = steps = known.get("steps", 1)  # without steps, `settle` refuses the plan
+        before = plan_of(name) or {"steps": seconds.steps_in(args.seconds, a.path, list(a.flags))}
+        plan["steps"] = steps = before.get("steps", 1)  # without steps, `settle` refuses the plan
         more = {s: seconds.flags_for(s.path, list(s.flags), steps, s.name) for s in (a, b)}
         a, b = (replace(side, flags=(*side.flags, *flags)) for side, flags in more.items())
     plan |= {side.name: [str(side.path), *side.flags] for side in (a, b)}
