@@ -208,19 +208,18 @@ class Live:
 def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     """Make a run of a script, note its summary, and return that. With a label, which says what run
     it is, only progress and errors are shown. `known` has keys of the summary. UserError for bad
-    flags, or if a process is making a run of that name."""
+    flags, or if the name is taken."""
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
     fetch(hp, run_class)
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())
         flags = [*flags, "--run_id", hp.run_id]
-    live = Live(path, hp, label)
+    live, begin = Live(path, hp, label), result.Start(path, hp, record, known)
     if live.log.exists() and is_live(live.log):
         raise UserError(f"another process is writing {live.log}: choose another --run_id")
-    if live.log.exists() and not hp.resume:
+    if begin.log_size and not hp.resume:  # an empty log is of a run that was killed at once
         raise UserError(f"{live.log} exists: choose another --run_id, or --resume on")
-    begin = result.Start(path, hp, record, known)
     output = {"stdout": subprocess.DEVNULL} if label else {}
     with console.doing(live.news), live.bar:
         end = start(hp, [str(path), *flags], live.check, **output)
