@@ -1054,14 +1054,13 @@ class GPT(t.GPT):
         return tables
 
     @t.compiled
-    def layers_from(self, start: int, streams: dict[str, Tensor], more, rotary, masks) -> dict:
-        """Run the layers of a graph. `streams` are x and what later layers read, (1, T, C), by
-        name. Return them with those of these layers added."""
+    def run_layers(self, start: int, stop: int, streams: dict, more, rotary, masks) -> dict:
+        """Run the layers from start to stop. `streams` are x and what later layers read, (1, T, C),
+        by name. Return them with those of these layers added."""
         streams = dict(streams)
         if start == 0:
             streams["x"] = streams["x0"] = t.norm(streams["x"], self.hp.norm_eps)[None]
-        end = min(start + self.layers_per_graph(streams["x"].device), len(self.layers))
-        for i in range(start, end):
+        for i in range(start, stop):
             x = streams["x"] = self.layer_output(i, streams, more, rotary, masks)
             if i in self.outputs_read:
                 streams[f"output {i}"] = x
@@ -1069,7 +1068,7 @@ class GPT(t.GPT):
                 streams[f"source {i}"] = t.norm(x, self.hp.norm_eps)
             if self.layers[i].backout:
                 streams["backout"] = x
-        if end == len(self.layers):
+        if stop == len(self.layers):
             streams["x"] = t.norm(self.end(streams, more), self.hp.norm_eps)[0]
         return streams
 
@@ -1197,10 +1196,10 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
     if hp.adam_rule == "torch":
         return t.adam(rows, lr, now, hp, betas)
     if not rows.state:
-        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
+        rows.state["step"] = torch.zeros(rows.own.shape[:2], device=rows.own.device)
         rows.state["exp_avg"] = torch.zeros_like(rows.own, dtype=torch.float32)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own, dtype=torch.float32)
-    step, lr = rows.state["step"].add_(1)[0], number(lr, rows.state["step"])
+    step, lr = rows.state["step"].add_(1)[0, 0], number(lr, rows.state["step"])
     size = rows.own.numel() if rows.own.is_cuda else 65536
     tensors = rows.own, rows.grad, rows.state["exp_avg"], rows.state["exp_avg_sq"]
     for parts in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):

@@ -48,7 +48,7 @@ def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
     core = script.core(run_class)
     assert core is not train_gpt and train_gpt.script_of(run_class) == one
     assert one.parent == core.HERE and run_class.default_record in run_class.records
-    for function in (train_gpt.train, train_gpt.flex_mask, train_gpt.look_up):
+    for function in (train_gpt.train, train_gpt.attend, train_gpt.look_up):
         copied = getattr(core, function.__name__)
         assert inspect.getsource(copied) == inspect.getsource(function)
     for name, (twin, *_) in gpu_kernels.TWINS.items():

@@ -126,68 +126,6 @@ def test_a_damaged_checkpoint_is_refused_and_gives_way_when_it_is_deleted(
     assert "resumed at step 6" in out and val_losses(out) == {8: run.losses[8]}
 
 
-def without(state: dict, *keys: str) -> None:
-    """Delete what lies at the end of the keys."""
-    *before, last = keys
-    for key in before:
-        state = state[key]
-    del state[last]
-
-
-def of_other_shape(state: dict, *keys: str) -> None:
-    """Cut a column off the tensor at the end of the keys."""
-    *before, last = keys
-    for key in before:
-        state = state[key]
-    state[last] = state[last][..., 1:].clone()
-
-
-MUON, ADAM = ("optimizers", "muon 32x32"), ("optimizers", "head 32")
-CRAFTED = {
-    "step -5": lambda state: state.update(step=-5),
-    "step 1000000": lambda state: state.update(step=10**6),
-    "step '6'": lambda state: state.update(step="6"),
-    "step 2.0": lambda state: state.update(step=2.0),
-    "no step": lambda state: without(state, "step"),
-    "seconds as text": lambda state: state.update(seconds="9"),
-    "endless seconds": lambda state: state.update(seconds=float("inf")),
-    "very many seconds": lambda state: state.update(seconds=10**400),
-    "step True": lambda state: state.update(step=True),
-    "layers as a number": lambda state: state["hyperparameters"].update(layers=3),
-    "a broken width": lambda state: state["hyperparameters"].update(head_dim=32.0),
-    "no record": lambda state: without(state, "record"),
-    "a setting as text": lambda state: state["hyperparameters"].update(num_heads="two"),
-    "no weights": lambda state: without(state, "model"),
-    "a weight less": lambda state: without(state, "model", "lm_head.weight"),
-    "a weight's shape": lambda state: of_other_shape(state, "model", "lm_head.weight"),
-    "no optimizers": lambda state: without(state, "optimizers"),
-    "no state": lambda state: state.update(optimizers={}),
-    "no state of a group": lambda state: without(state, *MUON),
-    "a tensor less": lambda state: without(state, *ADAM, "exp_avg"),
-    "a tensor's columns": lambda state: of_other_shape(state, *ADAM, "exp_avg"),
-    "a tensor's rows": lambda state: of_other_shape(state, *MUON, "momentum_buffer"),
-    "integers": lambda state: state["optimizers"]["head 32"].update(
-        exp_avg=torch.ones(512, 32).long()
-    ),
-    "no tensor": lambda state: state["optimizers"]["head 32"].update(exp_avg="zero"),
-    "text": lambda state: state.update(optimizers="none"),
-}
-
-
-@pytest.mark.parametrize("craft", CRAFTED.values(), ids=CRAFTED.keys())
-def test_a_crafted_checkpoint_is_refused_in_one_line(craft, run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    path = Path("logs/it/state_step000006.pt")
-    path.parent.mkdir(parents=True)
-    state = torch.load(run.folder / path, weights_only=True)
-    craft(state)
-    torch.save(state, path)
-    status, err = error_of([*run.flags, "--resume", "on"], capsys)
-    assert status == 1 and re.search(
-        "not an intact checkpoint|is not intact|does not fit|was saved by|of another script", err
-    )
-
-
 class Evil:
     """Unpickled, it makes a folder."""
 

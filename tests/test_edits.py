@@ -150,7 +150,7 @@ EDITS = [
     (angles, "return angle.cos(), angle.sin()", "return angle.cos(), -angle.sin()"),
     (attention, "(x.size(-1),), eps=eps)", "(x.size(-1),), eps=0.5)"),
     (attention, "cos[..., None, :] + pairs.flip(-2)", "cos[..., None, :] - pairs.flip(-2)"),
-    (attention, "scale=scale, **options)", "scale=2 * scale, **options)"),
+    (attention, "mask.type_as(q), scale=scale)", "mask.type_as(q), scale=2 * scale)"),
     (attention, "v = self.lambdas[0] * v", "v = self.lambdas[1] * v"),
     (mlp, "F.relu(", "F.gelu("),
     (block, "return x + self.mlp(", "return x - self.mlp("),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
+import train_gpt
 from conftest import at_window
 from test_loss import NewShapes
-from train_gpt import BLOCK, END_OF_TEXT, GPT, attend, block_lists, flex_mask, make_mask
+from train_gpt import BLOCK, END_OF_TEXT, GPT, attend, block_lists, make_mask
 from train_gpt_2026 import first_visible  # train_gpt.py's, but for the rule "distance"
 
 LENGTH = 4 * BLOCK
@@ -59,6 +61,12 @@ def read_block_mask(mask) -> torch.Tensor:
     return visible
 
 
+def flex_mask(first: torch.Tensor) -> BlockMask:
+    """Return the mask that `attend` hands to FlexAttention."""
+    with patch.object(train_gpt, "flex_attention", lambda q, k, v, block_mask, **_: block_mask):
+        return attend(first, first, first, block_lists(first), 1.0)
+
+
 def query_blocks(mask: BlockMask) -> list[list[int]]:
     """Return the partial and the full query blocks of each key block, sorted."""
     found = []
@@ -88,7 +96,7 @@ def test_masks_equal_brute_force(starts, window, rule):
     tokens[list(starts)] = END_OF_TEXT
     expected = brute_force(tokens, window, rule)
     first = first_visible(tokens, torch.tensor(window), rule)
-    dense, mask = make_mask(first), flex_mask(*block_lists(first))
+    dense, mask = make_mask(first), flex_mask(first)
     assert set(dense.unique().tolist()) <= {0.0, -float("inf")}
     assert torch.equal(dense == 0, expected)
     assert torch.equal(read_block_mask(mask), expected)
@@ -137,7 +145,7 @@ def test_block_mask_needs_no_square_of_tokens(length, rule, blocks):
     tokens = torch.zeros(length, dtype=torch.int32)
     tokens[::5000] = END_OF_TEXT
     with NewShapes() as watch:
-        mask = flex_mask(*block_lists(first_visible(tokens, torch.tensor(1792), rule)))
+        mask = flex_mask(first_visible(tokens, torch.tensor(1792), rule))
     assert max(map(math.prod, watch.shapes)) <= 4 * (length // BLOCK) ** 2
     counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
     assert len(counts) == length // BLOCK and counts.max() == blocks and counts[0] == 1
