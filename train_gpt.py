@@ -1296,7 +1296,7 @@ def as_program(name: str, work: Callable) -> None:
             dist.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UserError, OSError, RuntimeError) as error:
+    except (UserError, SyntaxError, OSError, RuntimeError) as error:  # syntax: of a fork
         message = " ".join(str(error).split())[:500]
         lost = isinstance(error, dist.DistError) or re.search("gloo/|pair clos", message)
         if lost:

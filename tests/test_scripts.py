@@ -73,6 +73,14 @@ def test_modules_of_another_project_are_not_mixed_with_these(fork, copy):
 # ---- Starting it
 
 
+def test_a_syntax_error_of_a_script_is_a_line(copy, capsys):
+    lines = copy.read_text().splitlines(keepends=True)
+    lines.insert(40, "def broken(:\n")
+    copy.write_text("".join(lines))
+    status, err = error_of([str(copy)], capsys, start.main)
+    assert status == 1 and err == f"run.sh: error: invalid syntax ({copy.name}, line 41)\n"
+
+
 SIZES = "--num_iterations 2 --val_loss_every 1 --batch_seqs 2 --val_tokens 512 --save_every 0"
 
 

@@ -50,7 +50,9 @@ def baseline_of(runs: list[dict], name: str) -> list[dict]:
 
 def change_of(run: dict, base: dict) -> str:
     """Return in what a run differs from the baseline: its source, and its flags."""
-    own, others = (flags_in(of["flags"] or "") for of in (run, base))
+    if run["flags"] is None:
+        return ""  # they could not be read
+    own, others = ({"record": f" {of['record']}"} | flags_in(of["flags"]) for of in (run, base))
     changed = [f"--{name}{own[name]}" for name in own if own[name] != others.get(name)]
     changed += [f"--{name} as in the record" for name in others if name not in own]
     return " ".join(["source"] * (run["digest"] != base["digest"]) + changed)
@@ -90,10 +92,10 @@ def main(words: list[str]) -> None:
     print(f"baseline {base[0]['group']}: {len(base)} runs of {first}: {text}\n")
     table = [["run", "script", "change", "steps", "loss", "deviations", "verdict"]]
     for row in rows:
-        numbers = [str(row["steps"] or "-"), show(row["val_loss"], ".4f")]
+        numbers = [show(row["val_loss"], ".4f"), show(row["deviations"], "+.1f")]
         verdict = row["verdict"] + (f": {row['reason']}" if row["reason"] else "")
-        known = [row["run"] or "-", row["script"], row["change"] or "-", *numbers]
-        table.append([*known, show(row["deviations"], "+.1f"), verdict])
+        known = [row["run"] or "-", row["script"], row["change"] or "-", str(row["steps"] or "-")]
+        table.append([*known, *numbers, verdict])
     console.print_table(table)
 
 

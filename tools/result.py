@@ -213,4 +213,3 @@ def print_result(result: dict) -> None:
             value = "; ".join(f"{name}: {reason}" for name, reason in value.items())
         if value not in (None, ""):
             print(f"{key}: {value}")
-    sys.stdout.flush()
