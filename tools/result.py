@@ -41,7 +41,6 @@ import platform
 import re
 import shlex
 import signal
-import sys
 import time
 import traceback
 from contextlib import suppress
