@@ -163,7 +163,7 @@ def loss_example(model, hp, device, dtype, whole=False):
     head = type(model.lm_head)(hp).to(device, weight_dtype)
     head.weight.data.normal_(std=4 * hp.model_dim**-0.5)
     x = torch.randn(rows, hp.model_dim, device=device, dtype=dtype, requires_grad=True)
-    scale = head.grad_scale(hp.seq_len)
+    scale = head.grad_scale or 1 / hp.seq_len
     targets = torch.randint(hp.vocab_size, (rows, count), device=device)
     targets[-1, 1:] = -1
     if count == 1:

@@ -20,7 +20,6 @@ and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
 
 import argparse
 import contextlib
-import difflib
 import fcntl
 import functools
 import gc
@@ -37,7 +36,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -608,6 +606,8 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, and with extra values mixed into v."""
 
+    attend = Late(lambda: attend)  # tools/sample.py gives layers one that caches keys and values
+
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
         width = hp.num_heads * hp.head_dim
@@ -621,10 +621,6 @@ class CausalSelfAttention(nn.Module):
         self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
         self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
-
-    def attend(self, *arguments) -> Tensor:
-        """Call attend. tools/sample.py replaces this method by one that caches keys and values."""
-        return attend(*arguments)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
         """Map x (1, T, C) to (1, T, C). `value` is rows (T, H * D) of a table, or the first layer's
@@ -705,6 +701,7 @@ class Head(CastedLinear):
         super().__init__(hp.model_dim, rows, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.weight)
         self.softcap = hp.logit_softcap
+        self.grad_scale = None  # factor on the gradient of a sequence's summed loss; None: its mean
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: they are cap *
@@ -717,10 +714,6 @@ class Head(CastedLinear):
             return 256
         return 8192 if memory_is_small(device) else 49152
 
-    def grad_scale(self, tokens: int) -> float:
-        """Return the factor on the gradient of a sequence's summed loss."""
-        return 1 / tokens
-
     @compiled
     @has_twin
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -732,9 +725,7 @@ class Head(CastedLinear):
         gradients of the head's parameters to their .grad; backward() on the loss brings that of x.
         `more` goes to chunk_loss, of which a fork may have another."""
         total, grads = 0, []
-        # The chunks' gradients of a bfloat16 weight, as forks have, add up in float32.
-        self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        size, scale = self.chunk_len(x.device), self.grad_scale(len(x))
+        size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
         for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
             part = part.detach().requires_grad_(x.requires_grad)
             # torch.compile refuses a bfloat16 weight, as forks have, that has a float32 gradient.
@@ -955,7 +946,7 @@ class Group:
     params: list[nn.Parameter]
     rule: Callable
     lr: float
-    row_ndim: int  # ranks share matrices (2) or rows of tables (1), and all have all scalars (0)
+    row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
     # When gradients are complete, in the last micro-batch. "forward": after the forward pass;
     # "layer": when the backward pass has passed their layer; "end": at its end.
     complete: str = "end"
@@ -983,15 +974,14 @@ class Rows:
 
     Both are (messages, parts, n, *row_shape): a message is what ranks send at once, and each rank
     owns a part of it. On 8 ranks, the 44 matrices of 2025-01-26 with 768 x 768 numbers are (6, 8,
-    1, 768, 768). Scalars are too few to divide: their one part is everybody's. The parameters' rows
-    follow each other; padding stays zero. From now on, nothing may rebind a parameter's .data, as
-    model.to() does: the parameter would no longer learn.
+    1, 768, 768). The parameters' rows follow each other; padding stays zero. From now on, nothing
+    may rebind a parameter's .data, as model.to() does: the parameter would no longer learn.
     """
 
-    grad: Tensor | None  # in the rule: this rank's part of the mean gradient, as rows.own
+    grad: Tensor  # in the rule: this rank's part of the mean gradient, as rows.own
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank, world_size, micro_batches):
-        self.parts, self.part = (world_size, rank) if group.row_ndim else (1, 0)
+        self.parts, self.part = world_size, rank
         self.state: dict[str, Tensor] = {}  # the update rule's
         self.works = []  # messages on their way
         self.missing = Counter()  # by message that is not sent yet: gradients to come
@@ -1006,7 +996,7 @@ class Rows:
         self.total = starts.pop()
         # Messages that leave during the backward pass have 8 rows, or one for each rank.
         size = max(8, world_size) if group.complete == "layer" and world_size > 1 else self.total
-        n = -(-min(size, self.total) // self.parts)
+        n = -(-min(size, self.total) // (self.parts * spacing)) * spacing
         size = n * self.parts
         messages = -(-self.total // size)
         self.weights = params[0].detach().new_zeros(messages, self.parts, n, *row_shape)
@@ -1024,8 +1014,7 @@ class Rows:
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self.grad = None
-        self.narrow = None  # the own part of their sum, where ranks send less than float32
+        self.received = self.sums[:, self.part]  # this rank's part of the sum over all ranks
         self.empty = set(self.places)  # parameters without a gradient; their places hold old ones
         for p in self.places:
             p.grad = None
@@ -1059,12 +1048,9 @@ class Rows:
         del self.missing[message]
         sent = self.sums[message].to(self.weights.dtype)
         own = sent[self.part]
-        if self.parts == 1:
-            self.works.append(dist.all_reduce(sent, async_op=True))
-        else:
-            self.works.append(reduce_scatter(own, sent.flatten(0, 1), async_op=True))
-        if own.dtype != self.sums.dtype:
-            self.narrow = own[None]  # bfloat16 rows are tables, which have one message
+        self.works.append(reduce_scatter(own, sent.flatten(0, 1), async_op=True))
+        if own.dtype != self.sums.dtype:  # bfloat16 rows are tables, which have one message
+            self.received = own[None]
 
     def send_rest(self) -> None:
         """Send the messages that are not sent yet. A gradient that has not come is zero."""
@@ -1079,11 +1065,6 @@ class Rows:
         for work in self.works:
             work.wait()
         self.works = []
-
-    def summed(self) -> Tensor:
-        """Wait, and return this rank's part (messages, n, *row_shape) of the summed gradients."""
-        self.wait()
-        return self.sums[:, self.part] if self.narrow is None else self.narrow
 
     def gather(self, own: Tensor) -> Tensor:
         """Begin to collect the parts of all ranks, (messages, parts, n, ...), of which this one is
@@ -1126,11 +1107,9 @@ class Optimizers:
             for params in by_shape.values():
                 rows = Rows(group, params, rank, world_size, hp.batch_seqs // world_size)
                 self.groups.append((group, rows))
-                if group.complete == "layer":
-                    # A parameter that kept its Rows would keep itself, and the model's memory.
-                    arrived = functools.partial(Rows.arrived, weakref.proxy(rows))
+                if group.complete == "layer" and world_size > 1:
                     for p in params:
-                        p.register_post_accumulate_grad_hook(arrived)
+                        p.register_post_accumulate_grad_hook(rows.arrived)
 
     def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
         """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
@@ -1144,11 +1123,6 @@ class Optimizers:
             if group.complete == "forward":
                 rows.send_rest()
 
-    def collect(self) -> None:
-        """Add what a backward pass has brought to what others have brought."""
-        for _, rows in self.groups:
-            rows.collect()
-
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and clear their gradients. Return a list, which
@@ -1160,15 +1134,17 @@ class Optimizers:
         if self.hp.grad_clip:
             squares = torch.zeros((), device=learning[0][1].own.device)
             for _, rows in learning:
-                norm = torch.linalg.vector_norm(rows.summed(), dtype=torch.float32)
-                squares += norm.square() * (rows.parts / self.world_size)  # of scalars, a share
+                rows.wait()
+                norm = torch.linalg.vector_norm(rows.received, dtype=torch.float32)
+                squares += norm.square()
             norms = [all_reduce_(squares).sqrt() * grad_scale]
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
         sent = []
         for group, rows in learning:
             if [p.data_ptr() for p in rows.places] != rows.addresses:
                 raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
-            rows.grad = rows.summed().mul_(grad_scale)
+            rows.wait()
+            rows.grad = rows.received.mul_(grad_scale)
             # A rule returns None, or an update and a function that applies it: see above muon.
             update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
             sent.append((rows, rows.gather(update), apply))
@@ -1325,33 +1301,32 @@ class Log:
         killed process, or a full disk, left of a header or a line is removed."""
         self.hp = hp
         self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
-        self.path = Path("logs", f"{self.run_id}.txt") if rank == 0 else Path(os.devnull)
-        self.path.parent.mkdir(exist_ok=True)
-        if rank == 0 and hp.keep:
-            self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
-        self.file = self.path.open("a", buffering=1, encoding="utf-8")
-        metrics = self.path.with_suffix(".jsonl") if rank == 0 else self.path
-        self.metrics = metrics.open("a", buffering=1, encoding="utf-8")
-        try:
-            if rank == 0:
+        self.path = Path("logs", f"{self.run_id}.txt")
+        self.is_new = False
+        self.file = self.metrics = sys.stdout  # which goes nowhere but on rank 0
+        if rank == 0:
+            self.path.parent.mkdir(exist_ok=True)
+            if hp.keep:
+                self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
+            self.file = self.path.open("a", buffering=1, encoding="utf-8")
+            self.metrics = self.path.with_suffix(".jsonl").open("a", buffering=1, encoding="utf-8")
+            try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            *_, holder = "a process", *re.findall(r"\nthis is (.*)\n", self.path.read_text("utf-8"))
-            reason = f"{holder} is writing {self.path} ({error})"
-            raise UserError(f"{reason}: choose another --run_id") from error
-        before = self.path.read_bytes()
-        if before and not hp.resume:
-            raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
-        self.is_new = f"\n{RULE}\nrecord ".encode() not in before
-        for file in (self.file, self.metrics):
-            before = Path(file.name).read_bytes()
-            whole = 0 if self.is_new else before.rfind(b"\n") + 1
-            if whole < len(before):
-                file.truncate(whole)
+            except OSError as error:
+                text = self.path.read_text("utf-8")
+                *_, holder = "a process", *re.findall(r"\nthis is (.*)\n", text)
+                reason = f"{holder} is writing {self.path} ({error})"
+                raise UserError(f"{reason}: choose another --run_id") from error
+            before = self.path.read_bytes()
+            if before and not hp.resume:
+                raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
+            self.is_new = f"\n{RULE}\nrecord ".encode() not in before
+            for file in (self.file, self.metrics):
+                whole = Path(file.name).read_bytes().rfind(b"\n") + 1
+                file.truncate(0 if self.is_new else whole)
         # A terminal that says that it has no columns gets lines, as a pipe does.
         has_bar = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
         self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, leave=False, disable=not has_bar)
-        self.row = {}  # the metrics of the last step that has begun
         self.result = self.arrival = None  # of that step, on its way to the host
         self.stop = False  # whether a rank had a signal to stop, before that step
         self.ended = 0.0  # when the step before ended, in seconds
@@ -1416,7 +1391,6 @@ class Log:
         self.write(line, self.file)
         if console:
             self.bar.write(line)
-            sys.stdout.flush()
 
 
 def script_of(run: type["Run"]) -> Path:
@@ -1536,9 +1510,7 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     except argparse.ArgumentError as error:
         raise UserError(error) from error
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in fields(default)], 1)
-        remedy = f"did you mean {near[0]}?" if near else "--help lists the flags"
-        raise UserError(f"unknown words: {' '.join(unknown)}; {remedy}")
+        raise UserError(f"unknown words: {' '.join(unknown)}; --help lists the flags")
     given = vars(given)
     asked = given.pop("record")
     for name, value in given.items():
@@ -1610,7 +1582,8 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
         if i == len(inputs):
             optimizers.before_last_backward(now)
         micro_loss.backward()
-        optimizers.collect()
+        for _, rows in optimizers.groups:
+            rows.collect()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
     norms = optimizers.step(now)
@@ -1630,9 +1603,8 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
     for now in [*kinds.values(), longest] if compiled.allowed else [longest]:
-        if now is longest:
-            gc.collect()
-            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
         val = tokens[:, : hp.val_seq_len]
         evaluate(model, (val.int(), val), now, device)  # first: its blocks of memory are larger
         x = tokens[:, : now.seq_len]
@@ -1675,9 +1647,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     planned = plan_batches(hp.train_files, hp, last_step, run.plan, moments)
     model = build(run, hp, device)
 
-    # Rank 0 locks the log before any rank looks for a checkpoint: nobody saves another one then.
     log = Log(hp, rank)
-    all_reduce_(torch.zeros(1, device=device)).item()
     saved = newest_checkpoint(run, hp)
     first_step = saved.get("step", 0)
     log.seconds = saved.get("seconds", 0.0)

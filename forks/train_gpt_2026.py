@@ -910,7 +910,9 @@ class Head(t.Head):
         if hp.head_init:
             self.weight.data.normal_(std=hp.head_init)
         self.form = hp.sigmoid_form
-        self.summed = hp.loss_sum
+        # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
+        self.grad_scale = 1.0 if hp.loss_sum else None
+        self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
 
     @t.compiled
     @has_twin
@@ -924,11 +926,6 @@ class Head(t.Head):
         learned = -scale * (chances * shares * (targets >= 0)).sum()
         shown = -scale * chances[:, 0].sum()
         return learned + (shown - learned).detach()
-
-    def grad_scale(self, tokens: int) -> float:
-        """Return the factor on the gradient of a sequence's summed loss. With --loss_sum it is 1,
-        as FP8 scales and Adam's epsilon of these records expect."""
-        return 1.0 if self.summed else super().grad_scale(tokens)
 
     def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K

@@ -128,6 +128,8 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """One layer: attention with normalised, rotated q and k, then an MLP with ReLU squared."""
 
+    attend = t.Late(lambda: t.attend)  # as in train_gpt.py
+
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         dim, width = hp.model_dim, hp.num_heads * hp.head_dim
@@ -137,10 +139,6 @@ class Block(nn.Module):
         self.q, self.k, self.v = (Linear(dim, width) for _ in range(3))
         self.attn_proj = Linear(width, dim)
         self.fc, self.mlp_proj = Linear(dim, 4 * dim), Linear(4 * dim, dim)
-
-    def attend(self, *arguments) -> Tensor:
-        """Call attend. tools/sample.py replaces this method by one that caches keys and values."""
-        return t.attend(*arguments)
 
     @t.compiled
     def forward(self, x: Tensor, rotary, mask) -> Tensor:
@@ -167,11 +165,7 @@ class Head(t.Head):
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
         self.bias = nn.Parameter(torch.zeros(self.out_features))
-        self.batch_seqs = hp.batch_seqs
-
-    def grad_scale(self, tokens: int) -> float:
-        """Return the factor on the gradient of a sequence's summed loss."""
-        return self.batch_seqs
+        self.grad_scale = hp.batch_seqs
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C), in float32."""

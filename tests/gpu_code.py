@@ -323,7 +323,7 @@ def loss_graphs(hp, run):
     x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
     targets, scale, several = (
         torch.zeros(tokens, dtype=torch.int64),
-        head.grad_scale(hp.seq_len),
+        head.grad_scale or 1 / hp.seq_len,
         (),
     )
     trained = targets

@@ -29,7 +29,7 @@ from train_gpt import UserError, main
 
 # Flags added to those of a run that works, and words of the message.
 TABLE = [
-    ("--num_iter 3", "unknown words: --num_iter 3; did you mean --num_iterations?"),
+    ("--num_iter 3", "unknown words: --num_iter 3; --help lists the flags"),
     ("--frobnicate 3", "unknown words: --frobnicate 3; --help lists the flags"),
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--kernels auto", "argument --kernels: invalid choice: 'auto' (choose from"),

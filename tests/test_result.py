@@ -91,7 +91,7 @@ def test_a_second_start_of_a_live_name_or_a_typo_adds_no_line(flags):
         for words in (["--run_id", "it"], ["--run_id", "new", "--num_iteration", "3"]):
             program = Program([*flags, *words], work=launch_with)
             assert program.end() == [1]
-            assert re.search("another process is writing|did you mean", program.text("err"))
+            assert re.search("another process is writing|unknown words", program.text("err"))
     assert not result.RESULTS.exists()
 
 
