@@ -926,7 +926,7 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
         list(rows.grad.type_as(rows.own)),
         list(rows.state["exp_avg"]),
         list(rows.state["exp_avg_sq"]),
-        [],
+        [],  # what amsgrad keeps
         list(rows.state["step"][:, 0]),
         lr=lr,
         beta1=beta1,
@@ -1612,8 +1612,11 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
     if compiled.allowed:  # after a step, memory is divided in another way than after a validation
         train_step(model, optimizers, x.int(), x, now)
     saved = saved or {"model": initial, "optimizers": {}}
-    model.load_state_dict(saved["model"])
-    optimizers.load_state_dict(saved["optimizers"])
+    try:
+        model.load_state_dict(saved["model"])
+        optimizers.load_state_dict(saved["optimizers"])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
 
 def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:

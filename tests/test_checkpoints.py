@@ -126,6 +126,24 @@ def test_a_damaged_checkpoint_is_refused_and_gives_way_when_it_is_deleted(
     assert "resumed at step 6" in out and val_losses(out) == {8: run.losses[8]}
 
 
+def test_a_run_does_not_go_on_with_a_model_that_has_other_weights(
+    run, tmp_path, monkeypatch, capsys
+):
+    """As after an edit of the script."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run.folder / "logs/it", "logs/it")
+    newest = Path("logs/it/state_step000008.pt")
+    newest.unlink()
+    state = torch.load("logs/it/state_step000006.pt", weights_only=True)
+    for weights in (state["model"] | {"new": torch.ones(1)}, {"embed.weight": torch.ones(3)}):
+        torch.save(state | {"model": weights}, "logs/it/state_step000006.pt")
+        status, err = error_of([*run.flags, "--resume", "on"], capsys)
+        gc.collect()  # closes its log
+        assert status == 1 and err.startswith(
+            "train_gpt.py: error: the checkpoint is not one of this model: Error(s) in loading"
+        )
+
+
 class Evil:
     """Unpickled, it makes a folder."""
 
