@@ -10,10 +10,8 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import itertools
 import math
 import sys
-import types
 from dataclasses import replace
 
 import torch
@@ -36,13 +34,6 @@ def has_twin(plain):
 
     call.in_use = lambda: name in IN_USE
     return call
-
-
-def obstacle(device: torch.device) -> str:
-    """Return why Triton cannot run on a device, or "" if it can."""
-    if device.type == "cuda" or triton.knobs.runtime.interpret:
-        return ""
-    return "Triton wants a CUDA GPU (or, to try the kernels, TRITON_INTERPRET=1)"
 
 
 @torch.compiler.assume_constant_result
@@ -120,17 +111,15 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, targets, shares, form, scale, fp8_scales):
-        grad_dtype, ctx.fp8_scales = x.dtype, fp8_scales
+        x_s, w_s, grad_s = ctx.scales = fp8_scales or (1.0, 1.0, 1.0)
         if fp8_scales is None:
-            w = w.type_as(x)
-            logits, grad_s = x @ w.T, 1.0
+            w, grad_dtype = w.type_as(x), x.dtype
+            logits = x @ w.T
         else:
-            x_s, w_s, grad_s = fp8_scales
-            e4m3 = torch.float8_e4m3fn  # whose largest number is 448
+            e4m3, grad_dtype = torch.float8_e4m3fn, torch.float8_e5m2  # e4m3 ends at 448
             x, w = (x * x_s).clamp(-448, 448).to(e4m3), (w * w_s).clamp(-448, 448).to(e4m3)
             factor = torch.full((), 1 / (x_s * w_s), device=x.device)
             logits = scaled_matmul(x, w.T, factor, torch.bfloat16)
-            grad_dtype = torch.float8_e5m2
         if not ctx.needs_input_grad[0]:
             grad_dtype = None
         loss, *grads = softcap_losses(logits, targets, shares, form, scale * grad_s, grad_dtype)
@@ -140,7 +129,7 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w, grads, grads_t = ctx.saved_tensors
-        x_s, w_s, grad_s = ctx.fp8_scales or (1.0, 1.0, 1.0)
+        x_s, w_s, grad_s = ctx.scales
         grad_x = scaled_matmul(grads, w, grad / (grad_s * w_s), torch.bfloat16)
         grad_w = scaled_matmul(grads_t, x, grad / (grad_s * x_s), torch.float32)
         return grad_x, grad_w, None, None, None, None, None  # autograd casts to the inputs' dtypes
@@ -152,23 +141,6 @@ def fused_chunk_loss(head, x, targets, scale, shares=None):
     form = getattr(head, "form", (2 * head.softcap, 0.0, head.softcap / 2))
     fp8_scales = (head.x_s, head.w_s, head.grad_s) if head.in_fp8(x.device) else None
     return FusedLoss.apply(x, head.weight, targets, shares, form, scale, fp8_scales)
-
-
-def loss_example(model, hp, device, dtype, whole=False):
-    """Return example arguments of fused_chunk_loss: a head like the model's, rows of the trunk's
-    output, and targets, as many a row as hp ever has."""
-    rows = min(hp.seq_len, model.lm_head.chunk_len(device)) if whole else 1024
-    count = getattr(hp, "most_targets", 1)
-    weight_dtype = torch.promote_types(dtype, model.lm_head.weight.dtype)
-    head = type(model.lm_head)(hp).to(device, weight_dtype)
-    head.weight.data.normal_(std=4 * hp.model_dim**-0.5)
-    x = torch.randn(rows, hp.model_dim, device=device, dtype=dtype, requires_grad=True)
-    scale = head.grad_scale or 1 / hp.seq_len
-    targets = torch.randint(hp.vocab_size, (rows, count), device=device)
-    targets[-1, 1:] = -1
-    if count == 1:
-        return head, x, targets[:, 0], scale
-    return head, x, targets, scale, torch.linspace(1, 0.25, count, device=device)
 
 
 # -----------------------------------------------------------------------------
@@ -183,12 +155,10 @@ def relu2_kernel(
     """Each program computes one tile. Eight rows of tiles run together, to share the cache. If they
     are given, products are multiplied by factor (), results / scale () are stored in `narrow` in
     float8, too, and `largest` () grows to the largest result."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = tl.program_id(0) // (8 * tiles_n) * 8
-    height = min(tiles_m - first, 8)
-    place = tl.program_id(0) % (8 * tiles_n)
-    m = ((first + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, columns = tl.num_programs(1), tl.num_programs(0)
+    row, column = tl.swizzle2d(tl.program_id(1), tl.program_id(0), rows, columns, 8)
+    m = (row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     a += (m % M)[:, None] * K + k[None]
     b += k[:, None] * stride_k + (n % N)[None] * stride_n
@@ -224,24 +194,18 @@ def matmul_relu2(
     are narrow where a program has little shared memory."""
     (M, K), N = a.shape, b.size(1)
     block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
-    tiles = -(-M // block_m) * -(-N // block_n)
+    tiles = -(-N // block_n), -(-M // block_m)
     out = a.new_empty(M, N, dtype=dtype)
     inputs = a, b, post, out, factor, narrow, scale, largest, M, N, K, *b.stride()
     block_k = 128 // a.element_size()  # in bytes, for the shared memory
-    relu2_kernel[(tiles,)](*inputs, block_m, block_n, block_k, num_warps=8, num_stages=3)
+    relu2_kernel[tiles](*inputs, block_m, block_n, block_k, num_warps=8, num_stages=3)
     return out
-
-
-def mlp_gradients(grad, rows, w_in, w_out, post) -> tuple[Tensor, ...]:
-    """Return the gradients of relu2_mlp's arguments, from its squares `post`."""
-    grad_rows = grad.flatten(0, -2).contiguous()
-    grad_pre = matmul_relu2(grad_rows, w_out, post)
-    return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
 
 
 class FusedMLP(torch.autograd.Function):
     """Compute relu2_mlp, with ReLU squared inside two of the six matmuls. For the backward pass it
-    keeps only the squares: the derivative is twice their roots."""
+    keeps only the squares: the derivative is twice their roots. FusedFP8MLP inherits that pass, in
+    which torch ignores a None too many."""
 
     @staticmethod
     def forward(ctx, x, w_in, w_out):
@@ -251,16 +215,11 @@ class FusedMLP(torch.autograd.Function):
         return (post @ w_out.T).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, grad):
-        return mlp_gradients(grad, *ctx.saved_tensors)
-
-
-def mlp_example(model, hp, device, dtype, whole=False):
-    """Return example arguments of FusedMLP: rows of activations, and a layer's weights."""
-    C, H, rows = hp.model_dim, 4 * hp.model_dim, hp.seq_len if whole else min(hp.seq_len, 4096)
-    shapes = (rows, C), (H, C), (C, H)
-    tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-    return tuple(t.mul_(C**-0.5).requires_grad_() for t in tensors)
+    def backward(ctx, grad, *_):
+        rows, w_in, w_out, post = ctx.saved_tensors
+        grad_rows = grad.flatten(0, -2).contiguous()
+        grad_pre = matmul_relu2(grad_rows, w_out, post)
+        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post, None
 
 
 def largest_as_448(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,7 +228,7 @@ def largest_as_448(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn), factor
 
 
-class FusedFP8MLP(torch.autograd.Function):
+class FusedFP8MLP(FusedMLP):
     """Compute fp8_relu2_mlp of forks/train_gpt_2026_07.py, with FusedMLP's backward pass."""
 
     @staticmethod
@@ -277,28 +236,16 @@ class FusedFP8MLP(torch.autograd.Function):
         rows = x.flatten(0, -2).contiguous()
         (x8, x_back), (w8, w_back) = largest_as_448(rows), largest_as_448(w_in)
         largest = torch.zeros((), device=x.device)
-        shape = len(rows), len(w_in)
-        narrow = None if scale is None else torch.empty(shape, dtype=x8.dtype, device=x.device)
+        narrow = None if scale is None else x8.new_empty(len(rows), len(w_in))
         post = matmul_relu2(x8, w8.T, None, x.dtype, x_back * w_back, narrow, scale, largest)
         if scale is None:
             out = post @ w_out.T
         else:
             w8, w_back = largest_as_448(w_out)
-            options = {"out_dtype": x.dtype, "use_fast_accum": True}
-            out = torch._scaled_mm(narrow, w8.T, scale, w_back, **options)
+            out = torch._scaled_mm(narrow, w8.T, scale, w_back, None, None, x.dtype, True)
         ctx.save_for_backward(rows, w_in, w_out, post)
         ctx.mark_non_differentiable(largest)
         return out.view(x.shape), largest
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        return *mlp_gradients(grad, *ctx.saved_tensors), None
-
-
-def fp8_mlp_example(model, hp, device, dtype, whole=False):
-    """Return example arguments of FusedFP8MLP, in bfloat16: those of FusedMLP and a scale."""
-    scale = torch.full((), 0.01, device=device) if hp.fp8_mlp == "both" else None
-    return *mlp_example(model, hp, device, torch.bfloat16, whole), scale
 
 
 # -----------------------------------------------------------------------------
@@ -339,71 +286,70 @@ class FusedLookUp(torch.autograd.Function):
         starts = torch.searchsorted(tokens, every, out_int32=True)
         outs = [grad.new_empty(ctx.vocab, grad.size(1)) for grad in grads]
         for grad, out in zip(grads, outs, strict=True):
-            C = grad.size(1)
-            grid = ctx.vocab, -(-C // 256)
-            sum_rows_kernel[grid](grad.contiguous(), order, starts, out, C, 32, 256)
+            V, C = out.shape
+            sum_rows_kernel[V, -(-C // 256)](grad.contiguous(), order, starts, out, C, 32, 256)
         return None, *outs
-
-
-def look_up_example(model, hp, device, dtype, whole=False):
-    """Return example arguments of look_up: tokens, of which small ones are common, and tables."""
-    draws = torch.rand(hp.seq_len if whole else 4096, device=device)
-    tokens = (2 ** (draws * math.log2(hp.vocab_size))).int()
-    shape = hp.vocab_size, hp.model_dim
-    tables = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
-    return tokens, *tables
 
 
 # -----------------------------------------------------------------------------
 # The twins, and the choice among them
 
-# By the plain function's name: the twin, example arguments (few, or the whole of a run's), and
-# digests of the plain functions that it was written for. A fork may edit these by less than `fault`
-# detects; its twin is then not used.
+# By the plain function's name: the twin, and digests of the plain functions that it was written
+# for. A fork may edit these by less than `fault` detects; its twin is then not used.
 TWINS = {
-    "chunk_loss": (fused_chunk_loss, loss_example, ("f6d01a56822b", "16e32f4132bc")),
-    "look_up": (FusedLookUp.apply, look_up_example, ("714a50dc293a",)),
-    "fp8_relu2_mlp": (FusedFP8MLP.apply, fp8_mlp_example, ("f3c343130c4c",)),
-    "relu2_mlp": (FusedMLP.apply, mlp_example, ("d618c7ed1e58",)),
+    "chunk_loss": (fused_chunk_loss, ("ee66e6850292", "5814cb7b7a43")),
+    "look_up": (FusedLookUp.apply, ("714a50dc293a",)),
+    "fp8_relu2_mlp": (FusedFP8MLP.apply, ("f3c343130c4c",)),
+    "relu2_mlp": (FusedMLP.apply, ("d618c7ed1e58",)),
 }
 
 
-def plain_function(model, name: str):
-    """Return what a model calls by a name: a method of its head, or a function of the file that has
-    it, the model's own or one that this imports."""
-    if hasattr(model.lm_head, name):
-        return getattr(model.lm_head, name)
-    modules = [vars(sys.modules[cls.__module__]) for cls in type(model).__mro__]
-    return next(module[name] for module in modules if name in module)
+def functions(model, name: str) -> list:
+    """Return the functions that go by a name in a model's head and its classes, and in the files of
+    the model's classes, with the methods of a class, but none of torch's. The first is called."""
+    head, files = model.lm_head, [sys.modules[cls.__module__] for cls in type(model).__mro__]
+    values = [vars(scope).get(name) for scope in (head, *type(head).__mro__, *files)]
+    values += [v for value in values if inspect.isclass(value) for v in vars(value).values()]
+    found = [f for f in map(inspect.unwrap, values) if inspect.isfunction(f)]
+    return [f for f in dict.fromkeys(found) if f.__module__.split(".")[0] != "torch"]
 
 
-def functions_of(value) -> list:
-    """Return the function that a value is, or those that a class has, but none of torch's."""
-    values = vars(value).values() if inspect.isclass(value) else [value]
-    functions = [inspect.unwrap(getattr(v, "__func__", v)) for v in values]
-    functions = [f for f in functions if isinstance(f, types.FunctionType)]
-    return [f for f in functions if f.__module__.split(".")[0] != "torch"]
-
-
-def digest(plain) -> str:
-    """Return a digest of the source of a function or bound method, and of the functions, classes
-    and methods that it calls by name, ignoring white space."""
-    owner, found = getattr(plain, "__self__", None), functions_of(plain)
-    owners = [] if owner is None else [owner, *type(owner).__mro__]  # all, because of super()
-    for function in found:  # found grows in the loop
-        names = [*function.__code__.co_names, "forward"]  # which calling a module calls
-        known = function.__globals__
-        modules = [known[n] for n in names if isinstance(known.get(n), types.ModuleType)]
-        scopes = [known, *(vars(scope) for scope in (*modules, *owners))]
-        for scope, name in itertools.product(scopes, names):
-            found += [f for f in functions_of(scope.get(name)) if f not in found]
-    words = " ".join(inspect.getsource(function) for function in found).split()
+def digest(model, name: str) -> str:
+    """Return a digest of the source of the functions that go by a name in a model, and by the names
+    in their code, and so on, ignoring white space. Calling a head calls its forward."""
+    names, words = [name, "forward"] if hasattr(model.lm_head, name) else [name], []
+    for known in names:  # names grow in the loop
+        for function in functions(model, known):
+            words += inspect.getsource(function).split()
+            names += [n for n in function.__code__.co_names if n not in names]
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
 
 
+def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
+    """Return example arguments of a twin, for so many tokens, or for a chunk of them."""
+    drawn = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
+    C, V, count = hp.model_dim, hp.vocab_size, getattr(hp, "most_targets", 1)
+    if name == "look_up":
+        tokens = 2 ** (torch.rand(rows, device=device) * math.log2(V))  # small ones are common
+        return tokens.int(), drawn(V, C), drawn(V, C)
+    if name == "relu2_mlp":
+        return drawn(rows, C), drawn(4 * C, C), drawn(C, 4 * C)
+    if name == "fp8_relu2_mlp":
+        scale = torch.full((), C / 10, device=device) if hp.fp8_mlp == "both" else None
+        return *example("relu2_mlp", model, hp, device, dtype, rows), scale
+    head = type(model.lm_head)(hp)
+    head.to(device, torch.promote_types(dtype, model.lm_head.weight.dtype))
+    head.weight.data.normal_(std=4 * C**-0.5)
+    rows = min(rows, head.chunk_len(device))
+    targets = torch.randint(V, (rows, count), device=device)
+    targets[-1, 1:] = -1
+    scale = head.grad_scale or 1 / hp.seq_len
+    shares = [torch.linspace(1, 0.25, count, device=device)] if count > 1 else []
+    return head, drawn(rows, C), targets.squeeze(1), scale, *shares
+
+
 def outcome(function, arguments) -> list[Tensor]:
-    """Return the results of a call, and the gradients of the arguments that require them, or of
-    their weight."""
+    """Return the results of a call, and the gradients of its arguments, or of their weight."""
     leaves = [a.weight if isinstance(a, nn.Module) else a for a in arguments]
     leaves = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
     results = function(*arguments)
@@ -415,27 +361,19 @@ def outcome(function, arguments) -> list[Tensor]:
     return [t.detach().to_dense() for t in (*results, *grads)]
 
 
-def milliseconds(functions: list, arguments) -> list[float]:
-    """Return the times of functions with their gradients: medians of eleven calls each, in turn."""
-    filler, marks = torch.empty(2**29, dtype=torch.uint8, device="cuda"), []
-    for function in functions * 11:
-        for _ in range(20):  # this empties the cache; meanwhile the host launches what follows
-            filler.zero_()
-        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-        marks[-1][0].record()
-        outcome(function, arguments)
-        marks[-1][1].record()
-    torch.cuda.synchronize()
-    times = torch.tensor([start.elapsed_time(end) for start, end in marks])
-    return times.view(-1, len(functions)).median(0).values.tolist()
+def milliseconds(both: list, arguments) -> list[float]:
+    """Return the times of functions with their gradients: medians of three, measured in turn."""
+    calls = [functools.partial(outcome, function, arguments) for function in both]
+    times = [[triton.testing.do_bench(call) for call in calls] for _ in range(3)]
+    return torch.tensor(times).median(0).values.tolist()
 
 
 def fault(name: str, model, hp, device: torch.device) -> str:
     """Return why a twin cannot replace the plain function that a model calls, or "" if it can. Both
-    are compiled as the run compiles them, and compared on examples of the run's widths: in float32,
-    which shows small errors, and on a GPU also as the run computes. There they are timed, too,
-    unless memory is small, so that plain functions might not fit."""
-    twin, example, written_for = TWINS[name]
+    are compiled as the run compiles them, and compared at the run's widths: in float32, which shows
+    small errors, and on a GPU also as the run computes. There they are timed, too, unless memory is
+    small, so that plain functions might not fit."""
+    twin, written_for = TWINS[name]
     on_gpu = device.type == "cuda"
     in_fp8 = name.startswith("fp8")  # numbers with three bits, of which the plain function has none
     cases = [] if in_fp8 else [(replace(hp, fp8=False), torch.float32, 1e-4)]
@@ -444,23 +382,21 @@ def fault(name: str, model, hp, device: torch.device) -> str:
     try:
         if in_fp8 and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
             return "this GPU has no FP8"
-        plain = plain_function(model, name)
-        if digest(plain) not in written_for:
+        if digest(model, name) not in written_for:
             return "the plain function was edited: change its twin and its digest in gpu_kernels.py"
-        both = [inspect.unwrap(plain), twin]
-        if on_gpu and hp.compile != "off" and name != "look_up":  # whose caller is not compiled
-            options = plain_function(model, "compiled").options
-            both = [torch.compile(function, dynamic=False, options=options) for function in both]
+        both = [functions(model, name)[0], twin]
+        if name != "look_up":  # whose caller is not compiled
+            both = [functions(model, "compiled")[0](function) for function in both]
         for settings, dtype, limit in cases:
-            arguments = example(model, settings, device, dtype)
+            arguments = example(name, model, settings, device, dtype, 2048)
             pairs = zip(*[outcome(function, arguments) for function in both], strict=True)
             pairs = [(a.float(), b.float()) for a, b in pairs]
             deviation = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()
             if not deviation < limit:  # it is NaN, if one is
                 return f"in {dtype} it deviates from the plain function by {deviation:.1e}"
-        if on_gpu and not plain_function(model, "memory_is_small")(device):
-            with contextlib.suppress(Exception):  # as when the plain function lacks memory
-                arguments = example(model, hp, device, torch.bfloat16, whole=True)
+        if on_gpu and not functions(model, "memory_is_small")[0](device):
+            with contextlib.suppress(torch.OutOfMemoryError):  # of the plain function
+                arguments = example(name, model, hp, device, torch.bfloat16, hp.seq_len)
                 TIMES[name] = milliseconds(both, arguments)
     except Exception as error:  # any error of a compiler or a driver
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -471,21 +407,24 @@ def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> N
     """Use the twins of model.kernels that have no `fault` on any rank and are not slower in all
     ranks' times: all ranks must compute the same. Log what is used, and why others are not."""
     IN_USE.clear()
+    if not hp.kernels or not (device.type == "cuda" or triton.knobs.runtime.interpret):
+        if device.type == "cuda":  # nobody expects kernels on a CPU
+            log("kernels: none, --kernels off")
+        return
     TIMES.clear()
-    reason = obstacle(device) if hp.kernels else "--kernels off"
-    faults = {name: reason or fault(name, model, hp, device) for name in model.kernels}
-    torch.cuda.empty_cache()
-    rows = [(bool(text), *TIMES.get(name, (0.0, 0.0)), 1.0) for name, text in faults.items()]
-    sums = torch.tensor(rows, device=device)
-    all_reduce_(sums)
-    for (name, text), row in zip(faults.items(), sums.tolist(), strict=True):
-        against, plain, twin, ranks = row
+    faults = {name: fault(name, model, hp, device) for name in model.kernels}
+    # By how much a twin is slower, where noise of 10 % does not decide; or infinity for a fault.
+    slower = []
+    for name in model.kernels:
+        plain, twin = TIMES.get(name, (0.0, 0.0))
+        slower.append(math.inf if faults[name] else twin - 1.1 * plain)
         if twin:
-            log(f"kernel {name}: {twin / ranks:.2f} ms, plain {plain / ranks:.2f} ms")
-        if not against and twin <= 1.1 * plain:  # so that noise does not decide
+            log(f"kernel {name}: {twin:.2f} ms, plain {plain:.2f} ms")
+    slower = all_reduce_(torch.tensor(slower, device=device)).tolist()
+    for name, ms in zip(model.kernels, slower, strict=True):
+        if ms <= 0:
             IN_USE[name] = TWINS[name][0]
-        elif not reason:
-            slow = "another rank cannot use it" if against else "plain is faster"
-            log(f"kernel {name} is off: {text or slow}")
-    if device.type == "cuda" or IN_USE:  # nobody expects kernels on a CPU
-        log(f"kernels: {' '.join(IN_USE) or 'none'}" + (f", {reason}" if reason else ""))
+        else:
+            elsewhere = "another rank cannot use it" if ms == math.inf else "plain is faster"
+            log(f"kernel {name} is off: {faults[name] or elsewhere}")
+    log(f"kernels: {' '.join(IN_USE) or 'none'}")

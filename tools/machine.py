@@ -75,8 +75,9 @@ def kernels_here() -> str:
         import gpu_kernels
     except ImportError as error:
         return f"none: {error}"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return gpu_kernels.obstacle(device) or f"Triton {gpu_kernels.triton.__version__} works"
+    triton_runs = torch.cuda.is_available() or gpu_kernels.triton.knobs.runtime.interpret
+    works = "works" if triton_runs else "wants a CUDA GPU"
+    return f"Triton {gpu_kernels.triton.__version__} {works}"
 
 
 def rows() -> dict[str, str]:

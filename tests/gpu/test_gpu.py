@@ -1,6 +1,5 @@
 """What only a GPU can show. Run with `./run.sh test gpu`; figures go to BENCHMARKS.md."""
 
-import inspect
 import re
 from dataclasses import replace
 from functools import partial
@@ -282,14 +281,13 @@ def test_twins_agree_with_their_plain_functions_at_the_record_s_shapes(
 ):
     """Run with -s for the times."""
     kernels, device = pytest.importorskip("gpu_kernels"), torch.device("cuda")
-    twin, example, _ = kernels.TWINS[name]
     limit = 0.02
     if name == "fp8_relu2_mlp":
         needs_fp8()
         limit = 0.15  # the plain function does not round to FP8
     model = script.GPT(record).to(device)
-    arguments = example(model, record, device, torch.bfloat16)
-    both = inspect.unwrap(kernels.plain_function(model, name)), twin
+    arguments = kernels.example(name, model, record, device, torch.bfloat16, 4096)
+    both = kernels.functions(model, name)[0], kernels.TWINS[name][0]
     if compiled:
         both = [torch.compile(function, dynamic=False) for function in both]
     plain, fused = (kernels.outcome(function, arguments) for function in both)
@@ -329,10 +327,12 @@ def test_all_kernels_are_found_right_for_the_record(script, record, monkeypatch)
     kernels, chosen = pytest.importorskip("gpu_kernels"), []
     device = torch.device("cuda")
     model = script.GPT(record).to(device)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
     for _ in range(2):
-        kernels.choose_kernels(model, record, device, train_gpt.all_reduce_, print)
+        lines = []
+        kernels.choose_kernels(model, record, device, train_gpt.all_reduce_, lines.append)
         chosen.append(sorted(kernels.IN_USE))
-        assert kernels.TIMES.keys() == set(model.kernels)
+        assert len(re.findall(r"^kernel \w+: .* ms$", "\n".join(lines), re.M)) == len(model.kernels)
     assert chosen[0] == chosen[1]
     monkeypatch.setattr(kernels, "milliseconds", lambda both, arguments: [0.0, 0.0])
     kernels.choose_kernels(model, record, device, train_gpt.all_reduce_, print)
