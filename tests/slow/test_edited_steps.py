@@ -21,7 +21,7 @@ def steps(m, hp):
 
 EDITS = [
     (steps, "position + (1 - window)", "position + (1 - window // 2)"),
-    (steps, "torch.cat([sin, -sin], dim=-1)", "torch.cat([sin, sin], dim=-1)"),
+    (steps, "pairs.flip(-2) * (sin", "pairs.flip(-2) * (-sin"),
     (steps, "v = v + self.lambdas[1] * value.view_as(v)", "v = v - value.view_as(v)"),
     (steps, "F.relu(", "F.gelu("),
     (steps, "x = x + skip[0] * skip[1]", "x = x - skip[0] * skip[1]"),
