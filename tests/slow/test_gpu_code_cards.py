@@ -9,11 +9,11 @@ import train_gpt_2026_07
 from test_gpu_code import check, rows_of
 
 RECORDS = [*train_gpt.RECORDS, *train_gpt_2026.RECORDS, *train_gpt_2026_07.RECORDS]
-# Bytes of registers that the frontier's kernels spill besides, by the layers' backward pass.
+# Bytes of registers that kernels of the layers' backward pass spill, at most.
 SPILLED = {
     "h100": test_gpu_code.SPILLED["h100"],
     "5090": {
-        r"layer backward triton_tem_\w*flex_attention_backward": 40,  # in 2026-03-06 32
+        r"layer backward triton_tem_\w*flex_attention_backward": 48,
         "paired layer backward triton_per_": 344,
     },
     "b200": {"layer backward relu2_kernel": 8},
@@ -24,8 +24,7 @@ SPILLED = {
 @pytest.mark.parametrize("card", ["h100", "a100", "4090", "3090", "5090", "b200"])
 @pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
 def test_a_card_could_run_a_record(record, card, kernels, monkeypatch):
-    if record not in train_gpt.RECORDS:
-        monkeypatch.setattr(test_gpu_code, "SPILLED", SPILLED)
+    monkeypatch.setattr(test_gpu_code, "SPILLED", SPILLED)
     parts = ["layer", "loss", "muon"] + ["look_up"] * (kernels == "on")
     names = check(card, rows_of(card, record, kernels, *parts))
     assert ("softcap_grad_kernel_0" in names) == (kernels == "on")
