@@ -70,6 +70,24 @@ def test_modules_of_another_project_are_not_mixed_with_these(fork, copy):
             script.load(Path(path))
 
 
+@pytest.mark.parametrize("folder", ["forks", "linked"])
+@pytest.mark.parametrize("imported_from", ["forks", "linked"])
+def test_a_file_is_itself_by_whatever_path_it_is_named(
+    folder, imported_from, tmp_path, monkeypatch
+):
+    """The fork of July is loaded after that of March, which it imports. The folder is named by a
+    relative path, or by that of a link."""
+    monkeypatch.chdir(HERE)
+    (tmp_path / "linked").symlink_to(HERE / "forks")
+    folders = {"forks": Path("forks"), "linked": tmp_path / "linked"}
+    march = script.load(FRONTIER)
+    file = folders[imported_from] / FRONTIER.name
+    monkeypatch.setattr(sys.modules[march.__module__], "__file__", str(file))
+    monkeypatch.delitem(sys.modules, "train_gpt_2026_07", raising=False)
+    july = script.load(folders[folder] / "train_gpt_2026_07.py")
+    assert march in july.__mro__ and script.load(folders[imported_from] / FRONTIER.name) is march
+
+
 # ---- Starting it
 
 

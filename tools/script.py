@@ -57,13 +57,15 @@ def sources(path: Path) -> list[Path]:
 def load(path: Path) -> type[train_gpt.Run]:
     """Import a script and return its class Run. UserError if it does not define one, or if this
     process has imported another file under its name, or under that of a file that it imports."""
+    path = path.resolve()
     if path == OWN:
         return train_gpt.Run
     name = path.stem
-    if getattr(sys.modules.get(name), "__file__", None) != str(path):
+    imported = getattr(sys.modules.get(name), "__file__", None)
+    if imported is None or not path.samefile(imported):
         for source in sources(path):
-            imported = getattr(sys.modules.get(source.stem), "__file__", str(source))
-            if Path(imported).resolve() != source:
+            imported = getattr(sys.modules.get(source.stem), "__file__", source)
+            if not source.samefile(imported):
                 remedy = f"rename {source.name}, or use the tools of its own project"
                 raise UserError(f"{source} would replace {imported} here: {remedy}")
         spec = importlib.util.spec_from_file_location(name, path)
