@@ -18,14 +18,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 IN_USE = {}  # by name: the twins that are called in place of plain functions
 TIMES = {}  # by name: milliseconds of the plain function and of its twin, on this rank
+LOG2_E = math.log2(math.e)
 
 
 def has_twin(plain):
-    """Decorate a plain function or method: its twin, the function of its name in TWINS, is called
-    in its place where choose_kernels allows it."""
+    """Decorate a plain function or method: where choose_kernels allows it, its twin is called."""
     name = plain.__name__
 
     @functools.wraps(plain)
@@ -37,12 +38,14 @@ def has_twin(plain):
 
 
 @torch.compiler.assume_constant_result
-def shared_memory_is_small(device: torch.device) -> bool:
-    """Say whether a program has only 99 KB of shared memory (RTX 3090, 4090, 5090, A6000): an A100
-    has 163, an H100 227."""
+def card(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's multiprocessors, and the kilobytes of shared memory that a program may have:
+    99 (RTX 3090, 4090, 5090, A6000), 163 (A100) or, with units that copy whole tiles there (TMA),
+    227 (H100, B200). A CPU, on which Triton only interprets, is taken for an A100."""
     if device.type == "cpu":
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160_000
+        return 108, 163
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin >> 10
 
 
 # -----------------------------------------------------------------------------
@@ -69,11 +72,17 @@ def softcap_grad_kernel(
         weight += tl.where(target >= 0, share, 0.0)
         wanted += tl.where(left + j == target, share, 0.0)
     weight /= tl.load(sums + top + i, top + i < rows, 1.0)
-    s = tl.sigmoid((tl.load(logits + place, inside, 0.0).to(tl.float32) + B) * (1 / C))
-    grad = (tl.exp(A * (s - 1)) * weight - wanted) * s * (1 - s)
+    logit = tl.load(logits + place, inside, 0.0).to(tl.float32)
+    # Powers of two and reciprocal roots take one instruction, powers of e and quotients several.
+    root = tl.rsqrt(1.0 + tl.exp2(logit * B + C))
+    s = root * root  # the sigmoid
+    grad = (tl.exp2(A * s - A) * weight - wanted) * (s - s * s)
     grad = tl.clamp(grad, -LARGEST, LARGEST).to(grads.dtype.element_ty)
     tl.store(grads + place, grad, inside)
     if grads_t is not None:
+        # Read back, because Triton 3.6 would otherwise compute all again, in this store's order.
+        tl.debug_barrier()
+        grad = tl.load(grads + place, inside, 0.0, volatile=True)
         tl.store(grads_t + left.to(tl.int64) * rows + top + (j * rows + i), grad, inside)
 
 
@@ -83,7 +92,10 @@ def softcap_losses(logits, targets, shares, form, grad_scale, dtype):
     (K,), times grad_scale; and its transpose: a copy in float8, else a view. The form (a, b, c)
     caps logits: a sigmoid((logit + b) / c) is at most a, so softmax subtracts a, no maximum."""
     (T, V), (a, b, c), targets = logits.shape, form, targets.reshape(len(targets), -1).contiguous()
-    sums = torch.exp(a * (torch.sigmoid((logits.float() + b) / c) - 1)).sum(1)
+    # In powers of two, the sigmoid is 1 / (1 + 2^(B logit + C)), and e^(a s - a) is 2^(A s - A).
+    A, B, C = a * LOG2_E, -LOG2_E / c, -LOG2_E * b / c
+    sigmoid = torch.rsqrt(1 + torch.exp2(logits.float() * B + C)).square()  # as in the kernel
+    sums = torch.exp2(A * sigmoid - A).sum(1)
     of_target = torch.sigmoid((logits.gather(1, targets[:, :1]).float().flatten() + b) / c)
     loss = (sums.log() - a * (of_target - 1)).sum()
     if dtype is None:
@@ -91,7 +103,7 @@ def softcap_losses(logits, targets, shares, form, grad_scale, dtype):
     grads = torch.empty_like(logits, dtype=dtype)
     grads_t = grads.new_empty(V, T) if dtype.itemsize == 1 else None
     softcap_grad_kernel[(-(-V // 128), -(-T // 64))](
-        logits, targets, shares, sums, grads, grads_t, T, V, a, b, c, a / c * grad_scale,
+        logits, targets, shares, sums, grads, grads_t, T, V, A, B, C, a / c * grad_scale,
         torch.finfo(dtype).max, targets.size(1), 64, 128, num_warps=8,
     )  # fmt: skip
     return loss, grads, grads.T if grads_t is None else grads_t
@@ -186,26 +198,71 @@ def relu2_kernel(
         tl.atomic_max(largest, tl.max(total))
 
 
+@triton.jit
+def relu2_forward_kernel(a, b, out, M, N, K, BLOCK_K: tl.constexpr):
+    """Compute relu(a @ b.T)^2 of descriptors, which load zeros beyond the end, and store nothing
+    there. Each program computes many tiles of 128 x 256. While it stores one, it loads the next; it
+    stores halves, because the shared memory has no place for more."""
+    columns = tl.cdiv(N, 256)
+    tiles = tl.cdiv(M, 128) * columns
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row, column = tile // columns * 128, tile % columns * 256
+        total = tl.zeros([128, 256], tl.float32)
+        for k in range(0, K, BLOCK_K):
+            total = tl.dot(a.load([row, k]), b.load([column, k]).T, total, input_precision="ieee")
+        total = tl.maximum(total, 0.0)
+        left, right = (total * total).reshape(128, 2, 128).permute(0, 2, 1).split()
+        out.store([row, column], left.to(out.dtype))
+        out.store([row, column + 128], right.to(out.dtype))
+
+
+@triton.jit
+def relu2_backward_kernel(a, b, post, out, M, N, K, BLOCK_K: tl.constexpr):
+    """Compute (a @ b) * 2 sqrt(post), as relu2_kernel, by tiles of 128 x 128; a, b and out are
+    descriptors. post is loaded first: it arrives during the loop."""
+    rows, columns = tl.num_programs(1), tl.num_programs(0)
+    row, column = tl.swizzle2d(tl.program_id(1), tl.program_id(0), rows, columns, 8)
+    row, column = row * 128, column * 128
+    m, n = row + tl.arange(0, 128)[:, None], column + tl.arange(0, 128)[None]
+    square = tl.load(post + m.to(tl.int64) * N + n, (m < M) & (n < N), 0.0)
+    total = tl.zeros([128, 128], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        total = tl.dot(a.load([row, k]), b.load([k, column]), total, input_precision="ieee")
+    total *= 2 * tl.sqrt(square.to(tl.float32))
+    out.store([row, column], total.to(out.dtype))
+
+
 def matmul_relu2(
     a: Tensor, b: Tensor, post=None, dtype=None, factor=None, narrow=None, scale=None, largest=None
 ) -> Tensor:
     """Return relu(a @ b)^2 of a (M, K) and b (K, N) in dtype, or in that of a; or with post, which
-    is such a square, (a @ b) times the square's derivative. The kernel explains the others. Tiles
-    are narrow where a program has little shared memory."""
+    is such a square, (a @ b) times the square's derivative. relu2_kernel explains the others. With
+    TMA, sizes of tiles and numbers of warps are those that an H200 is fastest with."""
     (M, K), N = a.shape, b.size(1)
-    block_m, block_n = 128, 128 if shared_memory_is_small(a.device) else 256
-    tiles = -(-N // block_n), -(-M // block_m)
+    processors, kilobytes = card(a.device)
     out = a.new_empty(M, N, dtype=dtype)
-    inputs = a, b, post, out, factor, narrow, scale, largest, M, N, K, *b.stride()
     block_k = 128 // a.element_size()  # in bytes, for the shared memory
-    relu2_kernel[tiles](*inputs, block_m, block_n, block_k, num_warps=8, num_stages=3)
+    tma = kilobytes > 200 and factor is None
+    block_n = 128 if tma or kilobytes < 160 else 256
+    grid = -(-N // block_n), -(-M // 128)
+    if not tma:
+        inputs = a, b, post, out, factor, narrow, scale, largest, M, N, K, *b.stride()
+        relu2_kernel[grid](*inputs, 128, block_n, block_k, num_warps=8, num_stages=3)
+        return out
+    tiles, sizes = TensorDescriptor.from_tensor, (M, N, K, block_k)
+    a, stored = tiles(a, [128, block_k]), tiles(out, [128, 128])
+    if post is None:
+        b = tiles(b.T, [256, block_k])
+        relu2_forward_kernel[processors,](a, b, stored, *sizes, num_warps=8, num_stages=3)
+    else:
+        b = tiles(b, [block_k, 128])
+        relu2_backward_kernel[grid](a, b, post, stored, *sizes, num_warps=4, num_stages=3)
     return out
 
 
 class FusedMLP(torch.autograd.Function):
-    """Compute relu2_mlp, with ReLU squared inside two of the six matmuls. For the backward pass it
-    keeps only the squares: the derivative is twice their roots. FusedFP8MLP inherits that pass, in
-    which torch ignores a None too many."""
+    """Compute relu2_mlp, with ReLU squared inside two of the six matmuls. For the backward pass,
+    which FusedFP8MLP inherits, it keeps only the squares: the derivative is twice their roots."""
 
     @staticmethod
     def forward(ctx, x, w_in, w_out):
@@ -219,7 +276,8 @@ class FusedMLP(torch.autograd.Function):
         rows, w_in, w_out, post = ctx.saved_tensors
         grad_rows = grad.flatten(0, -2).contiguous()
         grad_pre = matmul_relu2(grad_rows, w_out, post)
-        return (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post, None
+        grads = (grad_pre @ w_in).view(grad.shape), grad_pre.T @ rows, grad_rows.T @ post
+        return *grads, None  # for FusedFP8MLP's scale; without one, torch ignores it
 
 
 def largest_as_448(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,56 +307,12 @@ class FusedFP8MLP(FusedMLP):
 
 
 # -----------------------------------------------------------------------------
-# Look-ups in vocabulary tables, whose gradients are sums over equal tokens in a fixed order
-
-
-@triton.jit
-def sum_rows_kernel(grad, order, starts, out, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each program sums columns of the rows of grad that have one token: order[start] to order[end]
-    are their numbers."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    start, end = tl.load(starts + token), tl.load(starts + token + 1)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for first in range(start, end, ROWS):
-        place = first + tl.arange(0, ROWS)
-        row = tl.load(order + place, place < end, 0).to(tl.int64)
-        inside = (place < end)[:, None] & (column < C)[None]
-        tile = tl.load(grad + row[:, None] * C + column[None], inside, 0.0)
-        total += tl.sum(tile.to(tl.float32), 0)
-    tl.store(out + token * C + column, total.to(out.dtype.element_ty), column < C)
-
-
-class FusedLookUp(torch.autograd.Function):
-    """Compute look_up. One sort of the tokens serves all tables, which have equally many rows."""
-
-    @staticmethod
-    def forward(ctx, tokens, *tables):
-        ctx.save_for_backward(tokens)
-        ctx.vocab = len(tables[0])
-        return tuple(table[tokens] for table in tables)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (tokens,) = ctx.saved_tensors
-        tokens, order = tokens.sort(stable=True)
-        every = torch.arange(ctx.vocab + 1, dtype=tokens.dtype, device=tokens.device)
-        starts = torch.searchsorted(tokens, every, out_int32=True)
-        outs = [grad.new_empty(ctx.vocab, grad.size(1)) for grad in grads]
-        for grad, out in zip(grads, outs, strict=True):
-            V, C = out.shape
-            sum_rows_kernel[V, -(-C // 256)](grad.contiguous(), order, starts, out, C, 32, 256)
-        return None, *outs
-
-
-# -----------------------------------------------------------------------------
 # The twins, and the choice among them
 
 # By the plain function's name: the twin, and digests of the plain functions that it was written
 # for. A fork may edit these by less than `fault` detects; its twin is then not used.
 TWINS = {
     "chunk_loss": (fused_chunk_loss, ("ee66e6850292", "5814cb7b7a43")),
-    "look_up": (FusedLookUp.apply, ("714a50dc293a",)),
     "fp8_relu2_mlp": (FusedFP8MLP.apply, ("f3c343130c4c",)),
     "relu2_mlp": (FusedMLP.apply, ("d618c7ed1e58",)),
 }
@@ -329,9 +343,6 @@ def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
     """Return example arguments of a twin, for so many tokens, or for a chunk of them."""
     drawn = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     C, V, count = hp.model_dim, hp.vocab_size, getattr(hp, "most_targets", 1)
-    if name == "look_up":
-        tokens = 2 ** (torch.rand(rows, device=device) * math.log2(V))  # small ones are common
-        return tokens.int(), drawn(V, C), drawn(V, C)
     if name == "relu2_mlp":
         return drawn(rows, C), drawn(4 * C, C), drawn(C, 4 * C)
     if name == "fp8_relu2_mlp":
@@ -358,21 +369,13 @@ def outcome(function, arguments) -> list[Tensor]:
     # Equal gradients would hide a permutation of the rows.
     seeds = [r.detach() if r.ndim else torch.ones_like(r) for r in made]
     grads = torch.autograd.grad(made, leaves, seeds) if made else ()
-    return [t.detach().to_dense() for t in (*results, *grads)]
-
-
-def milliseconds(both: list, arguments) -> list[float]:
-    """Return the times of functions with their gradients: medians of three, measured in turn."""
-    calls = [functools.partial(outcome, function, arguments) for function in both]
-    times = [[triton.testing.do_bench(call) for call in calls] for _ in range(3)]
-    return torch.tensor(times).median(0).values.tolist()
+    return [t.detach() for t in (*results, *grads)]
 
 
 def fault(name: str, model, hp, device: torch.device) -> str:
     """Return why a twin cannot replace the plain function that a model calls, or "" if it can. Both
     are compiled as the run compiles them, and compared at the run's widths: in float32, which shows
-    small errors, and on a GPU also as the run computes. There they are timed, too, unless memory is
-    small, so that plain functions might not fit."""
+    small errors, and on a GPU also as the run computes. There both are timed, if they fit."""
     twin, written_for = TWINS[name]
     on_gpu = device.type == "cuda"
     in_fp8 = name.startswith("fp8")  # numbers with three bits, of which the plain function has none
@@ -384,9 +387,8 @@ def fault(name: str, model, hp, device: torch.device) -> str:
             return "this GPU has no FP8"
         if digest(model, name) not in written_for:
             return "the plain function was edited: change its twin and its digest in gpu_kernels.py"
-        both = [functions(model, name)[0], twin]
-        if name != "look_up":  # whose caller is not compiled
-            both = [functions(model, "compiled")[0](function) for function in both]
+        compiled = functions(model, "compiled")[0]
+        both = compiled(functions(model, name)[0]), compiled(twin)
         for settings, dtype, limit in cases:
             arguments = example(name, model, settings, device, dtype, 2048)
             pairs = zip(*[outcome(function, arguments) for function in both], strict=True)
@@ -394,10 +396,12 @@ def fault(name: str, model, hp, device: torch.device) -> str:
             deviation = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()
             if not deviation < limit:  # it is NaN, if one is
                 return f"in {dtype} it deviates from the plain function by {deviation:.1e}"
-        if on_gpu and not functions(model, "memory_is_small")[0](device):
-            with contextlib.suppress(torch.OutOfMemoryError):  # of the plain function
+        if on_gpu:
+            with contextlib.suppress(torch.OutOfMemoryError):
                 arguments = example(name, model, hp, device, torch.bfloat16, hp.seq_len)
-                TIMES[name] = milliseconds(both, arguments)
+                calls = [functools.partial(outcome, function, arguments) for function in both]
+                times = [[triton.testing.do_bench(call) for call in calls] for _ in range(3)]
+                TIMES[name] = torch.tensor(times).median(0).values.tolist()
     except Exception as error:  # any error of a compiler or a driver
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ""
@@ -407,9 +411,10 @@ def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> N
     """Use the twins of model.kernels that have no `fault` on any rank and are not slower in all
     ranks' times: all ranks must compute the same. Log what is used, and why others are not."""
     IN_USE.clear()
-    if not hp.kernels or not (device.type == "cuda" or triton.knobs.runtime.interpret):
+    runs = device.type == "cuda" or triton.knobs.runtime.interpret
+    if not (runs and hp.kernels and model.kernels):
         if device.type == "cuda":  # nobody expects kernels on a CPU
-            log("kernels: none, --kernels off")
+            log("kernels: none")
         return
     TIMES.clear()
     faults = {name: fault(name, model, hp, device) for name in model.kernels}

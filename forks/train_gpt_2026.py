@@ -995,14 +995,12 @@ class GPT(t.GPT):
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
         each value table by its name, and of the bigram table by "bigram"."""
-        tables = self.value_embeds["embed"]
-        weights = [table.weight for table in tables.values()]
-        table = self.lm_head if self.tied else self.embed
-        x, *rows = t.look_up(input_seq, table.weight, *weights)
-        more = dict(zip(tables, rows, strict=True))
+        x = t.look_up(input_seq, (self.lm_head if self.tied else self.embed).weight)
+        tables = self.value_embeds["embed"].items()
+        more = {name: t.look_up(input_seq, table.weight) for name, table in tables}
         x, bigrams = self.with_the_token_before(x, input_seq)
         if bigrams is not None:
-            (more["bigram"],) = t.look_up(bigrams, self.bigram_embed.weight)
+            more["bigram"] = t.look_up(bigrams, self.bigram_embed.weight)
         return x, more
 
     @t.compiled

@@ -1,4 +1,4 @@
-"""Compile, without a GPU, kernels that one would run: of a layer, loss, look-ups or Muon's update.
+"""Compile, without a GPU, kernels that one would run: of a layer, loss or Muon's update.
 
     python tests/gpu_code.py h100 2025-01-26_BatchSize on layer loss muon
 
@@ -58,6 +58,7 @@ lowering = False  # there is a GPU while a graph is lowered, not while it is cap
 
 torch.utils._triton.has_triton = lambda: True  # read when torch.compile is imported
 torch.utils._triton.has_triton_package = lambda: True
+torch.utils._triton._device_supports_tma = lambda: major >= 9
 torch.cuda.is_available = lambda: lowering
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0
@@ -245,9 +246,7 @@ import train_gpt_2026_07 as newest  # noqa: E402
 for option, value in train_gpt.compiled.options.items():
     setattr(inductor_config, option, value)
 # These ask for the device; they answer as on the card.
-gpu_kernels.shared_memory_is_small = torch.compiler.assume_constant_result(
-    lambda device: shared < 160_000
-)
+gpu_kernels.card = torch.compiler.assume_constant_result(lambda device: (processors, shared >> 10))
 train_gpt.fp8_supported = torch.compiler.assume_constant_result(lambda device: CAPABILITY >= 89)
 train_gpt.memory_is_small = torch.compiler.assume_constant_result(
     lambda device, tokens=49152: memory < 40
@@ -338,14 +337,6 @@ def loss_graphs(hp, run):
         yield "loss of validation", captured(head.eval().chunk_loss, x, targets, scale)
 
 
-def look_up_graphs(hp):
-    """Yield the graphs of look-ups by the kernel. A run does not compile the code around it."""
-    tables = torch.empty(2, hp.vocab_size, hp.model_dim, dtype=torch.bfloat16).unbind()
-    tables = [table.requires_grad_() for table in tables]
-    tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
-    yield "look-up", captured(gpu_kernels.FusedLookUp.apply, tokens, *tables)
-
-
 @torch.no_grad()
 def muon_graphs(hp, run, square_only=False):
     """Yield the graphs of all matrices of a shape, as a run on one GPU has them."""
@@ -373,8 +364,6 @@ def graphs_of(part: str, hp, run):
         return layer_graphs(hp) if run is train_gpt.Run else layer_graphs_2026(hp, run)
     if part == "loss":
         return loss_graphs(hp, run)
-    if part == "look_up":
-        return look_up_graphs(hp)
     return muon_graphs(hp, run, square_only=part == "square")
 
 

@@ -156,17 +156,20 @@ def test_a_chunk_equals_float64_with_gradients(script, fp8, tiny, tiny_2026, mon
 
 @interpreted
 @pytest.mark.parametrize(
-    ("dtype", "rows", "width", "hidden", "narrow"),
+    ("dtype", "rows", "width", "hidden", "kilobytes"),
     [
-        (torch.float16, 128, 64, 256, False),
-        (torch.float32, 130, 72, 300, False),
-        (torch.float32, 1200, 8, 136, True),
+        (torch.float16, 128, 64, 256, 163),
+        (torch.float32, 130, 72, 300, 163),
+        (torch.float32, 1200, 8, 136, 99),
+        (torch.float16, 128, 64, 256, 227),
+        (torch.float32, 130, 72, 300, 227),
+        (torch.float32, 1200, 8, 136, 227),
     ],
 )
-def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, monkeypatch):
-    """Tiles are narrow on cards with little shared memory; 1200 rows have more than eight rows of
-    tiles."""
-    monkeypatch.setattr(kernels, "shared_memory_is_small", lambda device: narrow)
+def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, kilobytes, monkeypatch):
+    """Tiles are narrow on cards with 99 KB of shared memory; 1200 rows have more than eight rows of
+    tiles. With 227 KB, three programs share all tiles of the forward pass."""
+    monkeypatch.setattr(kernels, "card", lambda device: (3, kilobytes))
     inputs = [randn(1, rows, width), randn(hidden, width, seed=1), randn(width, hidden, seed=2)]
     inputs = [(t * t.size(-1) ** -0.5).to(dtype).requires_grad_() for t in inputs]
     exact = [t.detach().double().requires_grad_() for t in inputs]
@@ -180,6 +183,43 @@ def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, narrow, m
         assert relative_error(found.grad, right.grad) < TOLERANCE[dtype]
 
 
+def fenced(tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a copy, and the NaNs before and behind it in memory. It begins at 16 bytes."""
+    memory = tensor.new_full((tensor.numel() + 2**17,), torch.nan)
+    inside = memory[2**16 : -(2**16)].view(tensor.shape)
+    inside.copy_(tensor)
+    return inside, [memory[: 2**16], memory[-(2**16) :]]
+
+
+@interpreted
+def test_kernels_neither_read_nor_write_beyond_their_tensors():
+    """The last tile of each kind is cut off. No result is a NaN, and the fences still are."""
+    tiles = kernels.TensorDescriptor.from_tensor
+    (a, b, post, out), fences = zip(
+        *map(fenced, (randn(130, 72), randn(72, 300), randn(130, 300).square(), randn(130, 300))),
+        strict=True,
+    )
+    of_a, of_out = tiles(a, [128, 32]), tiles(out, [128, 128])
+    sizes = 130, 300, 72, 32
+    kernels.relu2_backward_kernel[3, 2](of_a, tiles(b, [32, 128]), post, of_out, *sizes)
+    assert relative_error(out, (a.double() @ b.double()) * 2 * post.double().sqrt()) < 1e-6
+    w, around_w = fenced(b.T.contiguous())
+    kernels.relu2_forward_kernel[3,](of_a, tiles(w, [256, 32]), of_out, *sizes)
+    assert relative_error(out, F.relu(a.double() @ b.double()) ** 2) < 1e-6
+    none = None, None, None, None
+    kernels.relu2_kernel[3, 2](a, b, None, out, *none, 130, 300, 72, 300, 1, 128, 128, 32)
+    assert relative_error(out, F.relu(a.double() @ b.double()) ** 2) < 1e-6
+    targets = torch.arange(130)
+    names = zip(("logits", "sums", "grads", "grads_t"), (post, post[:, 0], out, out.T), strict=True)
+    made = {name: fenced(tensor.contiguous()) for name, tensor in names}
+    logits, sums, grads, grads_t = (inside for inside, _ in made.values())
+    numbers = 130, 300, 4.0, -1.0, 0.0, 1.0, 1e9, 1, 64, 128
+    kernels.softcap_grad_kernel[3, 3](logits, targets, None, sums, grads, grads_t, *numbers)
+    assert torch.equal(grads.T, grads_t) and grads.isfinite().all()
+    for fence in (*fences, around_w, *(pair for _, pair in made.values())):
+        assert all(side.isnan().all() for side in fence)
+
+
 @pytest.mark.parametrize("name", kernels.TWINS)
 def test_each_twin_was_written_for_the_plain_functions_as_they_are(name, tiny, tiny_2026):
     """If this fails, change the twin with its function, and then the digest in gpu_kernels.py."""
@@ -187,9 +227,6 @@ def test_each_twin_was_written_for_the_plain_functions_as_they_are(name, tiny, t
     models = train_gpt.GPT(tiny), train_gpt_2026.GPT(tiny_2026), newest
     models = [model for model in models if name in model.kernels]
     assert {kernels.digest(model, name) for model in models} == set(kernels.TWINS[name][1])
-
-
-FOUND = {"compiled": train_gpt.compiled, "memory_is_small": train_gpt.memory_is_small}
 
 
 @pytest.fixture
@@ -201,8 +238,9 @@ def fake_kernels(monkeypatch):
         made = {name: (twin, "square") for name, twin in twins.items()}
         monkeypatch.setattr(kernels, "TWINS", made)
         monkeypatch.setattr(kernels, "example", lambda *given: (example,))
+        found = {"compiled": train_gpt.compiled}
         monkeypatch.setattr(
-            kernels, "functions", lambda model, name: [FOUND.get(name, torch.square)]
+            kernels, "functions", lambda model, name: [found.get(name, torch.square)]
         )
         monkeypatch.setattr(kernels, "digest", lambda model, name: "square")
         return SimpleNamespace(kernels=tuple(twins))
@@ -306,53 +344,33 @@ def test_a_kernel_is_on_only_if_it_is_not_slower_on_all_ranks_together(
         ]
 
 
-def test_times_are_medians_of_rounds_in_turn(monkeypatch):
-    calls, times = [], iter([9.0, 2.0, 3.0, 8.0, 3.5, 1.0])
-    monkeypatch.setattr(kernels, "outcome", lambda name, arguments: calls.append(name))
-    bench = lambda call: call() or next(times)  # noqa: E731
-    monkeypatch.setattr(kernels.triton.testing, "do_bench", bench)
-    assert kernels.milliseconds(["plain", "twin"], ()) == [3.5, 2.0]
-    assert calls == ["plain", "twin"] * 3
-
-
-@pytest.mark.parametrize("gigabytes", [24, 80])
-def test_kernels_are_timed_at_the_run_s_sizes_where_memory_is_not_small(
-    gigabytes, fake_kernels, tiny, monkeypatch
+def test_on_a_gpu_times_are_medians_of_rounds_in_turn_at_the_run_s_size(
+    fake_kernels, tiny, monkeypatch
 ):
-    """The device is a CPU that says it is a GPU."""
-    sizes = []
+    """The device is a CPU that says it is a GPU. If memory is short, nothing is timed."""
+    sizes, calls, times = [], [], iter([9.0, 2.0, 3.0, 8.0, 3.5, 1.0])
+    twin = lambda x: x.square()  # noqa: E731
 
     def example(*given):
         sizes.append(given[-1])
         return (randn(100).requires_grad_(),)
 
-    fake_kernels(square=torch.square)
+    def bench(call):
+        calls.append(call.args[0])
+        return next(times)
+
+    def short_of_memory(call):
+        raise torch.OutOfMemoryError
+
+    fake_kernels(square=twin)
     monkeypatch.setattr(kernels, "example", example)
-    monkeypatch.setitem(FOUND, "memory_is_small", lambda device: gigabytes == 24)
-    monkeypatch.setattr(kernels, "milliseconds", lambda both, arguments: [2.0, 1.0])
     monkeypatch.setattr(kernels, "TIMES", {})
-    assert kernels.fault("square", None, tiny, SimpleNamespace(type="cuda")) == ""
-    assert list(kernels.TIMES.values()) == [[2.0, 1.0]] * (gigabytes == 80)
-    assert sizes == [2048, 2048] + [tiny.seq_len] * (gigabytes == 80)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_of_tables_are_sums_in_float32(dtype):
-    """Of 5000 tokens, 4000 of them one token with a gradient of 1/1024 (a sum in float16 would stop
-    growing at 2); of tables that have 300 and 48 columns. Some rows were not asked for."""
-    tokens = torch.cat([torch.full((4000,), 7), torch.randint(0, 40, (1000,))]).int()
-    tables = [randn(53, columns, dtype=dtype).requires_grad_() for columns in (300, 48)]
-    rows = kernels.FusedLookUp.apply(tokens, *tables)
-    grads = [randn(5000, len(row[0]), dtype=dtype, seed=1) for row in rows]
-    for grad in grads:
-        grad[:4000] = 1 / 1024
-    found = torch.autograd.grad(rows, tables, grads)
-    for row, table, grad, sums in zip(rows, tables, grads, found, strict=True):
-        assert torch.equal(row, table[tokens.long()])
-        expected = torch.zeros(53, grad.size(1), dtype=torch.float64)
-        expected.index_add_(0, tokens.long(), grad.double())
-        assert sums.dtype == dtype and relative_error(sums, expected) < TOLERANCE[dtype]
+    for function, expected in ((short_of_memory, []), (bench, [[3.5, 2.0]])):
+        monkeypatch.setattr(kernels.triton.testing, "do_bench", function)
+        assert kernels.fault("square", None, tiny, SimpleNamespace(type="cuda")) == ""
+        assert list(kernels.TIMES.values()) == expected
+    assert calls == [calls[0], calls[1]] * 3 and calls[0] != calls[1]
+    assert sizes == [2048, 2048, tiny.seq_len] * 2
 
 
 @pytest.mark.parametrize("name", train_gpt.GPT.kernels)

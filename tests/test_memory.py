@@ -151,7 +151,7 @@ def test_a_card_of_24_gb_has_small_memory_and_one_of_80_has_not(monkeypatch):
     """And then the head takes fewer tokens at a time."""
     head = train_gpt.Head(replace(train_gpt.Hyperparameters(), model_dim=16))
     gpu = torch.device("cuda", 0)
-    for gigabytes, chunk in ((24, 8192), (40, 49152), (80, 49152)):
+    for gigabytes, chunk in ((24, 8192), (40, 16384), (80, 16384)):
         card = SimpleNamespace(total_memory=gigabytes << 30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
         assert train_gpt.memory_is_small(gpu) == (gigabytes == 24)
