@@ -27,6 +27,11 @@ def gpt2_tokens() -> list[str]:
     return [*byte_characters(), *(line.replace(" ", "") for line in lines[1:])]
 
 
+def is_gpt2(vocab_size: int) -> bool:
+    """Say whether a vocabulary of this size is GPT-2's, with the head's padding or without."""
+    return vocab_size in (50257, 50304)
+
+
 def bits_per_byte(loss: float, tokens: np.ndarray) -> float:
     """Return a mean loss over tokens (any shape), in nats per token, as bits per byte of their
     text: loss / ln 2 * tokens / bytes. END_OF_TEXT has no bytes."""

@@ -52,6 +52,7 @@ except ModuleNotFoundError as error:
 SUFFIXES = ".txt", ".jsonl", ".parquet"
 PIECE = 2**18  # characters that are encoded at once; longer documents are cut
 BATCH = 2**20  # characters that a worker gets at once
+SHORTEST = 130  # tokens that a run needs to train, or to validate: a block of 128 and its targets
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 unfinished_folders = []  # that this process is writing
 
@@ -182,7 +183,8 @@ def make_batches(
     """Yield the pieces of the files in order, BATCH characters or a little more at a time.
 
     A share of the documents in "train" files, val_fraction, becomes validation: the first one and
-    others at even distances, so that a few documents are enough to have some.
+    others at even distances, so that a few documents are enough to have some. `share_the_text`
+    mends it where they are too few.
     """
     batch, size, documents = [], 0, 0
     for path, split_of_file in split_of.items():
@@ -382,25 +384,59 @@ def tokenize(args: argparse.Namespace) -> None:
                 val.add(tokens["val"])
                 train.add(tokens["train"])
                 bar.update(len(tokens["val"]) + len(tokens["train"]))
-        val.flush()
-        train.flush()
         if not val.documents + train.documents:
             fail("no documents: there is nothing but white space in the input")
-        if not train.documents:
-            remedy = "add text, or try --blank_line_documents or --val_fraction 0"
+        if args.val_fraction and not args.val:
+            share_the_text(val, train, args.val_fraction)
+        if not train.filled and not train.written:
+            remedy = f"add text: {2 * SHORTEST} tokens in one shard can be divided"
             fail(f"no training text: validation takes all documents ({val.documents}); {remedy}")
+        val.flush()
+        train.flush()
 
     for name, count in (val.written | train.written).items():
         print(f"{args.out / name}: {count} tokens")
     print(f"documents: {train.documents} for training, {val.documents} for validation")
-    stem, val_flags = args.out / args.name, "--val_files PATTERN"
-    if val.written:  # val_tokens of the demo, or as many as fit in one shard
-        fitting = (max(val.written.values()) - 2) // 1024 * 1024
-        val_tokens = max(1024, min(fitting, 65536))
-        val_flags = f"--val_files '{stem}_val_*.bin' --val_tokens {val_tokens}"
-    steps = sum((n - 2) // 2048 for n in train.written.values())  # batches of the demo
-    epochs = " --epochs 0" if steps < 128 else ""
-    print(f"./run.sh --record demo --train_files '{stem}_train_*.bin' {val_flags}{epochs}")
+    print(command_of(f"{args.out / args.name}", train.written, val.written))
+
+
+def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> None:
+    """If there are so few documents that a split is too short for a run, and if all of the text is
+    still in memory: let its end be validation, a share of the tokens or enough of them."""
+    if val.written or train.written or min(val.filled, train.filled) >= SHORTEST:
+        return
+    tokens = np.concatenate([split.buffer[: split.filled] for split in (val, train)])
+    size = max(SHORTEST, math.ceil(len(tokens) * val_fraction))
+    if len(tokens) - size < SHORTEST:
+        return
+    for split, part in ((train, tokens[:-size]), (val, tokens[-size:])):
+        split.filled = split.documents = 0
+        split.add(part)
+
+
+def command_of(stem: str, train: dict[str, int], val: dict[str, int]) -> str:
+    """Return a command that trains the demo on shards, given the tokens of each by its name: with
+    the demo's batches and validation, or with as many tokens as a shard has."""
+    for kind, shards in (("training", train), ("validation", val)):
+        if shards and max(shards.values()) < SHORTEST:
+            found = f"its longest shard has {max(shards.values())} tokens, a run needs {SHORTEST}"
+            return f"the {kind} text is too short: {found}"
+    words = f"./run.sh --record demo --train_files '{stem}_train_*.bin'"
+    fitting = max(train.values()) - 2
+    sequences, length = 8, 256
+    if fitting < sequences * length:
+        length = min(fitting // 128 * 128, length)
+        sequences = fitting // length
+        words += f" --seq_len {length} --batch_seqs {sequences}"
+    if sum((tokens - 2) // (sequences * length) for tokens in train.values()) < 128:  # its steps
+        words += " --epochs 0"
+    if not val:
+        return f"{words}    # its validation is the sample's, in data/"
+    fitting = max(val.values()) - 2
+    length = min(fitting // 128 * 128, 1024)
+    tokens = min(fitting // length * length, 65536)
+    val_words = f"--val_files '{stem}_val_*.bin' --val_seq_len {length} --val_tokens {tokens}"
+    return f"{words} {val_words}"
 
 
 def stop(number: int, frame) -> NoReturn:

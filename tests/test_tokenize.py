@@ -208,3 +208,55 @@ def test_printed_command_validates_on_what_is_there(val_count, tmp_path, capsys)
     assert program == "./run.sh" and hp.val_tokens == min((val_count - 2) // 1024 * 1024, 65536)
     targets = train_gpt.validation_batch(hp, 0, 1, "cpu")[1]
     assert targets.numel() == hp.val_tokens and set(targets.flatten().tolist()) == {257}
+
+
+SENTENCE = "It was the best of times, it was the worst of times, said number {}. "
+
+
+@pytest.mark.parametrize(
+    ("documents", "flags"),
+    [
+        (["".join(map(SENTENCE.format, range(30)))], ""),
+        (["".join(map(SENTENCE.format, range(5000)))], ""),
+        ([SENTENCE.format(i) for i in range(30)], ""),
+        ([SENTENCE.format(i) for i in range(30)], "--val_fraction 0"),
+        ([SENTENCE.format(i) * 9 for i in range(300)], ""),
+        (["".join(map(SENTENCE.format, range(300)))] * 2, "--val_fraction 0.5"),
+    ],
+)
+def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_path, capsys):
+    """No token is lost, and none is added."""
+    path, out = write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "out"
+    tokenize(path, "--out", out, *flags.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(read(out, "*.bin")) == sorted(reference(documents))
+    shares = [len(read(out, f"*_{split}_*.bin")) for split in ("val", "train")]
+    assert shares[0] >= (0 if "fraction 0" in flags else max(130, 0.049 * sum(shares)))
+    program, *words = shlex.split(lines[-1], comments=True)
+    hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)
+    assert program == "./run.sh" and hp.seq_len * hp.batch_seqs >= min(2048, 0.5 * shares[1])
+    planned = train_gpt.plan_batches(hp.train_files, hp, hp.num_iterations, train_gpt.consecutive)
+    assert len(planned) == hp.num_iterations
+    inputs, _ = train_gpt.validation_batch(hp, 0, 1, "cpu")
+    assert inputs.numel() == hp.val_tokens
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "message"),
+    [
+        (3, "--val_fraction 0", "training text is too short: its longest shard has 56"),
+        (30, "--val {val}", "validation text is too short: its longest shard has 20"),
+    ],
+)
+def test_a_text_that_is_too_short_says_how_short(count, flags, message, tmp_path, capsys):
+    path = write_jsonl(tmp_path / "in.jsonl", ["".join(map(SENTENCE.format, range(count)))])
+    val = write_jsonl(tmp_path / "val.jsonl", [SENTENCE.format(7)])
+    tokenize(path, "--out", tmp_path / "out", *flags.format(val=val).split())
+    assert capsys.readouterr().out.splitlines()[-1] == f"the {message} tokens, a run needs 130"
+
+
+def test_one_document_that_cannot_be_divided_is_no_training_text(tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", ["".join(map(SENTENCE.format, range(9)))])
+    with pytest.raises(SystemExit, match="no training text: .* 260 tokens in one shard can be div"):
+        tokenize(path, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
