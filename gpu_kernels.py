@@ -26,7 +26,8 @@ LOG2_E = math.log2(math.e)
 
 
 def has_twin(plain):
-    """Decorate a plain function or method: where choose_kernels allows it, its twin is called."""
+    """Decorate a plain function or method: its twin, the function of its name in TWINS, is called
+    in its place where choose_kernels allows it."""
     name = plain.__name__
 
     @functools.wraps(plain)
@@ -40,8 +41,8 @@ def has_twin(plain):
 @torch.compiler.assume_constant_result
 def card(device: torch.device) -> tuple[int, int]:
     """Return a GPU's multiprocessors, and the kilobytes of shared memory that a program may have:
-    99 (RTX 3090, 4090, 5090, A6000), 163 (A100) or, with units that copy whole tiles there (TMA),
-    227 (H100, B200). A CPU, on which Triton only interprets, is taken for an A100."""
+    99 (RTX 3090, 4090, 5090, A6000), 163 (A100) or 227 (H100, B200, which copy whole tiles there,
+    by TMA). A CPU, on which Triton only interprets, is taken for an A100."""
     if device.type == "cpu":
         return 108, 163
     properties = torch.cuda.get_device_properties(device)
@@ -202,7 +203,7 @@ def relu2_kernel(
 def relu2_forward_kernel(a, b, out, M, N, K, BLOCK_K: tl.constexpr):
     """Compute relu(a @ b.T)^2 of descriptors, which load zeros beyond the end, and store nothing
     there. Each program computes many tiles of 128 x 256. While it stores one, it loads the next; it
-    stores halves, because the shared memory has no place for more."""
+    stores halves, because the shared memory has no place for more in float32."""
     columns = tl.cdiv(N, 256)
     tiles = tl.cdiv(M, 128) * columns
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
@@ -249,14 +250,15 @@ def matmul_relu2(
         inputs = a, b, post, out, factor, narrow, scale, largest, M, N, K, *b.stride()
         relu2_kernel[grid](*inputs, 128, block_n, block_k, num_warps=8, num_stages=3)
         return out
-    tiles, sizes = TensorDescriptor.from_tensor, (M, N, K, block_k)
-    a, stored = tiles(a, [128, block_k]), tiles(out, [128, 128])
+    described = TensorDescriptor.from_tensor
+    of_a, of_out = described(a, [128, block_k]), described(out, [128, 128])
+    sizes = M, N, K, block_k
     if post is None:
-        b = tiles(b.T, [256, block_k])
-        relu2_forward_kernel[processors,](a, b, stored, *sizes, num_warps=8, num_stages=3)
+        of_b = described(b.T, [256, block_k])
+        relu2_forward_kernel[processors,](of_a, of_b, of_out, *sizes, num_warps=8, num_stages=3)
     else:
-        b = tiles(b, [block_k, 128])
-        relu2_backward_kernel[grid](a, b, post, stored, *sizes, num_warps=4, num_stages=3)
+        of_b = described(b, [block_k, 128])
+        relu2_backward_kernel[grid](of_a, of_b, post, of_out, *sizes, num_warps=4, num_stages=3)
     return out
 
 
@@ -312,7 +314,7 @@ class FusedFP8MLP(FusedMLP):
 # By the plain function's name: the twin, and digests of the plain functions that it was written
 # for. A fork may edit these by less than `fault` detects; its twin is then not used.
 TWINS = {
-    "chunk_loss": (fused_chunk_loss, ("ee66e6850292", "5814cb7b7a43")),
+    "chunk_loss": (fused_chunk_loss, ("9296a41f2efc", "9ea13d106d61")),
     "fp8_relu2_mlp": (FusedFP8MLP.apply, ("f3c343130c4c",)),
     "relu2_mlp": (FusedMLP.apply, ("d618c7ed1e58",)),
 }
@@ -375,7 +377,8 @@ def outcome(function, arguments) -> list[Tensor]:
 def fault(name: str, model, hp, device: torch.device) -> str:
     """Return why a twin cannot replace the plain function that a model calls, or "" if it can. Both
     are compiled as the run compiles them, and compared at the run's widths: in float32, which shows
-    small errors, and on a GPU also as the run computes. There both are timed, if they fit."""
+    small errors, and on a GPU also as the run computes. There both are timed, unless memory is
+    small: plain functions, which keep more, might then not fit beside a run."""
     twin, written_for = TWINS[name]
     on_gpu = device.type == "cuda"
     in_fp8 = name.startswith("fp8")  # numbers with three bits, of which the plain function has none
@@ -396,7 +399,7 @@ def fault(name: str, model, hp, device: torch.device) -> str:
             deviation = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()
             if not deviation < limit:  # it is NaN, if one is
                 return f"in {dtype} it deviates from the plain function by {deviation:.1e}"
-        if on_gpu:
+        if on_gpu and not functions(model, "memory_is_small")[0](device):
             with contextlib.suppress(torch.OutOfMemoryError):
                 arguments = example(name, model, hp, device, torch.bfloat16, hp.seq_len)
                 calls = [functools.partial(outcome, function, arguments) for function in both]
@@ -411,7 +414,9 @@ def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> N
     """Use the twins of model.kernels that have no `fault` on any rank and are not slower in all
     ranks' times: all ranks must compute the same. Log what is used, and why others are not."""
     IN_USE.clear()
-    runs = device.type == "cuda" or triton.knobs.runtime.interpret
+    # AMD's cards have other instructions and formats of numbers, with which nobody has tried them.
+    on_nvidia = device.type == "cuda" and not torch.version.hip
+    runs = on_nvidia or triton.knobs.runtime.interpret
     if not (runs and hp.kernels and model.kernels):
         if device.type == "cuda":  # nobody expects kernels on a CPU
             log("kernels: none")

@@ -36,8 +36,6 @@ venv="$here/.venv"
 # and assertions that tools, and this script, need.
 export PYTHONUTF8=1
 unset PYTHONOPTIMIZE
-# Tools, and scripts in any folder, import the project's modules.
-export PYTHONPATH="$here:$here/data${PYTHONPATH:+:$PYTHONPATH}"
 
 # Compiled code is cached in the project, because /tmp is often emptied by a reboot.
 if [ -w "$here" ]; then

@@ -20,6 +20,7 @@ and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
 
 import argparse
 import contextlib
+import difflib
 import fcntl
 import functools
 import gc
@@ -112,6 +113,7 @@ class RunSettings:
     val_loss_every: int = 125  # steps between validations, 0 for the last step only
     save_every: int = 0  # steps between checkpoints, 0 for the last step only
     keep: int = 2  # newest checkpoints of a run to keep, 0 to save nothing
+    init_from: str = ""  # checkpoint whose weights a new run begins with
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
     kernels: bool = True  # use the Triton kernels that pass a check
@@ -272,6 +274,9 @@ def check(hp: Hyperparameters) -> None:
         value, unit = getattr(hp, name), units.get(name, 1)
         if value == 0 or value % unit:
             raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
+    largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
+    if hp.num_iterations > 10**6 or largest > 10**11:
+        raise UserError(f"{hp.num_iterations} steps, matrices of {largest} numbers: far too many")
 
 
 # -----------------------------------------------------------------------------
@@ -283,10 +288,10 @@ def load_data_shard(path: str | Path) -> np.ndarray:
     little-endian int32 (20240520, version 1, n, zeros), then n uint16. UserError for another."""
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 3).tolist()
-    expected = [20240520, 1, (size - 1024) // 2]  # magic, version, tokens
+    expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
         found = f"its {size} bytes begin with {header}, not {expected}"
-        raise UserError(f"{path} is no shard: {found}; fetch or make it again")
+        raise UserError(f"{path} is no shard: {found}; fetch it, or make it again in uint16")
     return np.memmap(path, "<u2", mode="r", offset=1024)
 
 
@@ -304,19 +309,22 @@ def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) ->
 def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Callable, moments=()):
     """Return the first num_batches that a plan, as `consecutive`, yields from the shards of a glob,
     which it reads at most hp.epochs times (0: no limit). A fork's plan also depends on the batches'
-    moments. UserError for shards that are missing, damaged, too short or not of the vocabulary."""
+    moments. UserError for shards that are missing, damaged, too short or of other tokens."""
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise UserError(f"no shard matches {pattern}: cached_fineweb.py fetches FineWeb")
     shards = [load_data_shard(path) for path in paths]
-    passes = hp.epochs or num_batches  # a pass that yields no batch is the last one
+    passes = min(hp.epochs or num_batches, num_batches)  # one without a batch is the last one
     planned = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
     if len(planned) < num_batches:
         found = f"{pattern} has {len(planned)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
-        raise UserError(f"{found}, the run reads {num_batches}: add longer shards or --epochs")
+        remedy = "add longer shards (cached_fineweb.py N fetches N of FineWeb) or --epochs 0"
+        if plan is not consecutive and not any(END_OF_TEXT in tokens for tokens in shards):
+            remedy = f"a sequence begins with a document, and no token is {END_OF_TEXT}"
+        raise UserError(f"{found}, the run reads {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         is_read = any(tokens is other for other, _ in planned)
-        if is_read and tokens.max() >= min(hp.vocab_size, END_OF_TEXT + 1):
+        if is_read and tokens.max() >= hp.vocab_size:
             found = f"token {tokens.max()} at position {tokens.argmax()}"
             raise UserError(f"{path}: {found} is outside the vocabulary of {hp.vocab_size}")
     return planned
@@ -424,8 +432,9 @@ def recomputed(function, *arguments):
 
 
 def fp8_supported(device: torch.device) -> bool:
-    """Say whether a device has fast FP8 matmuls: GPUs do, from Ada on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Say whether a device has fast FP8 matmuls: GPUs do, from Ada on. AMD's are of other kinds."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -587,7 +596,7 @@ def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
 
 
 def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of all angles at positions (..., 1): (..., 1, head_dim / 2) float32."""
+    """Return cos and sin, each (..., 1, head_dim / 2), of channel pairs at positions (..., 1)."""
     angle = position[..., None] * frequency
     return angle.cos(), angle.sin()
 
@@ -668,7 +677,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: add an earlier output and x0 to the input, then apply attention and the MLP."""
+    """One layer: add an earlier layer's output and the embeddings x0, apply attention and MLP."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -1182,14 +1191,20 @@ class Optimizers:
 
 
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
-    """Join the other ranks. Return device, rank and number of ranks. UserError without a GPU."""
+    """Return this process's device, its rank and the number of ranks. Under torchrun, join the
+    other ranks. UserError without a GPU that is wanted and can be used."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
+    hidden = not os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1].isalnum()  # "" and "-1" hide all
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= gpus:
             raise UserError(f"process {local_rank} finds {gpus} GPUs: start fewer, or --device cpu")
         device = torch.device("cuda", local_rank)
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            raise UserError(f"GPU {local_rank} has no bfloat16, as an A100 has: try --device cpu")
         torch.cuda.set_device(device)
+    elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
+        raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return device, 0, 1
     store, rank, world_size = next(dist.rendezvous("env://"))
@@ -1284,6 +1299,11 @@ def as_program(name: str, work: Callable) -> None:
         sys.exit(1)
 
 
+def to_json(value, **options) -> str:
+    """Return JSON of a value. It has null in place of NaN and infinity, which JSON lacks."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)
+
+
 class Log:
     """What rank 0 writes: the log, the metrics, and the console. logs/RUN_ID.txt, which begins with
     `header`, is locked while the process lives. logs/RUN_ID.jsonl has an object for each step: the
@@ -1363,7 +1383,7 @@ class Log:
 
     def write_row(self, row: dict, loss: float) -> None:
         """Write an object of the metrics. UserError, on all ranks, if its loss is not finite."""
-        self.write(json.dumps(row), self.metrics)
+        self.write(to_json(row), self.metrics)
         if not math.isfinite(loss):
             remedy = "try lower rates, smaller initial weights or --fp8 off"
             raise UserError(f"the loss is {loss} at step {row['step']}: {remedy}")
@@ -1481,10 +1501,9 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
         allow_abbrev=False,
         exit_on_error=False,
     )
-    names = ", ".join(run.records)
     on_cpu = "demo" in run.records and not torch.cuda.is_available()
     usual = "demo" if on_cpu else run.default_record
-    text = f"settings to start from, or a beginning of: {names} [{usual}]"
+    text = f"settings to start from, or a beginning of: {', '.join(run.records)} [{usual}]"
     parser.add_argument("--record", default=usual, help=text)
     comments = {}  # behind the settings
     for cls in reversed(type(default).__mro__[:-1]):
@@ -1504,7 +1523,9 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     except argparse.ArgumentError as error:
         raise UserError(error) from error
     if unknown:
-        raise UserError(f"unknown words: {' '.join(unknown)}; --help lists the flags")
+        near = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in fields(default)], 1)
+        remedy = f"is it {near[0]}? --help" if near else "--help"
+        raise UserError(f"unknown words: {' '.join(unknown)}; {remedy} lists the flags")
     given = vars(given)
     asked = given.pop("record")
     for name, value in given.items():
@@ -1516,7 +1537,12 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     if asked in found:
         found = [asked]
     if len(found) != 1:
-        raise UserError(f"--record {asked}: must be one of {', '.join(found) or names}")
+        near = difflib.get_close_matches(asked, run.records, 1)
+        reason = f"must be one of {', '.join(found or near or run.records)}"
+        for path in [*HERE.glob("train_gpt.py"), *HERE.glob("forks/*.py")]:
+            if not found and re.search(f'\n    "(?=20){re.escape(asked)}', path.read_text("utf-8")):
+                reason = f"{show(path)} has it"
+        raise UserError(f"--record {asked}: {reason}")
     hp = replace(run.records[found[0]], **given)
     run.check(hp)
     return hp, found[0]
@@ -1614,8 +1640,10 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
 
 
 def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
-    """Return what a run goes on from, {} for nothing. UserError for one of another program."""
+    """Return what a run goes on or begins from, or {}. UserError for another program's."""
     found = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
+    if not found and hp.init_from:
+        return {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
     if not found:
         return {}
     saved = load_checkpoint(found[0], run)
@@ -1661,7 +1689,9 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     log(f"on {world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, log in {log.path}")
     log(f"this is process {os.getpid()} on {os.uname().nodename}")
     if record == "demo" and hp.device == "auto" and not on_gpu:
-        log("no GPU found: this is a small demonstration, on the sample corpus in data/")
+        log("no GPU found: this is a small demonstration")
+    if END_OF_TEXT not in planned[0][0]:
+        log(f"the first shard has no token {END_OF_TEXT}: its text counts as one document")
     if on_gpu and hp.fp8 and not fp8_supported(device):
         log("this GPU has no FP8: the head trains in bfloat16")
     log(f"parameters: {sum(p.numel() for p in model.parameters())}")
@@ -1671,7 +1701,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     warm_up(model, optimizers, moments, device, log, saved)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     if saved:
-        log(f"resumed at step {first_step}")
+        log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
         saved.clear()  # frees more than the model's size
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

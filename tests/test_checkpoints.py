@@ -19,6 +19,7 @@ from runs import console_of, error_of, val_losses
 from train_gpt import HERE, UserError, load_checkpoint, newest_checkpoint, parse_args, show
 
 OF_RUN = [f.name for f in dataclasses.fields(train_gpt.RunSettings)]
+OF_DEMO = vars(train_gpt.RECORDS["demo"]).keys() - {"init_from"}  # which names a file
 OF_FORK = vars(train_gpt_2026.Hyperparameters()).keys() - vars(train_gpt.Hyperparameters()).keys()
 TEXTS = {"stages": "window=256,window=512", "adam_groups": "scalar+lr=0.02", "adam_rule": "torch"}
 SIZES = (
@@ -62,7 +63,7 @@ def another(hp, name: str):
 
 
 SCRIPTS = [
-    (train_gpt.Run, "demo", vars(train_gpt.RECORDS["demo"]).keys()),
+    (train_gpt.Run, "demo", OF_DEMO),
     (train_gpt_2026.Run, "2025-08-23_SparseAttnGate", OF_FORK),
 ]
 

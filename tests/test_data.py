@@ -107,6 +107,23 @@ def test_a_token_outside_the_vocabulary_is_located_before_training(write_shard, 
         plan_of(pattern, 8, 2, 4, vocab_size=50)
 
 
+@pytest.mark.parametrize(("largest", "size"), [(50257, 50258), (63999, 64000), (65535, 65536)])
+def test_all_tokens_of_a_vocabulary_may_be_read(largest, size, write_shard):
+    """Those above GPT-2's, too."""
+    path = write_shard("a.bin", [*range(40), largest] * 2)
+    assert len(plan_of(path, 8, 2, 3, vocab_size=size)) == 3
+    with pytest.raises(UserError, match=f"token {largest} at position 40 is outside .* {largest}"):
+        plan_of(path, 8, 2, 3, vocab_size=largest)
+
+
+def test_a_fork_says_that_it_finds_no_document(write_shard):
+    path = write_shard("a.bin", range(3000))
+    hp = train_gpt_2026.RECORDS["demo"]
+    moments = [train_gpt_2026.Moment(step, hp) for step in range(3)]
+    with pytest.raises(UserError, match="a sequence begins with a document, and no token is 50256"):
+        train_gpt.plan_batches(str(path), hp, 2, train_gpt_2026.plan, moments)
+
+
 def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shard):
     path = write_shard("a.bin", range(66))
     with pytest.raises(UserError, match="has 8 batches .* the run reads 9: .* --epochs"):

@@ -1,6 +1,7 @@
 """Bad input ends with a status, one line that helps, and no half-written file, on all ranks."""
 
 import functools
+import json
 import math
 import os
 import re
@@ -29,11 +30,26 @@ from train_gpt import UserError, main
 
 # Flags added to those of a run that works, and words of the message.
 TABLE = [
-    ("--num_iter 3", "unknown words: --num_iter 3; --help lists the flags"),
+    ("--num_iter 3", "unknown words: --num_iter 3; is it --num_iterations? --help lists the flags"),
     ("--frobnicate 3", "unknown words: --frobnicate 3; --help lists the flags"),
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--kernels auto", "argument --kernels: invalid choice: 'auto' (choose from"),
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
+    ("--record 2025-01-27", "--record 2025-01-27: must be one of 2025-01-26_BatchSize"),
+    (
+        "--record x",
+        "one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup, 2025-01-26_BatchSize",
+    ),
+    ("--record 2025-08", "--record 2025-08: forks/train_gpt_2026.py has it"),
+    ("--record 2026-07-17", "--record 2026-07-17: forks/train_gpt_2026_07.py has it"),
+    ("--num_iterations 99999999999", "99999999999 steps, matrices of 32768 numbers: far too many"),
+    (
+        "--epochs 1 --num_iterations 900000",
+        "29 batches of 8 x 128 tokens, the run reads 900000: add longer",
+    ),
+    ("--model_dim 1000000", "matrices of 4000000000000 numbers: far too many"),
+    ("--batch_seqs 99999999999", "has 0 batches of 99999999999 x 128 tokens"),
+    ("--device mps", "invalid choice: 'mps' (choose from"),
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),
     ("--val_tokens 300", "--val_tokens 300: must be a positive multiple of 256"),
     ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be finite and not negative"),
@@ -52,6 +68,8 @@ TABLE = [
     ("--run_id taken", "File exists: 'logs/taken'"),
     ("--train_files none*.bin", "no shard matches none*.bin"),
     ("--train_files magic.bin", "magic.bin is no shard: its 1040 bytes begin "),
+    ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000]; fetch"),
+    ("--train_files uint32.bin", "fetch it, or make it again in uint16"),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--seq_len 8192", "has 0 batches of 8 x 8192 tokens"),
@@ -76,6 +94,7 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     (folder / "logs/half").mkdir()
     (folder / "logs/half/state_step000001.pt").write_bytes(whole[: len(whole) // 2])
     shard(folder / "magic.bin", range(8), magic=1)
+    shard(folder / "uint32.bin", range(1000), magic=20240801, version=7, count=500)  # llm.c's
     shard(folder / "high.bin", [1] * 7 + [512] + [1] * 2100)
     return folder, flags
 
@@ -97,6 +116,11 @@ def test_bad_input_ends_with_one_line(words, message, folder, capsys, monkeypatc
     new = files(folder) - before
     assert {Path(name).suffix for name in new} in (set(), {".txt", ".jsonl"})
     for name in new:
+        if name.endswith(".jsonl"):
+            lines = (folder / name).read_text().splitlines()
+            rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+            if "loss is nan" in message:
+                assert rows[-1].get("train_loss", rows[-1].get("val_loss")) is None
         (folder / name).unlink()
 
 

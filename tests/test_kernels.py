@@ -183,41 +183,62 @@ def test_mlp_equals_float64_with_gradients(dtype, rows, width, hidden, kilobytes
         assert relative_error(found.grad, right.grad) < TOLERANCE[dtype]
 
 
-def fenced(tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a copy, and the NaNs before and behind it in memory. It begins at 16 bytes."""
-    memory = tensor.new_full((tensor.numel() + 2**17,), torch.nan)
-    inside = memory[2**16 : -(2**16)].view(tensor.shape)
-    inside.copy_(tensor)
-    return inside, [memory[: 2**16], memory[-(2**16) :]]
+@pytest.fixture
+def fenced(monkeypatch):
+    """Return fenced(tensor), a copy with fences of NaNs before and behind it in memory, aligned to
+    16 bytes. From then on, the interpreter may neither read nor write a fence."""
+    module = kernels.triton.runtime.interpreter
+    fences, interpreter = [], module._interpreter
+
+    def guard(access):
+        def guarded(pointers, *given):
+            mask = given[1] if access is interpreter.store else given[0]
+            for first, last in fences:
+                assert not (mask & (pointers >= first) & (pointers < last)).any()
+            return access(pointers, *given)
+
+        return guarded
+
+    names = {name: getattr(interpreter, name) for name in dir(interpreter)}
+    names |= {name: guard(names[name]) for name in ("load", "store")}
+    monkeypatch.setattr(module, "_interpreter", SimpleNamespace(**names))
+
+    def fence(tensor: torch.Tensor) -> torch.Tensor:
+        margin = 2**16
+        memory = tensor.new_empty(tensor.numel() + 2 * margin)
+        inside = memory[margin:-margin].view(tensor.shape).copy_(tensor)
+        for side in (memory[:margin], memory[margin + tensor.numel() :]):
+            fences.append((side.data_ptr(), side.data_ptr() + side.nbytes))
+        return inside
+
+    return fence
 
 
 @interpreted
-def test_kernels_neither_read_nor_write_beyond_their_tensors():
-    """The last tile of each kind is cut off. No result is a NaN, and the fences still are."""
-    tiles = kernels.TensorDescriptor.from_tensor
-    (a, b, post, out), fences = zip(
-        *map(fenced, (randn(130, 72), randn(72, 300), randn(130, 300).square(), randn(130, 300))),
-        strict=True,
-    )
-    of_a, of_out = tiles(a, [128, 32]), tiles(out, [128, 128])
-    sizes = 130, 300, 72, 32
-    kernels.relu2_backward_kernel[3, 2](of_a, tiles(b, [32, 128]), post, of_out, *sizes)
-    assert relative_error(out, (a.double() @ b.double()) * 2 * post.double().sqrt()) < 1e-6
-    w, around_w = fenced(b.T.contiguous())
-    kernels.relu2_forward_kernel[3,](of_a, tiles(w, [256, 32]), of_out, *sizes)
-    assert relative_error(out, F.relu(a.double() @ b.double()) ** 2) < 1e-6
-    none = None, None, None, None
-    kernels.relu2_kernel[3, 2](a, b, None, out, *none, 130, 300, 72, 300, 1, 128, 128, 32)
-    assert relative_error(out, F.relu(a.double() @ b.double()) ** 2) < 1e-6
-    targets = torch.arange(130)
-    names = zip(("logits", "sums", "grads", "grads_t"), (post, post[:, 0], out, out.T), strict=True)
-    made = {name: fenced(tensor.contiguous()) for name, tensor in names}
-    logits, sums, grads, grads_t = (inside for inside, _ in made.values())
-    numbers = 130, 300, 4.0, -1.0, 0.0, 1.0, 1e9, 1, 64, 128
-    kernels.softcap_grad_kernel[3, 3](logits, targets, None, sums, grads, grads_t, *numbers)
+def test_kernels_neither_read_nor_write_beyond_their_tensors(fenced):
+    """The last tile of each kind is cut off."""
+    described = kernels.TensorDescriptor.from_tensor
+    a, b, out = fenced(randn(130, 72)), fenced(randn(72, 300, seed=1)), fenced(randn(130, 300))
+    post, exact = fenced(randn(130, 300).square()), a.double() @ b.double()
+    squares, grads = exact.relu() ** 2, exact * 2 * post.double().sqrt()
+    of_a, of_out, sizes = described(a, [128, 32]), described(out, [128, 128]), (130, 300, 72)
+    kernels.relu2_backward_kernel[3, 2](of_a, described(b, [32, 128]), post, of_out, *sizes, 32)
+    assert relative_error(out, grads) < 1e-6
+    of_w = described(fenced(b.T.contiguous()), [256, 32])
+    kernels.relu2_forward_kernel[3,](of_a, of_w, of_out, *sizes, 32)
+    assert relative_error(out, squares) < 1e-6
+    tiles = *sizes, 300, 1, 128, 128, 32
+    kernels.relu2_kernel[3, 2](a, b, post, out, None, None, None, None, *tiles)
+    assert relative_error(out, grads) < 1e-6
+    narrow, one, largest = fenced(out), fenced(torch.ones(1)), fenced(torch.zeros(1))
+    kernels.relu2_kernel[3, 2](a, b, None, out, one, narrow, one, largest, *tiles)
+    assert relative_error(out, squares) < 1e-6 and torch.equal(narrow, out.clamp(max=448))
+    assert largest.item() == out.max()
+    logits, targets = fenced(post), fenced(torch.arange(260).view(130, 2))
+    shares, sums, grads, grads_t = map(fenced, (torch.ones(2), post[:, 0], out, out.T.contiguous()))
+    numbers = 130, 300, 4.0, -1.0, 0.0, 1.0, 1e9, 2, 64, 128
+    kernels.softcap_grad_kernel[3, 3](logits, targets, shares, sums, grads, grads_t, *numbers)
     assert torch.equal(grads.T, grads_t) and grads.isfinite().all()
-    for fence in (*fences, around_w, *(pair for _, pair in made.values())):
-        assert all(side.isnan().all() for side in fence)
 
 
 @pytest.mark.parametrize("name", kernels.TWINS)
@@ -229,6 +250,9 @@ def test_each_twin_was_written_for_the_plain_functions_as_they_are(name, tiny, t
     assert {kernels.digest(model, name) for model in models} == set(kernels.TWINS[name][1])
 
 
+FOUND = {"compiled": train_gpt.compiled, "memory_is_small": train_gpt.memory_is_small}
+
+
 @pytest.fixture
 def fake_kernels(monkeypatch):
     """Return install(name=twin, ...): it returns a model with kernels that square."""
@@ -238,9 +262,8 @@ def fake_kernels(monkeypatch):
         made = {name: (twin, "square") for name, twin in twins.items()}
         monkeypatch.setattr(kernels, "TWINS", made)
         monkeypatch.setattr(kernels, "example", lambda *given: (example,))
-        found = {"compiled": train_gpt.compiled}
         monkeypatch.setattr(
-            kernels, "functions", lambda model, name: [found.get(name, torch.square)]
+            kernels, "functions", lambda model, name: [FOUND.get(name, torch.square)]
         )
         monkeypatch.setattr(kernels, "digest", lambda model, name: "square")
         return SimpleNamespace(kernels=tuple(twins))
@@ -347,7 +370,7 @@ def test_a_kernel_is_on_only_if_it_is_not_slower_on_all_ranks_together(
 def test_on_a_gpu_times_are_medians_of_rounds_in_turn_at_the_run_s_size(
     fake_kernels, tiny, monkeypatch
 ):
-    """The device is a CPU that says it is a GPU. If memory is short, nothing is timed."""
+    """The device is a CPU that says it is a GPU. If memory is small or short, nothing is timed."""
     sizes, calls, times = [], [], iter([9.0, 2.0, 3.0, 8.0, 3.5, 1.0])
     twin = lambda x: x.square()  # noqa: E731
 
@@ -365,12 +388,14 @@ def test_on_a_gpu_times_are_medians_of_rounds_in_turn_at_the_run_s_size(
     fake_kernels(square=twin)
     monkeypatch.setattr(kernels, "example", example)
     monkeypatch.setattr(kernels, "TIMES", {})
-    for function, expected in ((short_of_memory, []), (bench, [[3.5, 2.0]])):
+    cases = ((True, bench, []), (False, short_of_memory, []), (False, bench, [[3.5, 2.0]]))
+    for is_small, function, expected in cases:
+        monkeypatch.setitem(FOUND, "memory_is_small", lambda device, found=is_small: found)
         monkeypatch.setattr(kernels.triton.testing, "do_bench", function)
         assert kernels.fault("square", None, tiny, SimpleNamespace(type="cuda")) == ""
         assert list(kernels.TIMES.values()) == expected
     assert calls == [calls[0], calls[1]] * 3 and calls[0] != calls[1]
-    assert sizes == [2048, 2048, tiny.seq_len] * 2
+    assert sizes == [2048, 2048] + [2048, 2048, tiny.seq_len] * 2
 
 
 @pytest.mark.parametrize("name", train_gpt.GPT.kernels)

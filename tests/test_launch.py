@@ -65,7 +65,7 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
         start.main([str(path), *words])
     assert calls == [[str(shards)]]
     expected = ["--standalone", "--nproc_per_node=8", str(path), *words, "--run_id"]
-    assert end.value.code[3:-1] == expected
+    assert end.value.code[1:-1] == [f"{HERE}/tools/ranks.py", *expected]
 
 
 def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monkeypatch):

@@ -2,7 +2,9 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,11 +12,15 @@ import compare
 import launch
 import machine
 import start
+import train_gpt
 from runs import error_of
+from train_gpt import UserError
 
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in
---query-gpu*) for _ in 1 2 3 4 5 6 7 8; do echo "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54"; done ;;
+-L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)" ;;
+--query-gpu*)
+    for _ in 1 2 3 4 5 6 7 8; do echo "${ANSWER:-NVIDIA H100 80GB HBM3, 81559 MiB}"; done ;;
 *) echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |" ;;
 esac
 """
@@ -92,6 +98,65 @@ def test_setup_is_not_ready_where_torch_cannot_use_the_gpus(node, capsys):
     out, err = capsys.readouterr()
     assert err.startswith("run.sh: error: torch cannot use the 8 GPUs")
     assert "\nGPUs           8 x NVIDIA H100 80GB HBM3, 81559 MiB\n" in out and "ready" not in out
+
+
+@pytest.mark.parametrize(
+    "answer", ["Unable to determine the device handle for GPU 0000:03:00.0", "a, b, c, d", ",", " "]
+)
+def test_an_unexpected_answer_of_nvidia_smi_is_shown(answer, node, monkeypatch, capsys):
+    monkeypatch.setenv("ANSWER", answer)
+    with pytest.raises(SystemExit):
+        machine.main([])
+    out, err = capsys.readouterr()
+    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs") and f"8 x {answer}\n" in out
+
+
+@pytest.mark.parametrize(("visible", "refused"), [(None, True), ("0", True), ("", False)])
+def test_a_script_that_torchrun_starts_trains_no_demo_beside_gpus(
+    visible, refused, node, monkeypatch
+):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if refused:
+        with pytest.raises(UserError, match="torch cannot use this machine's GPUs: ./run.sh setup"):
+            train_gpt.start_device("auto")
+    else:
+        assert train_gpt.start_device("auto")[0].type == "cpu"
+    assert train_gpt.start_device("cpu")[0].type == "cpu"
+
+
+CARDS = {  # compute capability, ROCm's version; bfloat16, FP8, kernels
+    "V100": ((7, 0), None, False, False, False),
+    "T4": ((7, 5), None, False, False, False),
+    "A100": ((8, 0), None, True, False, True),
+    "4090": ((8, 9), None, True, True, True),
+    "H100": ((9, 0), None, True, True, True),
+    "B200": ((10, 0), None, True, True, True),
+    "5090": ((12, 0), None, True, True, True),
+    "MI300X": ((9, 4), "7.0", True, False, False),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_card_is_used_as_far_as_it_can(card, tiny, monkeypatch):
+    """AMD's number of a capability says nothing of NVIDIA's formats and instructions."""
+    kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed: it is for Linux")
+    capability, hip, bfloat16, fp8, runs_kernels = CARDS[card]
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    if not bfloat16:
+        with pytest.raises(UserError, match="GPU 0 has no bfloat16, .* --device cpu"):
+            train_gpt.start_device("auto")
+        return
+    device = train_gpt.start_device("auto")[0]
+    assert train_gpt.fp8_supported(device) == fp8
+    monkeypatch.setattr(kernels, "fault", lambda *_: "")
+    monkeypatch.setattr(torch, "tensor", lambda values, **_: np.array(values))  # there is no GPU
+    lines, model = [], SimpleNamespace(kernels=train_gpt.GPT.kernels)
+    kernels.choose_kernels(model, tiny, device, lambda votes: votes, lines.append)
+    assert lines == [f"kernels: {'chunk_loss relu2_mlp' if runs_kernels else 'none'}"]
 
 
 def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, capsys):

@@ -87,7 +87,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     other = write_log(tmp_path / "it.txt", "2025-01-26_BatchSize", {0: (10.8, 0)}, data="mine")
     cases = {
         "nothing is published": [other],
-        "must be one of 2024-11-19": ["--diff", "demo", "2026-03"],
+        "--record 2026-03: forks/train_gpt_2026.py has it": ["--diff", "demo", "2026-03"],
         f"Is a directory: '{tmp_path}'": [tmp_path],
         "No such file or directory: 'no_such.txt'": ["no_such.txt"],
     }

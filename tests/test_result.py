@@ -99,9 +99,6 @@ TRACEBACK = """Traceback (most recent call last):
 [rank0]:   File "/my/fork.py", line 7, in forward
 [rank0]:   File "/lib/site-packages/torch/x.py", line 9, in forward
 [rank0]: TypeError: no such thing
-====================
-  train_gpt.py FAILED
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ===================="""
 SCRIPTS = {
     f"import sys\nsys.exit({TRACEBACK!r})": (1, "TypeError: no such thing", "/my/fork.py", 7),

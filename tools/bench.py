@@ -20,7 +20,6 @@ time divided by the first run's, block by block.
 """
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -170,7 +169,7 @@ def work(args: argparse.Namespace) -> None:
             report["trace"] = trace_steps(runs[0], args.trace)
         tell(report["trace"])
     if args.json:
-        print(json.dumps(report, indent=1))
+        print(train_gpt.to_json(report, indent=1))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

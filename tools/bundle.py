@@ -8,8 +8,8 @@ others run when they are imported. Its log begins with all the code that trained
 
 from pathlib import Path
 
+import console
 import script
-from console import program
 from train_gpt import UserError
 
 MADE = "made by tools/bundle.py"
@@ -57,7 +57,7 @@ def bundle(path: Path, wrapper: str = "") -> str:
     return whole + source
 
 
-@program("bundle.py")
+@console.program("bundle.py")
 def main(words: list[str]) -> None:
     """Bundle the script that is the first word into the file that is the second."""
     if "--help" in words:

@@ -9,8 +9,9 @@ import torch
 
 import train_gpt
 from console import doing
+from gpt2 import is_gpt2
 from script import OWN, core, find, load
-from train_gpt import END_OF_TEXT, GPT, HERE, Hyperparameters, Moment, UserError
+from train_gpt import GPT, HERE, Hyperparameters, Moment, UserError
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,10 @@ def script_that_saved(path: Path) -> Path:
 
 def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
     """Return a checkpoint's content, and the Run of `script`, or else of the script that saved it.
-    UserError if the script is missing, or if its tokens are not GPT-2's."""
+    UserError if the script is missing."""
     with doing(f"reading {path}"):
         run_class = load(script or script_that_saved(path))
         saved = core(run_class).load_checkpoint(path, run_class)
-    words = getattr(saved.get("hyperparameters"), "vocab_size", END_OF_TEXT + 1)
-    if words <= END_OF_TEXT:
-        raise UserError(f"{path}: {words} tokens are not GPT-2's vocabulary")
     return saved, run_class
 
 
@@ -86,10 +84,11 @@ def settings_of(saved: dict, run_class: type[train_gpt.Run], flags: list[str]) -
 
 
 def parse_with_checkpoint(
-    parser: argparse.ArgumentParser, words: list[str]
+    parser: argparse.ArgumentParser, words: list[str], of_text: bool
 ) -> tuple[argparse.Namespace, Checkpoint]:
     """Return a tool's own flags, and the checkpoint: the first word, or else the newest one under
-    logs/. All other flags are for the script that saved it."""
+    logs/. All other flags are for the script that saved it. UserError for a tool of text, if the
+    vocabulary is not GPT-2's."""
     parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
     parser.add_argument("--run_id", default="*", help="take the newest one of this run [of all]")
@@ -100,4 +99,7 @@ def parse_with_checkpoint(
     if path is None:
         raise UserError("no checkpoint under logs/: train a model first, or name one")
     saved, run_class = read(path, find(args.script) if args.script else None)
-    return args, Checkpoint(path, saved, settings_of(saved, run_class, flags), run_class)
+    hp = settings_of(saved, run_class, flags)
+    if of_text and not is_gpt2(hp.vocab_size):
+        raise UserError(f"{path}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
+    return args, Checkpoint(path, saved, hp, run_class)

@@ -7,9 +7,17 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
 
-import train_gpt
+# Any Python may start a tool, from any folder. Each tool imports this module first, so that it and
+# the programs that it starts find the project.
+HERE = Path(__file__).resolve().parents[1]
+FOLDERS = [str(HERE), str(HERE / "data")]
+sys.path[1:1] = FOLDERS
+os.environ["PYTHONPATH"] = ":".join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+import train_gpt  # noqa: E402
 
 FIRST, NEXT = 2.0, 10.0  # seconds of silence before the first line of `doing`, and the next ones
 

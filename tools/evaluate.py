@@ -4,31 +4,34 @@
 
 The data is that on which the run validated, or that of --val_files and --val_tokens. Bits per byte
 do not depend on the tokenizer: loss / ln 2 is the bits per token, and a token has as many bytes as
-its text. Other flags are those of the script that saved the checkpoint. A published checkpoint
-names no record: add --record NAME if it is not the default one.
+its text, if it is GPT-2's. Other flags are those of the script that saved the checkpoint. A
+published checkpoint names no record: add --record NAME if it is not the default one.
 """
 
+import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
-from console import doing, parser_of, program
-from gpt2 import bits_per_byte
+from gpt2 import bits_per_byte, is_gpt2
 from script import core
 
 
-@program("evaluate.py")
+@console.program("evaluate.py")
 def main(words: list[str]) -> None:
     """Evaluate the checkpoint that the words name. UserError if they are invalid."""
-    _, checkpoint = parse_with_checkpoint(parser_of(__doc__), words)
+    parser = console.parser_of(__doc__)
+    _, checkpoint = parse_with_checkpoint(parser, words, of_text=False)
     hp, functions = checkpoint.hp, core(checkpoint.run_class)
     device, _, _ = train_gpt.start_device(hp.device)
     print(checkpoint)
     batch = functions.validation_batch(hp, 0, 1, device)
     model = checkpoint.model(device)
-    with doing(f"validating on {hp.val_tokens} tokens"):
+    with console.doing(f"validating on {hp.val_tokens} tokens"):
         functions.choose_kernels(model, hp, device, train_gpt.all_reduce_, print)
         loss = functions.evaluate(model, batch, checkpoint.now, device)
-    bits = bits_per_byte(loss, batch[1].cpu().numpy())
-    print(f"val_loss:{loss:.5f} bits_per_byte:{bits:.5f} over {hp.val_tokens} tokens")
+    bits = ""
+    if is_gpt2(hp.vocab_size):
+        bits = f" bits_per_byte:{bits_per_byte(loss, batch[1].cpu().numpy()):.5f}"
+    print(f"val_loss:{loss:.5f}{bits} over {hp.val_tokens} tokens")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ baseline's mean, in standard deviations of the baseline. A verdict:
 --json prints a list of objects with the same keys, and `reason`.
 """
 
-import json
 import signal
 
 import numpy as np
@@ -27,7 +26,7 @@ import result
 import significance
 from logfile import flags_in
 from significance import show
-from train_gpt import UserError
+from train_gpt import UserError, to_json
 
 SURE = 0.05  # a smaller p is a verdict: a first look is followed by others
 EQUAL = ("steps", "tokens", "data", "machine", "host", "torch")  # in all that can be compared
@@ -85,7 +84,7 @@ def main(words: list[str]) -> None:
     base = baseline_of(runs, args.base)
     rows = [row_of(run, base) for run in runs if not run["group"]]
     if args.json:
-        return print(json.dumps(rows, indent=1))
+        return print(to_json(rows, indent=1))
     losses = [run["val_loss"] for run in base]
     text = f"loss {np.mean(losses):.4f}, standard deviation {np.std(losses, ddof=1):.4f}"
     first = f"{base[0]['script']} {base[0]['flags']}".strip()

@@ -26,10 +26,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+import console
 import train_gpt
 from bundle import bundle
 from checkpoint import Checkpoint, parse_with_checkpoint
-from console import doing, parser_of, program
 from gpt2 import MERGES, gpt2_tokens
 from train_gpt import END_OF_TEXT, RunSettings, UserError
 
@@ -82,7 +82,7 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
             (temporary / name).write_text(json.dumps(value, indent=2, ensure_ascii=False), "utf-8")
         (temporary / MODELING.name).write_text(code, "utf-8")
         shutil.copy(MERGES, temporary / "merges.txt")
-        with doing(f"writing {folder}"):
+        with console.doing(f"writing {folder}"):
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
     except SafetensorError as error:
@@ -91,13 +91,13 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-@program("export.py")
+@console.program("export.py")
 def main(words: list[str]) -> None:
     """Write the folder that the flags name; UserError if they are invalid."""
-    parser = parser_of(__doc__)
+    parser = console.parser_of(__doc__)
     help_ = "write a Hugging Face model into the new folder DIR"
     parser.add_argument("--export", nargs=2, metavar=("hf", "DIR"), required=True, help=help_)
-    args, checkpoint = parse_with_checkpoint(parser, words)
+    args, checkpoint = parse_with_checkpoint(parser, words, of_text=True)
     kind, folder = args.export
     if kind != "hf":
         raise UserError(f"--export {kind}: the only format is hf")

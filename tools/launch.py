@@ -23,6 +23,7 @@ import console
 import machine
 import result
 import script
+from gpt2 import is_gpt2
 from logfile import is_live
 from result import STOPS, End
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
@@ -96,8 +97,7 @@ def start(
     if count > 1:
         # On CPUs, processes share the cores; on GPUs, one thread each is enough.
         env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
-        torchrun = ["-P", "-m", "torch.distributed.run", "--standalone"]
-        torchrun += [f"--nproc_per_node={count}"]
+        torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", f"--nproc_per_node={count}"]
     command = [sys.executable, *torchrun, *words]
     child, signals, last, reason = None, [], deque(maxlen=200), ""
 
@@ -147,7 +147,7 @@ def start(
     if status > 128:
         return End(status, signal.Signals(status - 128).name)
     lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in last if line]
-    named = [line for line in lines if ERROR.match(line) and "ChildFailedError" not in line]
+    named = [line for line in lines if ERROR.match(line)]
     places = [match.groups() for line in lines if (match := PLACE.match(line))]
     here = [place for place in places if "/site-packages/" not in place[0]] if status else []
     file, line = (here or [(None, None)])[-1]
@@ -183,6 +183,7 @@ class Live:
             row = json.loads(line)
             if "train_loss" in row:
                 self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
+                loss = math.inf if loss is None else loss  # null: it was not finite
                 self.first = min(self.first, loss) if self.step == 1 else self.first
                 self.above = self.above + 1 if loss > self.first else 0
         self.bar.n = self.step
@@ -230,7 +231,7 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     if label:
         return found
     saved = script.core(run_class).checkpoints(Path("logs", hp.run_id))
-    if saved and not found["exit"]:
+    if saved and not found["exit"] and is_gpt2(hp.vocab_size):
         run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
         command = [run_sh, "tools/sample.py", str(saved[0])]
         if path.parent not in (HERE, HERE / "forks"):

@@ -202,7 +202,8 @@ def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, nam
 
 def read_metrics(path: Path) -> list[dict]:
     """Return a row of a run's .jsonl for each step, up to the last one that was written; [] if
-    there is no file. Of a step's several objects, later fields count. Torn lines are skipped."""
+    there is no file. Of a step's several objects, later fields count. Torn lines are skipped. null
+    stands for a number that was not finite: it is read as NaN."""
     rows, last = {}, 0
     for line in path.read_text("utf-8").splitlines() if path.exists() else []:
         try:
@@ -210,6 +211,7 @@ def read_metrics(path: Path) -> list[dict]:
             last = row["step"]
         except (ValueError, TypeError, KeyError):
             continue
+        row = {name: math.nan if value is None else value for name, value in row.items()}
         rows[last] = rows.get(last, {}) | row
     return [rows[step] for step in sorted(rows) if step <= last]
 

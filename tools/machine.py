@@ -29,16 +29,18 @@ def nvidia_smi(flags: str = "") -> str:
     return "" if done.returncode else done.stdout
 
 
-def listed_gpus() -> list[list[str]]:
-    """Return for each GPU that nvidia-smi lists its name, its memory and its driver's version."""
-    table = nvidia_smi("--query-gpu=name,memory.total,driver_version --format=csv,noheader")
-    return [line.split(", ") for line in table.splitlines()]
+def listed_gpus() -> list[str]:
+    """Return what nvidia-smi says of each GPU: its name and its memory, or a complaint."""
+    return nvidia_smi("--query-gpu=name,memory.total --format=csv,noheader").splitlines()
 
 
-def driver_of(gpus: list[list[str]]) -> str:
+def driver() -> str:
     """Return the version of the GPUs' driver, and the newest CUDA that it supports."""
-    cuda = re.search(r"CUDA (UMD )?Version: *([\d.]+)", nvidia_smi())
-    return f"{gpus[0][2]} (for CUDA up to {cuda[2] if cuda else 'an unknown version'})"
+    text = nvidia_smi()
+    version = re.search(r"(?:Driver|KMD) Version: *([\d.]+)", text)
+    cuda = re.search(r"CUDA (UMD )?Version: *([\d.]+)", text)
+    known = version[1] if version else "unknown"
+    return f"{known} (for CUDA up to {cuda[2] if cuda else 'an unknown version'})"
 
 
 def torch_here() -> str:
@@ -65,7 +67,7 @@ def fault() -> str:
         remedy = f"delete {venv}, and ./run.sh installs a torch with CUDA"
     else:
         remedy = "install a torch with CUDA there, or name another Python with PYTHON=path"
-    found = f"{sys.executable} has torch {torch_here()}, the driver is {driver_of(gpus)}"
+    found = f"{sys.executable} has torch {torch_here()}, the driver is {driver()}"
     return f"torch cannot use the {len(gpus)} GPUs of this machine: {found}: {remedy}"
 
 
@@ -83,13 +85,12 @@ def kernels_here() -> str:
 def rows() -> dict[str, str]:
     """Return what this machine has, by name."""
     gpus = listed_gpus()
-    counts = Counter(f"{name}, {memory}" for name, memory, _ in gpus)
     shards = {kind: len(glob(f"{FINEWEB}_{kind}_*.bin")) for kind in ("train", "val")}
     found = {
         "Python": f"{platform.python_version()}, {sys.executable}",
         "torch": torch_here(),
-        "driver": driver_of(gpus) if gpus else "nvidia-smi lists no GPU",
-        "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in counts.items()) or "none",
+        "driver": driver() if gpus else "nvidia-smi lists no GPU",
+        "GPUs": "; ".join(f"{n} x {gpu}" for gpu, n in Counter(gpus).items()) or "none",
         "processor": f"{os.cpu_count()} cores, {platform.machine()}",
         "kernels": kernels_here(),
         "FineWeb": f"{shards['train']} train and {shards['val']} validation shards",

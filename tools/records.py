@@ -15,9 +15,9 @@ steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so 
 import itertools
 from pathlib import Path
 
+import console
 import script
 import train_gpt
-from console import parser_of, print_table, program
 from logfile import published, read_log
 from train_gpt import UserError, show
 
@@ -32,7 +32,7 @@ def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
             if known["runs"] > 1:
                 loss += f" ± {known['deviation']:.4f}, {known['runs']} runs"
         rows.append([name, str(hp.num_iterations), minutes, loss])
-    print_table(rows)
+    console.print_table(rows)
 
 
 def print_difference(path: Path, names: list[str]) -> None:
@@ -46,7 +46,7 @@ def print_difference(path: Path, names: list[str]) -> None:
             title = f"{setting} {i}" if max(map(len, tables)) > 1 else setting
             if one != other:
                 rows.append([title, one, other])
-    print_table(rows)
+    console.print_table(rows)
 
 
 def print_against_published(log: Path) -> None:
@@ -74,7 +74,7 @@ def print_against_published(log: Path) -> None:
     print(f"{run.record}: published losses are those on 8 H100s")
     if on_one and "note" in on_one:
         print(f"on one H100, {on_one['note']}")
-    print_table(rows)
+    console.print_table(rows)
     if run.steps in run.curve:
         mean, deviation = known["mean"], known["deviation"]
         place = "inside" if abs(run.loss - mean) <= 2 * deviation else "outside"
@@ -84,11 +84,11 @@ def print_against_published(log: Path) -> None:
         print(f"other than the record:{run.flags}")
 
 
-@program("records.py")
+@console.program("records.py")
 def main(words: list[str]) -> None:
     """Print what the flags ask for."""
     path, words = script.take_script(words)
-    parser = parser_of(__doc__)
+    parser = console.parser_of(__doc__)
     parser.add_argument("log", nargs="?", type=Path, help="a run's log, logs/RUN.txt")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two records' settings")
     args = parser.parse_args(words)

@@ -52,8 +52,8 @@ import torch
 
 import logfile
 import script
-from gpt2 import bits_per_byte
-from train_gpt import END_OF_TEXT, Hyperparameters, Run, UserError
+from gpt2 import bits_per_byte, is_gpt2
+from train_gpt import Hyperparameters, Run, UserError, to_json
 
 RESULTS = Path("logs", "results.jsonl")
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -81,7 +81,7 @@ def digest(path: Path) -> str:
 
 def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float | None:
     """Return a validation loss as bits per byte; None if the tokens are not GPT-2's."""
-    if hp.vocab_size <= END_OF_TEXT:
+    if not is_gpt2(hp.vocab_size):
         return None
     batch = script.core(run_class).validation_batch(hp, 0, 1, torch.device("cpu"))
     return round(bits_per_byte(val_loss, batch[1].numpy()), 5)
@@ -184,7 +184,7 @@ def note(result: dict) -> None:
     """Append an object to logs/results.jsonl, in one write: runs may end at the same time. A line
     that a full disk has cut is ended first."""
     RESULTS.parent.mkdir(exist_ok=True)
-    line = json.dumps(result).encode() + b"\n"
+    line = to_json(result).encode() + b"\n"
     try:
         with RESULTS.open("ab+") as file:
             file.seek(-1 if file.tell() else 0, os.SEEK_END)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
-from console import doing, parser_of, program
 from gpt2 import gpt2_encoding
 from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError
 
@@ -98,7 +98,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
 
 def generate(feed: Callable, prompt: list[int], count: int, *how) -> Iterator[int]:
     """Yield the `count` tokens that follow a prompt, each chosen by choose(logits, *how)."""
-    with doing("reading the prompt"):
+    with console.doing("reading the prompt"):
         logits = feed(prompt)
     for i in range(count):
         token = choose(logits, *how)
@@ -116,11 +116,11 @@ def text_of(tokens: Iterable[int], encoding) -> Iterator[str]:
     yield decode(b"", final=True)
 
 
-@program("sample.py")
+@console.program("sample.py")
 @torch.no_grad()
 def main(words: list[str]) -> None:
     """Print the samples that the flags ask for. UserError if they are invalid."""
-    parser = parser_of(__doc__)
+    parser = console.parser_of(__doc__)
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument("--n", type=int, default=3, help="number of samples [3]")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per sample [200]")
@@ -129,7 +129,7 @@ def main(words: list[str]) -> None:
     seed = torch.seed() % 2**32
     text = "the same seed repeats the text [random]"
     parser.add_argument("--seed", type=int, default=seed, help=text)
-    args, checkpoint = parse_with_checkpoint(parser, words)
+    args, checkpoint = parse_with_checkpoint(parser, words, of_text=True)
     if min(args.n, args.tokens) < 1 or not min(args.temperature, args.top_k) >= 0:
         raise UserError("--n and --tokens must be at least 1, --temperature and --top_k at least 0")
     if not 0 <= args.seed < 2**63:

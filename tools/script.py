@@ -62,10 +62,10 @@ def load(path: Path) -> type[train_gpt.Run]:
         return train_gpt.Run
     name = path.stem
     imported = getattr(sys.modules.get(name), "__file__", None)
-    if imported is None or not path.samefile(imported):
+    if imported is None or path != Path(imported).resolve():
         for source in sources(path):
             imported = getattr(sys.modules.get(source.stem), "__file__", source)
-            if not source.samefile(imported):
+            if source.resolve() != Path(imported).resolve():
                 remedy = f"rename {source.name}, or use the tools of its own project"
                 raise UserError(f"{source} would replace {imported} here: {remedy}")
         spec = importlib.util.spec_from_file_location(name, path)
