@@ -411,8 +411,7 @@ def compiled(function):
 
 
 compiled.allowed = False
-# By default (4), Inductor stores float32 tensors that kernels could compute again.
-compiled.options = {"realize_reads_threshold": 8}
+compiled.options = {"realize_reads_threshold": 8}  # 4 stores what kernels could compute again
 
 
 @torch.compiler.assume_constant_result
@@ -573,8 +572,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) 
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= first[q]),
     )
-    # By default it is 8 on an H100 and 4 on other cards, where the backward kernel then spills.
-    options = {"bwd_num_warps": 8}
+    options = {"bwd_num_warps": 8}  # other cards than an H100 would have 4, and spill registers
     return flex_attention(q, k, v, block_mask=block_mask, scale=scale, kernel_options=options)
 
 
@@ -909,8 +907,7 @@ def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
     buffer = rows.state["momentum_buffer"]
-    # As a tensor, so that another momentum recompiles nothing.
-    momentum = torch.full((), now.momentum, device=buffer.device)
+    momentum = torch.full((), now.momentum, device=buffer.device)  # a number would recompile
     updates = muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
     height, width = buffer.shape[-2:]
     lr = lr * max(1, height / width) ** 0.5
@@ -1191,8 +1188,7 @@ class Optimizers:
 
 
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
-    """Return this process's device, its rank and the number of ranks. Under torchrun, join the
-    other ranks. UserError without a GPU that is wanted and can be used."""
+    """Join the other ranks; return this one's device, its rank, their number. UserError: no GPU."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     hidden = not os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1].isalnum()  # "" and "-1" hide all
     if wanted == "cuda" or (wanted == "auto" and gpus):
@@ -1642,10 +1638,9 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
 def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
     """Return what a run goes on or begins from, or {}. UserError for another program's."""
     found = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
-    if not found and hp.init_from:
-        return {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
     if not found:
-        return {}
+        given = load_checkpoint(hp.init_from, run)["model"] if hp.init_from else {}
+        return {"model": given, "optimizers": {}} if given else {}
     saved = load_checkpoint(found[0], run)
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}

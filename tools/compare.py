@@ -372,11 +372,13 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
 @console.program("run.sh")
 def main(words: list[str]) -> None:
     """Compare as the flags say. UserError for a bad value."""
+    if words == ["--help"]:
+        return print(__doc__)
     texts = []
     if "--compare" in words:  # argparse would read "--fp8=off" as its own flag
         place = words.index("--compare")
         texts, words = words[place + 1 : place + 3], words[:place] + words[place + 3 :]
-    # It has no help: run.sh prints the docstring for --help, before packages are installed.
+    # It has no help: run.sh prints the docstring, too, before packages are installed.
     parser = console.parser_of()
     parser.add_argument("--run_id", default=script.new_name())
     parser.add_argument("--judge", choices=tuple(QUESTIONS), default="loss")

@@ -126,6 +126,8 @@ def time_schedule(run: Timed, budget: float) -> float:
 @console.program("timing.py")
 def main(words: list[str]) -> None:
     """Time the schedule of a script, and write the ms of a step into a file."""
+    if len(words) < 3:
+        raise train_gpt.UserError("for seconds.py: timing.py OUT SECONDS SCRIPT.py [flags]")
     out, budget, path, *flags = words
     device, _, _ = train_gpt.start_device(script.parse(Path(path), flags)[0].device)
     ms = time_schedule(Timed(Path(path), flags, device), float(budget))
