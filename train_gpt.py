@@ -1190,7 +1190,7 @@ class Optimizers:
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
     """Join the other ranks; return this one's device, its rank, their number. UserError: no GPU."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
-    hidden = not os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1].isalnum()  # "" and "-1" hide all
+    hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= gpus:
@@ -1639,8 +1639,8 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
     """Return what a run goes on or begins from, or {}. UserError for another program's."""
     found = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
     if not found:
-        given = load_checkpoint(hp.init_from, run)["model"] if hp.init_from else {}
-        return {"model": given, "optimizers": {}} if given else {}
+        weights = load_checkpoint(hp.init_from, run)["model"] if hp.init_from else None
+        return {} if weights is None else {"model": weights, "optimizers": {}}
     saved = load_checkpoint(found[0], run)
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}

@@ -32,9 +32,12 @@ def is_gpt2(vocab_size: int) -> bool:
     return vocab_size in (50257, 50304)
 
 
-def bits_per_byte(loss: float, tokens: np.ndarray) -> float:
+def bits_per_byte(loss: float, tokens: np.ndarray, vocab_size: int) -> float | None:
     """Return a mean loss over tokens (any shape), in nats per token, as bits per byte of their
-    text: loss / ln 2 * tokens / bytes. END_OF_TEXT has no bytes."""
+    text: loss / ln 2 * tokens / bytes. END_OF_TEXT has no bytes. None for tokens that are not
+    GPT-2's: no more is known of their text."""
+    if not is_gpt2(vocab_size) or tokens.max() > END_OF_TEXT:
+        return None
     sizes = np.array([*map(len, gpt2_tokens()), 0])
     return loss / math.log(2) * tokens.size / int(sizes[tokens].sum())
 

@@ -389,7 +389,8 @@ def tokenize(args: argparse.Namespace) -> None:
         if args.val_fraction and not args.val:
             share_the_text(val, train, args.val_fraction)
         if not train.filled and not train.written:
-            remedy = f"add text: {2 * SHORTEST} tokens in one shard can be divided"
+            remedy = f"add text, a run needs {2 * SHORTEST} tokens"
+            remedy += ", or try --blank_line_documents or --val_fraction 0"
             fail(f"no training text: validation takes all documents ({val.documents}); {remedy}")
         val.flush()
         train.flush()

@@ -11,7 +11,7 @@ published checkpoint names no record: add --record NAME if it is not the default
 import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
-from gpt2 import bits_per_byte, is_gpt2
+from gpt2 import bits_per_byte
 from script import core
 
 
@@ -28,10 +28,9 @@ def main(words: list[str]) -> None:
     with console.doing(f"validating on {hp.val_tokens} tokens"):
         functions.choose_kernels(model, hp, device, train_gpt.all_reduce_, print)
         loss = functions.evaluate(model, batch, checkpoint.now, device)
-    bits = ""
-    if is_gpt2(hp.vocab_size):
-        bits = f" bits_per_byte:{bits_per_byte(loss, batch[1].cpu().numpy()):.5f}"
-    print(f"val_loss:{loss:.5f}{bits} over {hp.val_tokens} tokens")
+    bits = bits_per_byte(loss, batch[1].cpu().numpy(), hp.vocab_size)
+    text = f" bits_per_byte:{bits:.5f}" if bits else ""
+    print(f"val_loss:{loss:.5f}{text} over {hp.val_tokens} tokens")
 
 
 if __name__ == "__main__":

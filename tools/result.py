@@ -52,7 +52,7 @@ import torch
 
 import logfile
 import script
-from gpt2 import bits_per_byte, is_gpt2
+from gpt2 import bits_per_byte
 from train_gpt import Hyperparameters, Run, UserError, to_json
 
 RESULTS = Path("logs", "results.jsonl")
@@ -81,10 +81,9 @@ def digest(path: Path) -> str:
 
 def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float | None:
     """Return a validation loss as bits per byte; None if the tokens are not GPT-2's."""
-    if not is_gpt2(hp.vocab_size):
-        return None
     batch = script.core(run_class).validation_batch(hp, 0, 1, torch.device("cpu"))
-    return round(bits_per_byte(val_loss, batch[1].numpy()), 5)
+    bits = bits_per_byte(val_loss, batch[1].numpy(), hp.vocab_size)
+    return bits and round(bits, 5)
 
 
 def facts(path: Path, known: dict) -> dict:

@@ -202,9 +202,9 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
 @pytest.mark.parametrize("scale", [None, 1 / 128, 1 / 8])
 def test_the_mlp_in_fp8_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
-    """On cards with so much shared memory. The first scale clamps.
-    The interpreter forgets to carry when it rounds up to a power of two,
-    and cuts off below 2^-6: the output is of what the kernel stores."""
+    """On cards with so much shared memory. The first scale clamps. The interpreter forgets to carry
+    when it rounds up to a power of two, and cuts off below 2^-6: the output is of what the kernel
+    stores."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "card", lambda device: (3, kilobytes))
     inputs = [randn(1, 130, 64), randn(272, 64, seed=1) / 8, randn(64, 272, seed=2) / 16]
