@@ -93,8 +93,10 @@ LAYERS_DEMO = "short+v0+pair,long+v1,short+x0+pair+backout,long+v2"
 class Stage:
     """One stage of the run."""
 
-    length: int = 1  # tokens in a training sequence, as a multiple of seq_len
+    share: float = 1.0  # its share of the scheduled steps, in proportion to the other stages
+    length: float = 1.0  # tokens in a training sequence, as a multiple of seq_len
     window: int = 0  # the long window in tokens; 0: it grows as in train_gpt.py
+    short: int = 0  # the short window in tokens; 0: half of the long one
     lr: float = 1.0  # multiplies every learning rate
     cap: int = 0  # tokens at which documents are cut; 0: max_document_tokens
     targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
@@ -189,6 +191,7 @@ class Hyperparameters(t.Hyperparameters):
 
     # What the settings above are made of; a fork may have more.
     layer_class: ClassVar[type[Layer]] = Layer
+    stage_class: ClassVar[type[Stage]] = Stage
     group_names: ClassVar[dict[str, tuple[str, str]]] = GROUPS
     # Muon's groups, with a factor on their rate instead of muon_mul's.
     muon_groups: ClassVar[dict[str, float | None]] = {"muon": None}
@@ -286,17 +289,22 @@ def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
 def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages of the settings; UserError for a wrong row."""
     table, stages = [], hp.stages
-    for first, numbers in number_rows(stages, "stages", vars(Stage())):
-        for name in numbers.keys() & {"length", "window", "cap"}:
-            if numbers[name] % 1:
-                raise UserError(f"--stages {stages}: {name} must be a whole number")
-            numbers[name] = int(numbers[name])
-        stage = Stage(**numbers)
-        if first or not numbers or stage.length < 1:
+    usual = hp.stage_class()
+    for first, numbers in number_rows(stages, "stages", vars(usual)):
+        for name, value in numbers.items():
+            if isinstance(getattr(usual, name), int):
+                if value % 1:
+                    raise UserError(f"--stages {stages}: {name} must be a whole number")
+                numbers[name] = int(value)
+        stage = hp.stage_class(**numbers)
+        if first or not numbers or stage.length < 1 or stage.share == 0:
             rule = "a row has no name, and a length from 1; STAGES_2026 shows the form"
             raise UserError(f"--stages {stages}: {rule}")
+        if hp.seq_len * stage.length % BLOCK:
+            rule = f"must make sequences of a multiple of {BLOCK} tokens"
+            raise UserError(f"--stages {stages}: length={stage.length:g} {rule}")
         table.append(stage)
-    return tuple(table) or (Stage(),)
+    return tuple(table) or (usual,)
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
@@ -557,11 +565,13 @@ def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterat
 
 
 def stage_starts(hp: Hyperparameters) -> list[float]:
-    """Return the step at which each stage begins. Stages are equal shares of the scheduled steps,
-    rounded to whole steps unless hp.exact_stages. With an extension, the last stage is that."""
-    rows, steps = len(stage_table(hp)), hp.scheduled_steps
-    shares = rows - 1 if hp.extension_frac > 0 and rows > 1 else rows
-    starts = [steps * k / shares for k in range(rows)]
+    """Return the step at which each stage begins. Stages are shares of the scheduled steps, rounded
+    to whole steps unless hp.exact_stages. With an extension, the last stage is that."""
+    table, steps = stage_table(hp), hp.scheduled_steps
+    *ends, whole = itertools.accumulate(stage.share for stage in table)
+    if hp.extension_frac > 0 and ends:
+        whole = ends[-1]
+    starts = [steps * end / whole for end in (0.0, *ends)]
     return starts if hp.exact_stages else [round(start) for start in starts]
 
 
@@ -624,9 +634,9 @@ class Moment(t.Moment):
         self.lr = get_lr(self.step, hp)
         self.momentum = get_muon_momentum(self.step, hp)
         window = stage.window or self.window
-        self.short = window // 2
+        self.short = stage.short or window // 2
         self.window = hp.last_window if last and hp.last_window else window
-        self.seq_len = hp.seq_len * stage.length
+        self.seq_len = int(hp.seq_len * stage.length)
         self.longest = stage.cap or hp.max_document_tokens  # tokens at which documents are cut
         self.targets = get_targets(self.step, hp)  # loss weights of the next token, the one after
         self.tied = is_tied(self.step, hp)  # whether the embedding is the head

@@ -351,11 +351,15 @@ class Head(base.Head):
         """Return what train_gpt_2026.py's returns. `prefix` is the share of the prefix's loss."""
         if not prefix:
             return super().loss(x, targets, shares)
+        return self.weighted_loss(x, self.with_prefixes(targets, len(shares)), (*shares, prefix))
+
+    def with_prefixes(self, targets: Tensor, count: int) -> Tensor:
+        """Return the next `count` targets of each token, and the next one's prefix or -1, (T, count
+        + 1), from targets (T,)."""
         if self.prefixes is None:
-            self.prefixes = torch.tensor(token_prefixes(self.vocab_size), device=x.device)
-        columns = base.next_targets(targets, len(shares))
-        columns = torch.cat([columns, self.prefixes[targets][:, None]], dim=1)
-        return self.weighted_loss(x, columns, (*shares, prefix))
+            self.prefixes = torch.tensor(token_prefixes(self.vocab_size), device=targets.device)
+        columns = base.next_targets(targets, count)
+        return torch.cat([columns, self.prefixes[targets][:, None]], dim=1)
 
 
 class GPT(base.GPT):
