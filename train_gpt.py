@@ -783,6 +783,12 @@ class GPT(nn.Module):
         """Return the vocabulary tables that are bfloat16 on CUDA."""
         return [self.embed, self.value_embeds]
 
+    def save_pieces(self, path: Path) -> None:
+        """Save, on each rank, what a fork's ranks share, beside the checkpoint of this path."""
+
+    def load_pieces(self, path: Path | None, weights_only: bool) -> None:
+        """Load what save_pieces has saved, or without a path begin it anew."""
+
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
         x = look_up(input_seq, self.embed.weight)
@@ -1432,7 +1438,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
-    """Save a checkpoint completely or not at all. Keep this one and those of the highest steps."""
+    """Save a checkpoint completely or not at all. Keep this one and those of the highest steps.
+    Pieces beside it, which a fork has saved before, are removed with their checkpoint."""
     path = folder / f"state_step{state['step']:06}.pt"
     unfinished = folder / "unfinished.tmp"
     try:
@@ -1446,6 +1453,9 @@ def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
     for old in [other for other in checkpoints(folder) if other != path][keep - 1 :]:
         old.unlink()
+    for piece in folder.glob("state_step*.pt.*"):
+        if not piece.with_suffix("").exists():
+            piece.unlink()
 
 
 def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
@@ -1631,6 +1641,7 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
     try:
         model.load_state_dict(saved["model"])
         optimizers.load_state_dict(saved["optimizers"])
+        model.load_pieces(saved.get("path"), weights_only=not saved["optimizers"])
     except (KeyError, RuntimeError) as error:
         raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
@@ -1639,9 +1650,11 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
     """Return what a run goes on or begins from, or {}. UserError for another program's."""
     found = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
     if not found:
-        weights = load_checkpoint(hp.init_from, run)["model"] if hp.init_from else None
-        return {} if weights is None else {"model": weights, "optimizers": {}}
-    saved = load_checkpoint(found[0], run)
+        if not hp.init_from:
+            return {}
+        weights = load_checkpoint(hp.init_from, run)["model"]
+        return {"model": weights, "optimizers": {}, "path": Path(hp.init_from)}
+    saved = load_checkpoint(found[0], run) | {"path": found[0]}
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
     changed = changed_flags(hp, replace(saved.get("hyperparameters", hp), **may_change))
@@ -1724,6 +1737,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
                 states = {} if last else optimizers.state_dict()  # all ranks must call this
+                model.save_pieces(Path("logs", log.run_id, f"state_step{step:06}.pt"))
                 if rank == 0:
                     state = {
                         "script": script_of(run).name,

@@ -40,6 +40,7 @@ class Checkpoint:
             with doing("building the model"):
                 model = core(self.run_class).build(self.run_class, hp, device)
                 model.load_state_dict(self.saved["model"])
+                model.load_pieces(self.path, weights_only=True)
         except RuntimeError as error:
             raise UserError(f"{self.path} has other weights than its settings: {error}") from error
         return model.eval()

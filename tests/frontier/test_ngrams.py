@@ -1,0 +1,362 @@
+"""The n-gram table of forks/train_gpt_2026_08.py: its hashes, its Adam, ranks, pieces of
+checkpoints."""
+
+import functools
+import os
+import re
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import evaluate
+import runs
+import train_gpt
+import train_gpt_2026_08 as script
+from frontier import small_runs, test_newest, test_runs
+from frontier.test_sampled_softmax import small_stages
+from train_gpt import UserError
+from train_gpt_2026_08 import RECORDS, Moment, NgramTable, Run, ngram_hashes
+
+CPU = torch.device("cpu")
+RECORD = RECORDS["ngrams"]
+main = functools.partial(train_gpt.main, run=Run)
+
+# By the published program: for each token its bigram's and its trigram's row, and those of signs.
+PUBLISHED = {
+    (50256, 11, 262, 1917, 50256, 464, 3290, 318): (
+        (42301439, 13084038, 9813067, 29691328, 15501879, 38325375, 5115261, 14304602),
+        (84602879, 84602879, 57263489, 60103764, 55372036, 75077344, 57387941, 55550684),
+        (0, 5205, 5075, 177, 4735, 3392, 7990, 412),
+        (0, 0, 7379, 6742, 513, 6253, 7678, 1460),
+    ),
+    (50256, 50256, 50256, 50255, 0, 1, 50256, 13): (
+        (42301439, 40499699, 20052728, 20145375, 12837657, 36313, 5961234, 12941653),
+        (84602879, 84602879, 49319697, 49300298, 61209458, 52277554, 68254757, 79820642),
+        (0, 1728, 1728, 593, 6453, 7311, 7563, 7475),
+        (0, 0, 4816, 3973, 1245, 6100, 2067, 5774),
+    ),
+}
+
+
+def test_hashes_are_the_published_ones():
+    for tokens, expected in PUBLISHED.items():
+        found = ngram_hashes(torch.tensor(tokens, dtype=torch.int32), RECORD.ngram_rows, 8192)
+        rows = [tuple(row) for part in found for row in part.tolist()]
+        assert rows == [*expected]
+    tokens = (7919 * torch.arange(1000) % 50257).int()
+    rows, _ = ngram_hashes(tokens, RECORD.ngram_rows, 8192)
+    assert rows.long().sum(1).tolist() == [20918660324, 64449749389]
+
+
+def wrapped(number: int) -> int:
+    """Return a number as int32 stores it."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.parametrize("rows", [1234, 377280, 84602880])
+def test_hashes_of_many_tokens_equal_those_of_whole_numbers(rows):
+    tokens = torch.randint(50257, (10**4,), generator=torch.Generator().manual_seed(0))
+    found, signs = ngram_hashes(tokens.int(), rows, 8192)
+    x, half = tokens.tolist(), rows // 2
+    for i in range(2, len(x)):
+        a, b, c = x[i], x[i - 1], x[i - 2]
+        bigram = (wrapped(36313 * a) ^ wrapped(27191 * b)) % (half - 1)
+        mixed = wrapped(17351 * a) ^ wrapped(60961 * b) ^ wrapped(45259 * c)
+        assert found[:, i].tolist() == [bigram, half + mixed % (half - 1)]
+        mixed = [48271 * a ^ 30011 * b, 58699 * a ^ 39779 * b ^ 26801 * c]
+        assert signs[:, i].tolist() == [number & 8191 for number in mixed]
+
+
+def test_the_table_learns_at_the_published_steps():
+    moments = [Moment(step, RECORD) for step in range(400)]
+    expected = [*range(1, 336, 2), *range(339, 400, 4)]
+    assert [now.step for now in moments if now.ngrams] == expected
+
+
+def small_table(dtype=torch.float64, **settings) -> NgramTable:
+    hp = replace(RECORD, model_dim=4, ngram_rows=12, ngram_slow_from=8, **settings)
+    table = NgramTable(hp)
+    table.share(0, 1, CPU, dtype)
+    return table
+
+
+def train_table(table: NgramTable, now: Moment, ids: torch.Tensor, grads: torch.Tensor) -> None:
+    """Make a step in which the rows of ids (n,) have these gradients (n, C)."""
+    table.look_up(ids).backward(grads)
+    table.collect()
+    if now.ngrams:
+        table.learn(now)
+
+
+def test_a_published_example(monkeypatch):
+    """One rank, four channels, a rate of 1; the second and third update miss the row."""
+    table = small_table(torch.bfloat16, batch_seqs=1)
+    read = {1: [0.01, -0.02, 0.03, 0.0], 7: [-0.01, -0.01, 0.02, 0.01]}
+    for step in range(8):
+        now = Moment(step, table.hp)
+        row = 3 if step in read else 5
+        grads = torch.tensor([read.get(step, [0.1] * 4)])
+        train_table(table, now, torch.tensor([row]), grads.bfloat16())
+    expected = [0.1982421875, 1.09375, -1.890625, -0.494140625]
+    assert table.rows[3].tolist() == pytest.approx(expected, abs=0.02)  # gradients are bfloat16
+    assert table.second[3].item() == pytest.approx(2.37540625e-5, rel=0.01)
+
+
+def test_updates_equal_those_of_a_dense_adam():
+    """Which lets each row's moment decay at each update, across the change of the cadence. Some
+    rows are read twice by a step, some by none, some with a gradient of zero."""
+    table, generator = small_table(batch_seqs=3), torch.Generator().manual_seed(0)
+    table.rows[:12] = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    rows, second = table.rows[:12].clone(), torch.zeros(12, dtype=torch.float64)
+    total, updates = torch.zeros(12, 4, dtype=torch.float64), 0
+    for step in range(24):
+        now = Moment(step, table.hp)
+        ids = torch.randint(9, (7,), generator=generator)
+        grads = torch.randn(7, 4, generator=generator, dtype=torch.float64) * (ids[:, None] != 4)
+        train_table(table, now, ids, grads)
+        for i, grad in zip(ids.tolist(), grads, strict=True):
+            total[i] += grad / 3
+        if step not in (1, 3, 5, 7, 11, 15, 19, 23):
+            continue
+        updates += 1
+        beta, decay = (0.95, 0.025) if step < 8 else (0.9025, 0.05)
+        lr = 0.56 * now.lr
+        second = beta * second + (1 - beta) * total.square().mean(1)
+        change = lr * (1 - beta**updates) ** 0.5 * total / (second.sqrt()[:, None] + 1e-10)
+        rows = rows - change - lr**2 * decay * rows * (change * rows > 0)
+        total.zero_()
+        assert (table.rows[:12] - rows).norm() < 2e-6 * rows.norm()  # rates are float32
+    assert not table.rows[12].any() and updates == 8
+    assert torch.equal(table.learned_at[9:12], torch.zeros(3, dtype=torch.int32))
+
+
+def of_ranks(words: list[str]) -> None:
+    """Let each rank look up rows, and compare them with the whole table's, forward and backward."""
+    device, rank, ranks = train_gpt.start_device("cpu")
+    table = NgramTable(replace(RECORD, model_dim=4, ngram_rows=1002, batch_seqs=8))
+    table.share(rank, ranks, device, torch.float32)
+    whole = torch.arange(4.0 * (table.size * ranks)).view(-1, 4)
+    table.rows[:-1] = whole[rank * table.size : (rank + 1) * table.size]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ids = torch.randint(1002, (700,), generator=generator) ** 2 // 1002
+        found = table.look_up(ids)
+        assert torch.equal(found, whole[ids])
+        found.backward(torch.ones_like(found) * (1 + rank))
+        table.collect()
+    counts = torch.zeros(table.size * ranks + 1)
+    for step in range(3):
+        for other in range(ranks):
+            generator = torch.Generator().manual_seed(10 * step + other)
+            ids = torch.randint(1002, (700,), generator=generator) ** 2 // 1002
+            counts[:-1] += torch.bincount(ids, minlength=len(counts) - 1) * (1.0 + other)
+    sums = torch.zeros(table.size + 1, 4)
+    for ids, grads in table.waiting:
+        sums.index_add_(0, ids, grads)
+    own = counts[rank * table.size : (rank + 1) * table.size]
+    assert torch.equal(sums[:-1], own[:, None].expand(-1, 4)) and not sums[-1].any()
+    print("equal")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+def test_ranks_find_the_rows_of_others_and_send_them_their_gradients(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = runs.Program([], ranks, of_ranks)
+    assert run.end() == [0] * ranks, [run.text("err", rank) for rank in range(ranks)]
+    assert all("equal" in run.text("out", rank) for rank in range(ranks))
+
+
+# Updates after steps 1 and 3, and then after 7: a checkpoint of step 6 is in the middle of a cycle.
+FLAGS = "--bigram_rows 0 --ngram_rows 3002 --ngram_slow_from 4 --ngram_lr .1"
+WORDS = (
+    f"{small_runs.WORDS} {small_runs.ROW[small_runs.D]} --record ngrams "
+    f"{test_newest.FLAGS.split(maxsplit=2)[2]} --stages {small_stages()} {FLAGS} "
+    "--val_seq_len 256"
+)
+
+
+def table_of(folder, step: int) -> tuple[torch.Tensor, ...]:
+    """Return the whole table and its moments, from all pieces of a checkpoint."""
+    table = NgramTable(replace(RECORD, model_dim=32, ngram_rows=3002))
+    table.share(0, 1, CPU, torch.float32)
+    table.load(folder / small_runs.checkpoint(step), weights_only=False)
+    return table.rows[:3002], table.second[:3002], table.learned_at[:3002]
+
+
+def copied(whole, step: int, folder) -> None:
+    test_runs.copied(whole, step, folder)
+    for piece in whole.folder.glob(f"{small_runs.checkpoint(step)}.*"):
+        (folder / "logs/it" / piece.name).write_bytes(piece.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def at_ranks(tmp_path_factory):
+    """Return a function that makes a run on some ranks, from a checkpoint of another run."""
+    made, home = {}, tmp_path_factory.mktemp("language")
+    words = [*small_runs.language(home), *WORDS.split()]
+
+    def run_at(ranks: int, step: int = 0, before=None):
+        key = ranks, step, before
+        if key not in made:
+            folder = tmp_path_factory.mktemp("run")
+            if step:
+                copied(run_at(*before), step, folder)
+            run = runs.Program(
+                [*words, "--resume", "on"], ranks, functools.partial(in_folder, folder)
+            )
+            assert run.end() == [0] * max(ranks, 1), run.text("err")
+            made[key] = runs.outcome(folder, run=Run)
+        return made[key]
+
+    return run_at
+
+
+def in_folder(folder, words: list[str]) -> None:
+    os.chdir(folder)
+    main(words)
+
+
+def test_it_goes_on_from_the_middle_of_a_cycle_to_the_same_bits(at_ranks):
+    for ranks in (0, 2):
+        whole = at_ranks(ranks)
+        for step in (4, 6):
+            found = at_ranks(ranks, step, (ranks,))
+            test_runs.assert_same(found, whole, since=step)
+            for a, b in zip(table_of(found.folder, 8), table_of(whole.folder, 8), strict=True):
+                assert torch.equal(a, b)
+    rows, _, learned_at = table_of(whole.folder, 8)
+    assert set(learned_at.tolist()) == {0, 2, 4, 8}
+    assert torch.equal(rows.any(1), learned_at > 0)
+    assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
+
+
+def test_other_numbers_of_ranks_go_on_with_the_same_table(at_ranks):
+    """1, 2, 4 and 1 again; a checkpoint that a run has read and saved again is the same."""
+    whole = at_ranks(0)
+    runs.assert_close(at_ranks(2), whole)
+    runs.assert_close(at_ranks(2, 4, (0,)), whole, since=4)
+    runs.assert_close(at_ranks(4, 6, (2, 4, (0,))), whole, since=6)
+    runs.assert_close(at_ranks(0, 6, (2, 4, (0,))), whole, since=6)
+    last = at_ranks(4, 6, (2, 4, (0,))).folder
+    for a, b in zip(table_of(last, 8), table_of(whole.folder, 8), strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_pieces_of_any_number_of_ranks_make_the_same_table(tmp_path):
+    """Also where a piece ends within a saved chunk."""
+    hp, generator = replace(RECORD, model_dim=4, ngram_rows=1002), torch.Generator().manual_seed(0)
+    expected = None
+    path = tmp_path / "state_step000002.pt"
+    for before, after in ((1, 3), (3, 2), (2, 7), (7, 1)):
+        tables = [NgramTable(hp) for _ in range(max(before, after))]
+        for rank, table in enumerate(tables[:before]):
+            table.CHUNK = 100
+            table.share(rank, before, CPU, torch.float32)
+            if expected is None:
+                for tensor in (table.rows, table.second):
+                    tensor[:-1] = torch.rand(tensor[:-1].shape, generator=generator)
+                table.learned_at[:-1] = torch.arange(1002)
+                table.waiting = [(torch.tensor([5, 1001, 1002]), torch.rand(3, 4))]
+                table.updates = 9
+                expected = table.rows[:-1], table.second[:-1], table.learned_at[:-1]
+                waits = table.waiting[0][1][:2]
+            else:
+                table.load(path, weights_only=False)
+        for piece in tmp_path.glob("*"):
+            piece.unlink()
+        for table in tables[:before]:
+            table.save(path)
+        found, ids, grads = [], [], []
+        for rank, table in enumerate(tables[:after]):
+            table.share(rank, after, CPU, torch.float32)
+            table.load(path, weights_only=False)
+            found.append([part[:-1] for part in (table.rows, table.second, table.learned_at)])
+            ids += [part + rank * table.size for part, _ in table.waiting]
+            grads += [part for _, part in table.waiting]
+            assert table.updates == 9
+        for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
+            assert torch.equal(torch.cat(parts)[:1002], whole)
+        assert torch.cat(ids).tolist() == [5, 1001] and torch.equal(torch.cat(grads), waits)
+
+
+def killed(words: list[str]) -> None:
+    """Run main, which is killed while it saves the second checkpoint's piece."""
+    saved, save = [], torch.save
+
+    def save_some(*arguments):
+        saved.append(1)
+        if len(saved) == 5:  # of each checkpoint: what waits, a chunk, and the checkpoint
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(*arguments)
+
+    torch.save = save_some
+    main(words)
+
+
+def test_a_kill_while_the_table_is_saved_leaves_the_checkpoint_before(
+    at_ranks, tmp_path, monkeypatch
+):
+    words = [*small_runs.language(tmp_path), *WORDS.split()]
+    monkeypatch.chdir(tmp_path)
+    run = runs.Program(words, 0, killed)
+    assert run.end() == [-signal.SIGKILL]
+    names = sorted(path.name for path in (tmp_path / "logs/it").iterdir())
+    kept = ["state_step000002.pt", "state_step000002.pt.0of1"]
+    assert names == [*kept, "state_step000004.pt.0of1.tmp"]
+    out = runs.console_of([*words, "--resume", "on", "--keep", "2"], tmp_path, main)
+    assert "resumed at step 2" in out
+    found = runs.outcome(tmp_path, run=Run)
+    test_runs.assert_same(found, at_ranks(0))
+    for a, b in zip(table_of(tmp_path, 8), table_of(at_ranks(0).folder, 8), strict=True):
+        assert torch.equal(a, b)
+    names = sorted(path.name for path in (tmp_path / "logs/it").iterdir())
+    kept = [f"state_step00000{step}.pt" for step in (6, 8)]
+    assert names == sorted([*kept, *(f"{name}.0of1" for name in kept)])
+
+
+def test_tools_read_the_pieces(at_ranks, tmp_path, monkeypatch, capsys):
+    whole = at_ranks(2)
+    copied(whole, 8, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    evaluate.main([small_runs.checkpoint(8)])
+    loss = float(re.search(r"val_loss:([\d.]+)", capsys.readouterr().out)[1])
+    assert loss == pytest.approx(whole.rows[-1]["val_loss"], abs=2e-5)
+    (tmp_path / f"{small_runs.checkpoint(8)}.1of2").unlink()
+    status, err = runs.error_of([small_runs.checkpoint(8)], capsys, evaluate.main)
+    assert status == 1 and "lacks pieces of its n-gram table" in err
+
+
+def test_too_large_a_table_is_refused_with_one_that_fits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 85 * 10**9))
+    table = NgramTable(RECORD)
+    with pytest.raises(
+        UserError, match="needs 130.6 GB on each of 1 ranks: try --ngram_rows 32642486"
+    ):
+        table.share(0, 1, torch.device("cuda"), torch.bfloat16)
+
+
+BAD = {
+    "--ngram_rows 1001": "must be even",
+    "--bigram_rows 100": "needs --bigram_rows 0",
+    "--bigram_signs 0": "--bigram_signs above 0",
+    "--ngram_slow_from 6": "a multiple of 4",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_bad_value_ends_with_one_line(words, capsys, monkeypatch):
+    monkeypatch.setattr(train_gpt, "train", lambda *arguments: pytest.fail("it trains"))
+    status, err = runs.error_of(["--record", "demo", *words.split()], capsys, main)
+    assert status == 1 and BAD[words] in err
+
+
+def test_a_second_position_has_no_history_but_its_own():
+    """Tokens before a sequence do not count: the same two tokens select the same rows."""
+    tokens = torch.from_numpy(np.array([5, 9, 7, 5, 9, 7]))
+    rows, signs = ngram_hashes(tokens, 1234, 64)
+    assert rows[0, 1] != rows[0, 4] and signs[0, 1] == signs[0, 4]
+    assert rows[:, 0].tolist() == [616, 1233] and signs[:, 0].tolist() == [0, 0]
+    assert script.ngram_hashes(tokens[3:], 1234, 64)[0].tolist() == rows[:, :3].tolist()
