@@ -11,6 +11,7 @@ import torch
 import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
+import train_gpt_2026_08
 import train_gpt_track3
 from runs import rows
 from test_scripts import launched
@@ -33,7 +34,13 @@ def test_files_and_flags_that_readme_names_exist():
     for path in set(re.findall(r"\b(?:forks|tests|tools)/(?!my_)[\w/]+\.\w+", README)):
         assert (HERE / path).exists(), path
     known = set()
-    for script in (train_gpt, train_gpt_2026, train_gpt_2026_07, train_gpt_track3):
+    for script in (
+        train_gpt,
+        train_gpt_2026,
+        train_gpt_2026_07,
+        train_gpt_2026_08,
+        train_gpt_track3,
+    ):
         known |= vars(script.Hyperparameters()).keys()
     for path in (HERE / "train_gpt.py", *HERE.glob("tools/*.py"), *HERE.glob("data/*.py")):
         known |= {*re.findall(r'"--(\w+)', path.read_text("utf-8"))}

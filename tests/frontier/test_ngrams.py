@@ -219,30 +219,27 @@ def in_folder(folder, words: list[str]) -> None:
     main(words)
 
 
+def assert_it_goes_on(at_ranks, ranks: int, steps: tuple[int, ...]) -> None:
+    """From checkpoints of these steps, to the same bits of weights, table and metrics."""
+    whole = at_ranks(ranks)
+    for step in steps:
+        found = at_ranks(ranks, step, (ranks,))
+        test_runs.assert_same(found, whole, since=step)
+        for a, b in zip(table_of(found.folder, 8), table_of(whole.folder, 8), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_it_goes_on_from_the_middle_of_a_cycle_to_the_same_bits(at_ranks):
-    for ranks in (0, 2):
-        whole = at_ranks(ranks)
-        for step in (4, 6):
-            found = at_ranks(ranks, step, (ranks,))
-            test_runs.assert_same(found, whole, since=step)
-            for a, b in zip(table_of(found.folder, 8), table_of(whole.folder, 8), strict=True):
-                assert torch.equal(a, b)
+    assert_it_goes_on(at_ranks, 0, (6,))
+    whole = at_ranks(0)
     rows, _, learned_at = table_of(whole.folder, 8)
     assert set(learned_at.tolist()) == {0, 2, 4, 8}
     assert torch.equal(rows.any(1), learned_at > 0)
     assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
 
 
-def test_other_numbers_of_ranks_go_on_with_the_same_table(at_ranks):
-    """1, 2, 4 and 1 again; a checkpoint that a run has read and saved again is the same."""
-    whole = at_ranks(0)
-    runs.assert_close(at_ranks(2), whole)
-    runs.assert_close(at_ranks(2, 4, (0,)), whole, since=4)
-    runs.assert_close(at_ranks(4, 6, (2, 4, (0,))), whole, since=6)
-    runs.assert_close(at_ranks(0, 6, (2, 4, (0,))), whole, since=6)
-    last = at_ranks(4, 6, (2, 4, (0,))).folder
-    for a, b in zip(table_of(last, 8), table_of(whole.folder, 8), strict=True):
-        assert torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4)
+def test_two_ranks_compute_what_one_does(at_ranks):
+    runs.assert_close(at_ranks(2), at_ranks(0))
 
 
 def test_pieces_of_any_number_of_ranks_make_the_same_table(tmp_path):
