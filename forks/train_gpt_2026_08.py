@@ -13,6 +13,7 @@ github.com/KellerJordan/modded-nanogpt. Record 92 as a whole is not here yet.
                      targets, and others in turn. Validation has all tokens.
 """
 
+import os
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -268,8 +269,8 @@ class NgramTable:
 
     def room(self, count: int) -> int:
         """Return the largest number of rows that are asked of one owner for `count` ids. Hashes
-        spread evenly, but half of the owners have all bigrams: a quarter more, and 256, is more
-        than 30 standard deviations."""
+        spread evenly, but half of the owners have all bigrams: a quarter more, and 256, is 20
+        standard deviations and more."""
         if self.parts == 1:
             return count
         return min(count, 5 * count // (4 * self.parts) + 256)
@@ -337,17 +338,20 @@ class NgramTable:
         kept = ids < self.size
         rest = {"ids": ids[kept] + first, "grads": grads[kept], "updates": self.updates}
         try:
-            with zipfile.ZipFile(unfinished, "w") as archive:
-                with archive.open("waiting", "w") as file:
-                    torch.save(rest, file)
-                for start in range(0, self.size, self.CHUNK):
-                    stop = min(start + self.CHUNK, self.size)
-                    state = self.rows, self.second, self.learned_at
-                    chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
-                    with archive.open(f"{first + start} {stop - start}", "w") as file:
-                        torch.save(chunk, file)
+            with unfinished.open("wb") as file:
+                with zipfile.ZipFile(file, "w") as archive:
+                    with archive.open("waiting", "w", force_zip64=True) as entry:
+                        torch.save(rest, entry)
+                    for start in range(0, self.size, self.CHUNK):
+                        stop = min(start + self.CHUNK, self.size)
+                        state = self.rows, self.second, self.learned_at
+                        chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
+                        with archive.open(f"{first + start} {stop - start}", "w") as entry:
+                            torch.save(chunk, entry)
+                file.flush()
+                os.fsync(file.fileno())
             unfinished.rename(piece)
-        except OSError as error:
+        except Exception as error:  # torch's writer turns all errors into RuntimeError
             unfinished.unlink(missing_ok=True)
             raise UserError(f"could not save {piece}: is the disk full? ({error})") from error
 
@@ -355,7 +359,7 @@ class NgramTable:
         """Load this rank's rows from the pieces of any number of ranks. With weights_only, begin
         the optimizer anew. UserError if a piece is missing or damaged."""
         self.clear()
-        pieces = sorted(path.parent.glob(f"{path.name}.*of*"))
+        pieces = sorted(path.parent.glob(f"{path.name}.*of*[0-9]"))
         if not pieces or len(pieces) != int(pieces[0].name.split("of")[-1]):
             raise UserError(f"{path} lacks pieces of its n-gram table: {path.name}.0of8, for 8")
         begin, end = self.rank * self.size, (self.rank + 1) * self.size

@@ -326,6 +326,32 @@ def test_tools_read_the_pieces(at_ranks, tmp_path, monkeypatch, capsys):
     assert status == 1 and "lacks pieces of its n-gram table" in err
 
 
+def test_a_full_disk_ends_with_one_line_and_leaves_no_piece(tmp_path):
+    table = small_table()
+    table.rows.fill_(1.0)
+    (tmp_path / "state_step000002.pt.0of1").mkdir()  # a piece cannot be renamed to it
+    with pytest.raises(UserError, match="could not save .*state_step000002.pt.0of1"):
+        table.save(tmp_path / "state_step000002.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["state_step000002.pt.0of1"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_piece_is_refused(damage, tmp_path):
+    table, path = small_table(), tmp_path / "state_step000002.pt"
+    table.rows[:12] = 1.0
+    table.save(path)
+    piece = tmp_path / "state_step000002.pt.0of1"
+    content = bytearray(piece.read_bytes())
+    if damage == "cut":
+        del content[-100:]
+    else:
+        place = content.rindex(b"\xf0\x3f")  # of a 1.0 in float64
+        content[place] ^= 1
+    piece.write_bytes(content)
+    with pytest.raises(UserError, match="0of1 is not an intact piece"):
+        table.load(path, weights_only=False)
+
+
 def test_too_large_a_table_is_refused_with_one_that_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 85 * 10**9))
     table = NgramTable(RECORD)
