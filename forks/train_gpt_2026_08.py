@@ -194,9 +194,10 @@ def ngram_hashes(tokens: Tensor, rows: int, sign_rows: int) -> tuple[Tensor, Ten
     x, half = tokens.int(), rows // 2
     now, before, first = x[2:], x[1:-1], x[:-2]
     trigrams = half + (17351 * now ^ 60961 * before ^ 45259 * first) % (half - 1)
-    trigrams = F.pad(trigrams, (2, 0), value=rows - 1)
+    trigrams = F.pad(trigrams, (2, 0), value=rows - 1)[: len(x)]
     of_bigrams = F.pad((48271 * x[1:] ^ 30011 * x[:-1]) % sign_rows, (1, 0))
     of_trigrams = F.pad((58699 * now ^ 39779 * before ^ 26801 * first) % sign_rows, (2, 0))
+    of_trigrams = of_trigrams[: len(x)]
     bigrams = base.bigram_hash(tokens, half)
     return torch.stack([bigrams, trigrams]), torch.stack([of_bigrams, of_trigrams])
 

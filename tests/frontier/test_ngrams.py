@@ -17,6 +17,8 @@ import train_gpt
 import train_gpt_2026_08 as script
 from frontier import small_runs, test_newest, test_runs
 from frontier.test_sampled_softmax import small_stages
+from sample import Decoder
+from test_sample import at_windows, read_at_once
 from train_gpt import UserError
 from train_gpt_2026_08 import RECORDS, Moment, NgramTable, Run, ngram_hashes
 
@@ -68,6 +70,25 @@ def test_hashes_of_many_tokens_equal_those_of_whole_numbers(rows):
         assert found[:, i].tolist() == [bigram, half + mixed % (half - 1)]
         mixed = [48271 * a ^ 30011 * b, 58699 * a ^ 39779 * b ^ 26801 * c]
         assert signs[:, i].tolist() == [number & 8191 for number in mixed]
+
+
+@torch.no_grad()
+def test_a_cache_changes_no_logits(randomize, monkeypatch):
+    """Text is written a token at a time, from one token on."""
+    monkeypatch.setattr(train_gpt, "END_OF_TEXT", 63)
+    sizes = test_newest.SIZES | {"bigram_rows": 0, "ngram_rows": 1234}
+    hp = replace(RECORDS["demo"], **sizes | {"vocab_size": 128}, sampled_softmax=False)
+    model = randomize(script.GPT(hp)).eval()
+    model.share_ngrams()
+    model.ngrams.rows[:-1].normal_(generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(63, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens[0] = tokens[40] = 63
+    expected, place = read_at_once(model, tokens, now := at_windows(model, 128)), 0
+    decoder = Decoder(model, now)
+    for size in [1] * 50 + [99, 1, 1, 47, 1]:
+        place += size
+        found = decoder(tokens[place - size : place])
+        assert torch.allclose(found, expected[place - 1], rtol=0, atol=2e-4), place
 
 
 def test_the_table_learns_at_the_published_steps():
