@@ -203,14 +203,15 @@ def test_help_begins_with_the_page_of_run_sh(shell):
 
 
 def test_help_of_a_comparison_needs_no_package(tmp_path):
-    """Only bash and some Python are there."""
+    """Only bash and some Python are there. On a busy machine, run.sh says what takes seconds."""
     (tmp_path / "tools").mkdir()
     command = "--compare A B --help"
     for name in ("run.sh", "tools/compare.py"):
         shutil.copy(HERE / name, tmp_path / name)
     options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, "capture_output": True}
     done = subprocess.run([tmp_path / "run.sh", *command.split()], text=True, **options)
-    assert done.returncode == 0 and "--seconds N " in done.stdout and not done.stderr
+    assert done.returncode == 0 and "--seconds N " in done.stdout
+    assert not re.sub(r"run\.sh: starting Python.*\n", "", done.stderr)
     assert {path.name for path in tmp_path.iterdir()} == {"run.sh", "tools"}
 
 
