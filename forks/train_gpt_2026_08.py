@@ -252,7 +252,7 @@ class NgramTable:
             free = 0.9 * torch.cuda.mem_get_info(device)[0]
             if self.size * row_bytes > free:
                 found = f"--ngram_rows {self.hp.ngram_rows} needs {self.size * row_bytes / 1e9:.1f}"
-                fits = int(free / row_bytes * 0.7) * parts // 2 * 2
+                fits = int(free / row_bytes / 2) * parts // 2 * 2
                 raise UserError(f"{found} GB on each of {parts} ranks: try --ngram_rows {fits}")
         self.rows = torch.zeros(self.size + 1, self.hp.model_dim, device=device, dtype=dtype)
         precise = torch.promote_types(dtype, torch.float32)
