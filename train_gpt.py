@@ -1437,20 +1437,26 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("state_step*.pt"), reverse=True)
 
 
-def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
-    """Save a checkpoint completely or not at all. Keep this one and those of the highest steps.
-    Pieces beside it, which a fork has saved before, are removed with their checkpoint."""
-    path = folder / f"state_step{state['step']:06}.pt"
-    unfinished = folder / "unfinished.tmp"
+@contextlib.contextmanager
+def written_whole(path: Path, unfinished: Path) -> Iterator:
+    """Give a file to write, which gets its path when it is complete; else nothing is left of it."""
     try:
         with unfinished.open("wb") as file:
-            torch.save(state, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(path)
     except Exception as error:  # torch's writer turns all errors into RuntimeError
         unfinished.unlink(missing_ok=True)
         raise UserError(f"could not save {path}: is the disk full? ({error})") from error
+
+
+def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
+    """Save a checkpoint completely or not at all. Keep this one and those of the highest steps.
+    Pieces beside it, which a fork has saved before, are removed with their checkpoint."""
+    path = folder / f"state_step{state['step']:06}.pt"
+    with written_whole(path, folder / "unfinished.tmp") as file:
+        torch.save(state, file)
     for old in [other for other in checkpoints(folder) if other != path][keep - 1 :]:
         old.unlink()
     for piece in folder.glob("state_step*.pt.*"):

@@ -13,7 +13,6 @@ github.com/KellerJordan/modded-nanogpt. Record 92 as a whole is not here yet.
                      targets, and others in turn. Validation has all tokens.
 """
 
-import os
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -211,14 +210,14 @@ def numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @t.compiled
-def ngram_adam_(rows, second, learned_at, ids, grads, step, step_size, lr_decay, betas) -> None:
+def ngram_adam_(
+    rows, second, learned_at, ids, grads, step, step_size, lr_decay, beta, two_steps_beta
+) -> None:
     """Make a step of Adam in place, without a momentum and with one second moment for each row, on
     the rows of ids (n,) by gradients (n, C). `second` (rows,) is the mean square, and `learned_at`
     (rows,) the number of steps after which it was last updated: what it has missed, it makes up
     for. Where an update shrinks a weight, the weight decays, too: see cautious_adam_."""
-    beta, two_steps_beta = betas
     old = rows[ids].to(second.dtype)
-    grads = grads.to(second.dtype)
     missed = two_steps_beta ** ((step - learned_at[ids]) / 2)
     square = second[ids] * missed + (1 - beta) * grads.square().mean(-1)
     update = step_size * grads / (square.sqrt() + 1e-10)[:, None]
@@ -321,11 +320,11 @@ class NgramTable:
         betas = self.hp.ngram_beta2**pairs, self.hp.ngram_beta2
         step_size = lr * (1 - betas[0] ** self.updates) ** 0.5
         lr_decay = lr * lr * self.hp.ngram_decay * pairs
-        numbers = [self.second.new_full((), n) for n in (step_size, lr_decay, *betas)]
+        rates = [self.second.new_full((), rate) for rate in (step_size, lr_decay, *betas)]
         step = self.learned_at.new_full((), now.step + 1)
         sums = sums.to(self.second.dtype) / self.hp.batch_seqs
         state = self.rows, self.second, self.learned_at
-        ngram_adam_(*state, distinct, sums, step, *numbers[:2], tuple(numbers[2:]))
+        ngram_adam_(*state, distinct, sums, step, *rates)
 
     def save(self, path: Path) -> None:
         """Save this rank's piece beside a checkpoint, on all ranks: PATH.0of8 and so on. The names
@@ -338,23 +337,15 @@ class NgramTable:
             ids, grads = (torch.cat(parts).cpu() for parts in zip(*self.waiting, strict=True))
         kept = ids < self.size
         rest = {"ids": ids[kept] + first, "grads": grads[kept], "updates": self.updates}
-        try:
-            with unfinished.open("wb") as file:
-                with zipfile.ZipFile(file, "w") as archive:
-                    with archive.open("waiting", "w", force_zip64=True) as entry:
-                        torch.save(rest, entry)
-                    for start in range(0, self.size, self.CHUNK):
-                        stop = min(start + self.CHUNK, self.size)
-                        state = self.rows, self.second, self.learned_at
-                        chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
-                        with archive.open(f"{first + start} {stop - start}", "w") as entry:
-                            torch.save(chunk, entry)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(piece)
-        except Exception as error:  # torch's writer turns all errors into RuntimeError
-            unfinished.unlink(missing_ok=True)
-            raise UserError(f"could not save {piece}: is the disk full? ({error})") from error
+        state = self.rows, self.second, self.learned_at
+        with t.written_whole(piece, unfinished) as file, zipfile.ZipFile(file, "w") as archive:
+            with archive.open("waiting", "w", force_zip64=True) as entry:
+                torch.save(rest, entry)
+            for start in range(0, self.size, self.CHUNK):
+                stop = min(start + self.CHUNK, self.size)
+                chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
+                with archive.open(f"{first + start} {stop - start}", "w") as entry:
+                    torch.save(chunk, entry)
 
     def load(self, path: Path, weights_only: bool) -> None:
         """Load this rank's rows from the pieces of any number of ranks. With weights_only, begin

@@ -2,7 +2,6 @@
 among them against float64, and whole runs."""
 
 import functools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,7 @@ import train_gpt_2026_08 as script
 from frontier import small_runs, test_newest, test_runs
 from reference import relative_error
 from train_gpt import UserError
-from train_gpt_2026_08 import RECORDS, Moment, Optimizers, Run, choose_candidates
+from train_gpt_2026_08 import RECORDS, Moment, Run, choose_candidates
 
 CPU = torch.device("cpu")
 RECORD = RECORDS["sampled_softmax"]
@@ -212,23 +211,7 @@ def test_resumed_with_as_many_ranks_or_others_it_ends_as_ever(tmp_path, monkeypa
     assert len(offsets) == 8 and len(set(offsets.tolist())) > 4
     candidates = [row["candidates"] for row in whole.rows if "candidates" in row]
     assert candidates == [256] * 5 + [384, 512, 0]
-    assert math.isfinite(whole.rows[-1]["val_loss"])
     assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
-
-
-def test_its_gradients_are_summed_as_those_of_the_whole_softmax(randomize):
-    """The number of candidates changes the first step's gradient, but not which weights learn."""
-    hp = replace(RECORDS["demo"], **SIZES, stages=small_stages(), fp8=False)
-    changed = []
-    for sampled in (True, False):
-        settings = replace(hp, sampled_softmax=sampled)
-        model = train_gpt.build(Run, settings, CPU)
-        optimizers = Optimizers(model, settings)
-        for step in range(2):
-            batch = test_newest.batch_of(settings, step)
-            train_gpt.train_step(model, optimizers, *batch, Moment(step, settings))
-        changed.append(model.lm_head.weight.detach().clone())
-    assert torch.isfinite(changed[0]).all() and not torch.equal(*changed)
 
 
 BAD = {
