@@ -69,6 +69,15 @@ class Layer:
         """The name of the mask that the layer attends with."""
         return f"{self.window}+pair" if self.paired else self.window
 
+    @property
+    def rotary(self) -> bool:
+        """The name of its tables, of those that GPT.rotary returns."""
+        return self.paired
+
+    def under(self, hp: "Hyperparameters") -> "Layer":
+        """Return the layer without what these settings turn off."""
+        return replace(self, paired=self.paired and hp.paired_heads)
+
 
 LAYERS_2025_SKIPS = (
     "long+v0,short+v1,short+v2,short,long,short,"
@@ -245,7 +254,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     table = []
     for i, row in enumerate(rows[: n - half] + rows[len(rows) - half :]):
         layer = read_layer(row, hp)
-        table.append(replace(layer, paired=layer.paired and hp.paired_heads))
+        table.append(layer.under(hp))
         rule = ""
         if layer.window == "none" and (layer.values or layer.source is not None or layer.paired):
             rule = "a layer without attention has no values, source or pairs"
@@ -773,6 +782,10 @@ class CausalSelfAttention(nn.Module):
         """Return the weights of q, k and v, (3, H * D, C)."""
         return self.qkv_w
 
+    def output_weights(self) -> Tensor:
+        """Return the weights of the output, (C, H * D)."""
+        return self.c_proj.weight
+
     def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
         """Return q, k and v, each (1, T, H, D), of x (1, T, C) and a table's rows (T, H * D)."""
         qkv_w = self.qkv_weights()
@@ -793,10 +806,10 @@ class CausalSelfAttention(nn.Module):
         cos, sin, factor = rotary
         # Half of the heads attend at each position. Even heads rotate by a token's first position.
         if self.paired:
-            heads, head_dim = self.head_shape
+            heads = v.size(2)
             turn = torch.arange(heads, device=v.device) % 2
-            q, k, v = (part.reshape(1, -1, heads // 2, head_dim) for part in (q, k, v))
-            cos, sin = (part[:, turn].view(-1, heads // 2, head_dim // 2) for part in (cos, sin))
+            q, k, v = (part.reshape(1, -1, heads // 2, part.size(-1)) for part in (q, k, v))
+            cos, sin = (part[:, turn].unflatten(1, (2, -1)).flatten(0, 1) for part in (cos, sin))
         q = recomputed_if_small(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
         k = recomputed_if_small(t.rotate_normed, k, cos, sin, self.eps)
         out = self.attend(q, k, v.transpose(1, 2), mask, self.scale, *more)
@@ -806,7 +819,7 @@ class CausalSelfAttention(nn.Module):
         """Map attention (1, T, H, D) to (1, T, C), times post () if there is one. Factors on the
         output multiply the last weight: a factor on activations would keep them for its own
         gradient, 1.6 GB for 2026-03-06."""
-        out_w = self.c_proj.weight
+        out_w = self.output_weights()
         if self.scales_projections:
             out_w = self.lambdas[1] * out_w
         if post is not None:
@@ -1102,7 +1115,7 @@ class GPT(t.GPT):
             bigram = None
         added, value = block.added(streams["x0"], bigram), more.get(layer.values)
         mask, source = masks.get(layer.mask), streams.get(f"source {layer.source}")
-        return block(x, added, value, rotary[layer.paired], mask, source)
+        return block(x, added, value, rotary[layer.rotary], mask, source)
 
     def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:
         """Return x (1, T, C) before the last norm."""
@@ -1159,23 +1172,31 @@ def cautious_step_(weights: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -
     weights.sub_(lr * (update + decay * weights * (update * weights >= 0)))
 
 
+def shape_factor(shape: torch.Size, hp: Hyperparameters) -> float:
+    """Return hp.muon_mul's factor on the learning rate of matrices (..., rows, cols)."""
+    height, width = shape[-2:]
+    tall, wide, square = hp.muon_mul
+    if height == width:
+        return square
+    return tall if height > width else wide
+
+
+def new_second_moment(grad: Tensor) -> Tensor:
+    """Return the zeros that normuon begins with, for gradients (..., rows, cols)."""
+    height, width = grad.shape[-2:]
+    return grad.new_zeros(*grad.shape[:-2], *((height, 1) if height >= width else (1, width)))
+
+
 def muon(rows, lr: float, now: Moment, hp: Hyperparameters, factor: float | None = None):
     """Step by Muon. With muon_beta2 it is NorMuon. With muon_decay, weights decay cautiously, by
     muon_decay * lr^2. The factor on lr is hp.muon_mul's for the shape, if none is given."""
     orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
     update, _ = t.muon(rows, lr, now, hp, orthogonalise)
-    height, width = update.shape[-2:]
     if hp.muon_beta2:
         if "second_moment" not in rows.state:
-            shape = (height, 1) if height >= width else (1, width)
-            rows.state["second_moment"] = rows.grad.new_zeros(*update.shape[:2], *shape)
+            rows.state["second_moment"] = new_second_moment(rows.grad)
         update = normuon(update, rows.state["second_moment"], hp.muon_beta2)
-    if factor is None:
-        tall, wide, square = hp.muon_mul
-        factor = square
-        if height != width:
-            factor = tall if height > width else wide
-    scaled_lr = lr * factor
+    scaled_lr = lr * (shape_factor(update.shape, hp) if factor is None else factor)
     if not hp.muon_decay:
         return update, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
     lr, decay = number(scaled_lr, update), number(lr * hp.muon_decay, update)
@@ -1200,7 +1221,7 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
     one after the other, because they stay in the cache."""
     if hp.adam_rule == "torch":
         return t.adam(rows, lr, now, hp, betas)
-    if not rows.state:
+    if "step" not in rows.state:
         rows.state["step"] = torch.zeros(rows.own.shape[:2], device=rows.own.device)
         rows.state["exp_avg"] = torch.zeros_like(rows.own, dtype=torch.float32)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own, dtype=torch.float32)

@@ -45,6 +45,11 @@ class Layer(base.Layer):
     mixer: bool = False  # a mixer makes gates and factors of this layer and later ones from here
     mudd: bool = False  # multiway dynamic dense: the last layer and the head mix earlier streams
 
+    @property
+    def adds(self) -> tuple[str, ...]:
+        """What a mixer says how much of is added to the stream, behind attention."""
+        return () if self.window == "none" or self.mudd else ("x0", "bigram")
+
     words: ClassVar = base.Layer.words | {
         word: (word, bool) for word in ("xsa", "gate", "composed", "mixer", "mudd")
     }
@@ -183,8 +188,12 @@ class Mixer(nn.Module):
         bias = self.bias.type_as(x)
         if self.hidden_w is None:
             return (scale * bias).type_as(x).expand(1, x.size(1), -1)
-        hidden = F.gelu(F.linear(x, self.hidden_w.type_as(x)))
+        hidden = self.hidden(x)
         return (scale * F.linear(hidden, self.out_w.type_as(x), bias)).type_as(x)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Map x (1, T, C) to the hidden channels (1, T, width)."""
+        return F.gelu(F.linear(x, self.hidden_w.type_as(x)))
 
     def named(self, numbers: Tensor) -> dict[str, Tensor]:
         """Return numbers (1, T, n) by their names."""
@@ -325,13 +334,20 @@ class Block(base.Block):
 
 
 @cache
-def token_prefixes(vocab_size: int) -> list[int]:
-    """Return for each token the longest other one that its bytes begin with, or -1. Tokens are
-    GPT-2's: the 256 bytes, in the order of the characters for them, then each line's merge."""
+def gpt2_tokens() -> tuple[list[str], list[list[str]]]:
+    """Return GPT-2's tokens, in which a character stands for each byte, and its merges. Tokens are
+    the 256 bytes, in the order of the characters for them, then what each merge joins."""
     plain = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))]
     others = [chr(256 + i) for i in range(256 - len(plain))]
     lines = (t.HERE / "data/vocab.bpe").read_text("utf-8").splitlines()[1:]
-    tokens = [*plain, *others, *(line.replace(" ", "") for line in lines)]
+    merges = [line.split(" ") for line in lines]
+    return [*plain, *others, *(left + right for left, right in merges)], merges
+
+
+@cache
+def token_prefixes(vocab_size: int) -> list[int]:
+    """Return for each token the longest other one that its bytes begin with, or -1."""
+    tokens, _ = gpt2_tokens()
     numbers = {token: number for number, token in enumerate(tokens)}
     prefixes = [-1] * vocab_size
     for number, token in enumerate(tokens[:vocab_size]):
@@ -393,8 +409,8 @@ class GPT(base.GPT):
                 numbers = made[f"{i}"] = {}
             if layer.skip_from is not None:
                 numbers[f"skip {i}"] = [0.5]
-            if layer.window != "none" and not layer.mudd:
-                numbers |= {f"x0 {i}": [0.0], f"bigram {i}": [self.hp.bigram_lambda]}
+            for name in layer.adds:
+                numbers[f"{name} {i}"] = [0.0 if name == "x0" else self.hp.bigram_lambda]
             if layer.xsa:
                 numbers[f"alpha {i}"] = [0.0] * heads
             if layer.gate:
@@ -441,7 +457,7 @@ class GPT(base.GPT):
             streams[f"numbers {i}"] = self.mixers[f"{i}"](streams["x"], self.mixer_scale)
         numbers = self.numbers(i, streams)
         if i == 0:
-            streams["x"] = streams["start"] = streams["x"] + numbers["bigram"] * bigram
+            streams["x"] = streams["start"] = streams["x"] + numbers.pop("bigram", 0) * bigram
         x, added = self.with_skip(i, streams), None
         if layer.mudd:
             streams["input"] = x
@@ -453,12 +469,13 @@ class GPT(base.GPT):
                 if name in streams:
                     value = value + numbers[f"v {name}"] * streams[name]
                     x = x + numbers[f"x {name}"] * streams[name]
-        elif layer.window != "none":
-            added = numbers["x0"] * streams["x0"]
-            if i > 0:
-                added = added + numbers["bigram"] * bigram
+        else:
+            for name, stream in (("x0", streams["x0"]), ("bigram", bigram)):
+                if name in numbers:
+                    share = numbers[name] * stream
+                    added = share if added is None else added + share
         mask, source = masks.get(layer.mask), streams.get(f"source {layer.source}")
-        return self.blocks[i](x, added, value, rotary[layer.paired], mask, source, numbers)
+        return self.blocks[i](x, added, value, rotary[layer.rotary], mask, source, numbers)
 
     def skip_factor(self, i: int, streams: dict[str, Tensor]) -> Tensor:
         """Return the factor (1, T, 1) on layer i's skip connection."""
@@ -499,7 +516,7 @@ class Optimizers(base.Optimizers):
         """Update all groups that learn at a moment, and the scales of squares in FP8."""
         norms = super().step(now)
         if self.hp.fp8_mlp == "both":
-            mlps = [block.mlp for block in self.model.blocks]
+            mlps = [part for part in self.model.modules() if isinstance(part, MLP)]
             largest = torch.stack([mlp.largest for mlp in mlps])
             if self.world_size > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX)

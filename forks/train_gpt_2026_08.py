@@ -1,34 +1,40 @@
-"""Train with techniques of August 2026's records: a fork of forks/train_gpt_2026_07.py.
+"""Train the NanoGPT-speedrun record of August 2026: a fork of forks/train_gpt_2026_07.py.
 
-    torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026_08.py    # record 89, and these
+    torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026_08.py    # number 92, 39.9 s
     ./run.sh forks/train_gpt_2026_08.py                                    # the same; or a demo
 
-It imports train_gpt_2026_07.py. Record 92, 2026-08-30_ANVIL2, trains in 39.9 s with many techniques
-more than record 89. Those that are here can each be switched off. Numbers are those of
-github.com/KellerJordan/modded-nanogpt. Record 92 as a whole is not here yet.
+It imports train_gpt_2026_07.py, and overrides what the record changed. Numbers are those of
+github.com/KellerJordan/modded-nanogpt. Each technique is a setting or words of --layers:
 
-    n-gram table     hashed bigrams and trigrams have 84.6 million rows in place of 377280. Ranks
-                     share the table by rows, and it learns with one second moment for each row.
-    sampled softmax  in training, the softmax has only a part of the vocabulary: the tokens that are
-                     targets, and others in turn. Validation has all tokens.
+    n-gram table     hashed bigrams and trigrams have 84.6 million rows: ngram_table.py
+    sampled softmax  in training, the softmax has a part of the vocabulary: the targets, and other
+                     tokens in turn. Validation has all tokens
+    ANVIL            Muon with two momenta and other maps: anvil.py
+    narrow heads     short attention has half of the channels of q and k, some of v, too
+    fewer layers     some have no attention, one no MLP, one two MLPs; mixers add x0 and n-grams
+    groups           at the end, groups of channels mix the streams of earlier layers differently
+    averages         the run ends with averages of its last weights: tail_average.py
+    mask             the last validation excludes tokens that cannot follow: canonical_mask.py
 """
 
 import sys
-import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where train_gpt_2026_07.py lies
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tail_average
 import train_gpt_2026 as base
 import train_gpt_2026_07 as record_89
+from anvil import anvil
+from canonical_mask import CanonicalMask
+from ngram_table import NgramTable, ngram_hashes
+from sampled_softmax import Head, plan
 from train_gpt_2026 import UserError, t
 
 # -----------------------------------------------------------------------------
@@ -36,95 +42,209 @@ from train_gpt_2026 import UserError, t
 
 
 @dataclass(frozen=True)
+class Layer(record_89.Layer):
+    """One layer of the model. Each of its new words is a field."""
+
+    embed: bool = False  # a mixer adds a share of x0, behind attention
+    bigram: bool = False  # and a share of the n-grams' embedding; in layer 0, before attention
+    narrow: bool = False  # heads' q and k have only the channels that rotate
+    narrow_values: bool = False  # narrowv: heads' values have only the first half of the channels
+    mlps: int = 1  # mlps0, mlps2: there is no MLP, or there are two
+
+    words: ClassVar = record_89.Layer.words | {
+        "embed": ("embed", bool),
+        "bigram": ("bigram", bool),
+        "narrow": ("narrow", bool),
+        "narrowv": ("narrow_values", bool),
+        "mlps": ("mlps", int),
+    }
+
+    @property
+    def rotary(self) -> tuple[bool, bool]:
+        """The name of its tables, of those that GPT.rotary returns."""
+        return self.narrow, self.paired
+
+    @property
+    def adds(self) -> tuple[str, ...]:
+        """What a mixer says how much of is added to the stream, behind attention."""
+        return ("x0",) * self.embed + ("bigram",) * self.bigram
+
+    def under(self, hp: "Hyperparameters") -> "Layer":
+        """Return the layer without what these settings turn off."""
+        narrow, values = (on and hp.narrow_heads for on in (self.narrow, self.narrow_values))
+        return replace(super().under(hp), narrow=narrow, narrow_values=values)
+
+
+LAYERS = (
+    "short+pair+narrow+embed+bigram,short+v0+xsa+narrow+narrowv+embed+bigram,"
+    "short+v1+pair+narrow+embed,long+xsa+gate,none+mixer+embed+bigram,"
+    "short+pair+narrow+embed+bigram,none+x3,none+mlps0+embed,"
+    "short+v2+in7+narrow+narrowv+mlps2,none+bigram,long+v3+in7+gate+mudd"
+)
+LAYERS_DEMO = (
+    "short+v0+pair+narrow+embed+bigram,long+v1+xsa+gate,none+mixer+mlps0+embed+bigram,"
+    "short+x1+xsa+narrow+narrowv+mlps2+embed,long+v2+in2+gate+mudd"
+)
+
+
+@dataclass(frozen=True)
 class Stage(base.Stage):
     """One stage of the run."""
 
+    prefix: tuple[float, ...] = ()  # shares of --prefix, by equal parts of the stage
     candidates: tuple[float, ...] = ()  # tokens in the softmax, by equal parts of the stage
 
 
-# Those of record 89, with record 92's numbers of candidates. A sequence of 49152 tokens has about
-# 11000 different ones.
+# The last but one stage tapers: its batches are smaller. A sequence of 49152 tokens has about 11000
+# different ones.
 STAGES = (
-    "length=1+window=384+lr=1+cap=896+targets=1/.5/.25+candidates=10240,"
-    "length=2+window=896+lr=1.52+targets=1/.5+candidates=10240,"
-    "length=3+window=1408+lr=1.73+candidates=14336/14336/24576,"
-    "length=3+window=1664+lr=1.73"
+    "share=320+length=1+window=384+short=128+lr=1+cap=896+targets=1/.5/.25+prefix=1"
+    "+candidates=10240,"
+    "share=361+length=2+window=896+short=384+lr=1.52+cap=2048+targets=1/.5+prefix=.8/.6/.4/.2"
+    "+candidates=10240,"
+    "share=426+length=3+window=1408+short=640+lr=1.73+cap=3072+candidates=14336/14336/24576,"
+    f"share=67+length=2.5+window=1408+short=640+lr={1.73 * (20 / 24) ** 0.5}+cap=3072,"
+    "length=1+window=1664+short=768+lr=1+cap=3072"
 )
 STAGES_DEMO = (
-    "length=1+window=256+lr=1+targets=1/.5/.25+candidates=10240,"
-    "length=2+window=256+lr=1.52+targets=1/.5+candidates=10240,"
-    "length=3+window=384+lr=1.73+candidates=14336/14336/24576,length=3+window=384+lr=1.73"
+    "share=48+length=1+window=256+lr=1+targets=1/.5/.25+prefix=1+candidates=10240,"
+    "share=54+length=2+window=256+lr=1.52+targets=1/.5+prefix=.8/.6/.4/.2+candidates=10240,"
+    "share=64+length=3+window=384+lr=1.73+candidates=14336/14336/24576,"
+    "share=10+length=2+window=384+lr=1.4,length=1+window=384+lr=1"
 )
 
 
 @dataclass(frozen=True)
 class Hyperparameters(record_89.Hyperparameters):
-    """train_gpt_2026_07.py's settings, and those of later records."""
+    """train_gpt_2026_07.py's settings, and those of record 92."""
 
+    attention_border: int = 0  # if documents are cut later, attention in training ends at each such
+    # number of a document's tokens, 0: never
+    narrow_heads: bool = True  # heads are narrow in layers with the words narrow and narrowv
+    narrow_scale: float = 0.13  # initial factor on the products of narrow q and k
+    mlp_width: int = 0  # hidden channels of an MLP, 0: 4 model_dim
+    mudd_groups: int = 0  # groups of channels with mixers of their own at the end, 0: one mixer
+    canonical_mask: bool = False  # the last validation excludes tokens that GPT-2's tokenizer does
     sampled_softmax: bool = False  # train with the candidates that --stages names
     ngram_rows: int = 0  # rows of the table of bigrams and trigrams, 0: only bigram_rows
     ngram_lr: float = 0.56  # learning rate of the n-gram table
     ngram_beta2: float = 0.95  # the n-gram table's beta2 in two steps
-    ngram_decay: float = (
-        0.025  # cautious weight decay of the n-gram table, times lr^2, in two steps
-    )
-    ngram_slow_from: int = (
-        336  # step from which it learns at each fourth step, before at each second
-    )
+    ngram_decay: float = 0.025  # cautious weight decay of the table, times lr^2, in two steps
+    ngram_slow_from: int = 336  # first step from which it learns at each fourth, not second, step
+    optimizer: Literal["muon", "anvil"] = "muon"  # of matrices
+    slow_momentum: float = 0.98  # ANVIL's second momentum
+    anvil_from: int = 514  # step from which ANVIL mixes its two momenta
+    anvil_share: float = 0.4385  # share of the first momentum in this mixture
+    tail_average: bool = False  # end with averages of the last weights
 
+    layer_class: ClassVar = Layer
     stage_class: ClassVar = Stage
 
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that are not allowed, alone or together."""
     record_89.check(hp)
+    layers = base.layer_table(hp)
     counts = [count for stage in base.stage_table(hp) for count in stage.candidates]
-    if any(count % 16 or not 0 < count <= hp.vocab_size for count in counts):
-        rule = f"candidates must be multiples of 16, from 16 to {hp.vocab_size}"
-        raise UserError(f"--stages {hp.stages}: {rule}")
-    if hp.sampled_softmax and not counts:
-        raise UserError("--sampled_softmax on: needs candidates in --stages")
-    if hp.ngram_rows and (hp.ngram_rows % 2 or hp.ngram_rows < 6 or hp.ngram_rows > 2**31):
-        raise UserError(f"--ngram_rows {hp.ngram_rows}: must be even, and from 6 to 2^31")
-    if hp.ngram_rows and (hp.bigram_rows or not hp.bigram_signs):
-        raise UserError("--ngram_rows: needs --bigram_rows 0 and --bigram_signs above 0")
-    if hp.ngram_rows and (hp.ngram_slow_from % 4 or hp.adam_every != 2):
-        raise UserError("--ngram_rows: needs --ngram_slow_from a multiple of 4, --adam_every 2")
-    if hp.sampled_softmax and hp.vocab_size % 128:
-        raise UserError("--sampled_softmax on: needs vocab_size a multiple of 128")
+    size, rows = hp.vocab_size, hp.ngram_rows
+    narrow = [layer for layer in layers if layer.narrow or layer.narrow_values]
+    for name, wrong, rule in (
+        (
+            "layers",
+            any(layer.window != "short" or layer.composed for layer in narrow),
+            "narrow heads are short, and not composed",
+        ),
+        ("layers", max(layer.mlps for layer in layers) > 2, "a layer has at most two MLPs"),
+        ("layers", layers[-1].mudd and layers[-1].mlps != 1, "the layer of mudd has one MLP"),
+        ("mlp_width", hp.mlp_width > 4 * hp.model_dim, "must be at most 4 model_dim"),
+        (
+            "mudd_groups",
+            hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width),
+            "must divide model_dim, and needs --mudd_width above 0",
+        ),
+        (
+            "stages",
+            any(count % 16 or not 0 < count <= size for count in counts),
+            f"candidates must be multiples of 16, from 16 to {size}",
+        ),
+        ("sampled_softmax", hp.sampled_softmax and not counts, "needs candidates in --stages"),
+        (
+            "sampled_softmax",
+            hp.sampled_softmax and size % 128,
+            "needs vocab_size a multiple of 128",
+        ),
+        (
+            "ngram_rows",
+            rows and (rows % 2 or rows < 6 or rows > 2**31),
+            "must be even, and from 6 to 2^31",
+        ),
+        (
+            "ngram_rows",
+            rows and (hp.bigram_rows or not hp.bigram_signs),
+            "needs --bigram_rows 0 and --bigram_signs above 0",
+        ),
+        (
+            "ngram_rows",
+            rows and (hp.ngram_slow_from % 4 or hp.adam_every != 2),
+            "needs --ngram_slow_from a multiple of 4, --adam_every 2",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
 
 
-SAMPLED = Hyperparameters(
-    **vars(record_89.RECORDS["2026-07-17_FP8DownProjection"])
-    | {"stages": STAGES, "sampled_softmax": True}
-)
+def changed(hp: record_89.Hyperparameters, **settings) -> Hyperparameters:
+    """Return a record of train_gpt_2026_07.py with all techniques of record 92, and settings."""
+    adam = hp.adam_groups.replace("values+lr=.6", "values+lr=.56")
+    techniques = {
+        "bigram_rows": 0,
+        "attn_scale": 0.085,
+        "sampled_softmax": True,
+        "optimizer": "anvil",
+        "muon_decay": 2.25,
+        "tail_average": True,
+        "canonical_mask": True,
+        "lr_final": 0.3,
+        "momentum_end": 0.93,
+        "adam_groups": adam,
+    }
+    return Hyperparameters(**vars(hp) | techniques | settings)
+
+
 RECORDS = {
-    "sampled_softmax": SAMPLED,  # record 89 with that alone
-    "ngrams": replace(SAMPLED, bigram_rows=0, ngram_rows=84602880),  # and with record 92's table
+    "2026-08-30_ANVIL2": changed(
+        record_89.RECORDS["2026-07-17_FP8DownProjection"],
+        num_iterations=1194,
+        cooldown_frac=940 / 1174,
+        stages=STAGES,
+        extension_frac=20 / 1194,
+        tied_frac=0.9999,  # until the extension; with 1, to the end
+        layers=LAYERS,
+        attention_border=2560,
+        mlp_width=2816,
+        mudd_groups=12,
+        ngram_rows=84602880,
+        muon_mul=((2816 / 768) ** 0.5, 2 * (2816 / 768) ** 0.5, 1.0),
+        momentum_warmup_steps=240,
+        x_s=448 / 100,
+        w_s=448 / 2,
+        grad_s=8 * 448 / 0.75,
+        val_loss_every=0,
+    ),
     # At the size of train_gpt_2026_07.py's demo. Fewer candidates end higher (BENCHMARKS.md).
-    "demo": Hyperparameters(
-        **vars(record_89.RECORDS["demo"])
-        | {"stages": STAGES_DEMO, "sampled_softmax": True, "bigram_rows": 0, "ngram_rows": 200000}
+    "demo": changed(
+        record_89.RECORDS["demo"],
+        stages=STAGES_DEMO,
+        layers=LAYERS_DEMO,
+        num_layers=5,
+        mlp_width=480,
+        mudd_groups=4,
+        ngram_rows=200000,
+        ngram_slow_from=52,
+        anvil_from=78,
+        muon_mul=(3.75**0.5, 2 * 3.75**0.5, 1.0),
     ),
 }
-
-
-# -----------------------------------------------------------------------------
-# Data
-
-
-def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
-    """Plan the batches of these moments, as train_gpt_2026.py does. UserError for a sequence with
-    more different targets than its softmax has candidates."""
-    for now, (tokens, sequences) in zip(moments, base.plan(shards, hp, moments), strict=False):
-        for pieces in sequences if now.candidates else []:
-            words = np.concatenate([tokens[start:stop] for start, stop in pieces])[1:]
-            count = np.count_nonzero(np.bincount(words))
-            if count > now.candidates:
-                found = f"{count} different targets in a sequence of step {now.step}"
-                remedy = "more candidates in --stages, or --sampled_softmax off"
-                raise UserError(f"{found}, but {now.candidates} candidates: try {remedy}")
-        yield tokens, sequences
 
 
 # -----------------------------------------------------------------------------
@@ -142,12 +262,16 @@ class Moment(record_89.Moment):
 
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)
-        counts = base.stages_until(self.step, hp)[-1].candidates
+        stage = base.stages_until(self.step, hp)[-1]
+        self.prefix = hp.prefix * part_of_stage(stage.prefix or (0.0,), self.step, hp)
         self.candidates = 0  # tokens in the softmax, 0: all
-        if hp.sampled_softmax and counts:
-            self.candidates = int(part_of_stage(counts, self.step, hp))
+        if hp.sampled_softmax and stage.candidates:
+            self.candidates = int(part_of_stage(stage.candidates, self.step, hp))
         self.ngram_cycle = 2 if self.step < hp.ngram_slow_from else 4  # steps between updates
         self.ngrams = (self.step + 1) % self.ngram_cycle == 0  # whether the n-gram table learns
+        mixes = self.step >= hp.anvil_from
+        self.fast_beta = hp.momentum_start if mixes else self.momentum  # of ANVIL's fast momentum
+        self.fast_share = hp.anvil_share if mixes else 1.0  # of it, in the mixture
 
     @property
     def graph_key(self) -> tuple:
@@ -159,289 +283,185 @@ class Moment(record_89.Moment):
 # Model
 
 
-SWEEP = 20011  # the sweep over the vocabulary visits token SWEEP * k modulo its size in turn k
+class CausalSelfAttention(record_89.CausalSelfAttention):
+    """train_gpt_2026_07.py's attention, whose heads may be narrow. A narrow head is a part of a
+    whole one: the rest of the weights exists, as in the public record, and never learns."""
+
+    def __init__(self, hp: Hyperparameters, layer: Layer):
+        super().__init__(hp, layer)
+        if layer.narrow:
+            self.scale = hp.narrow_scale
+
+    def by_head(self, weights: Tensor) -> Tensor:
+        """Return weights (H * D, C) as (H, D, C)."""
+        return weights.unflatten(0, self.head_shape)
+
+    def qkv_weights(self) -> list[Tensor]:
+        """Return the weights of q, k and v, each (H, D, C) or narrower. Of q and k, the channels
+        that rotate are the first half of both halves, with half RoPE."""
+        *qk, v = map(self.by_head, super().qkv_weights())
+        if self.layer.narrow:
+            qk = [part.unflatten(1, (4, -1))[:, ::2].flatten(1, 2) for part in qk]
+        if self.layer.narrow_values:
+            v = v[:, : v.size(1) // 2]
+        return [*qk, v]
+
+    def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C) and a table's rows."""
+        parts = self.qkv_weights()
+        qkv_w = self.lambdas[0] * torch.cat([part.flatten(0, 1) for part in parts])
+        qkv = F.linear(x, qkv_w.type_as(x)).split([len(p) * p.size(1) for p in parts], dim=-1)
+        q, k, v = (part.unflatten(-1, (len(p), -1)) for part, p in zip(qkv, parts, strict=True))
+        if value is not None:
+            value = self.gated(x, value.view(1, -1, *self.head_shape))
+            v = v + value[..., : v.size(-1)]
+        return q, k, v
+
+    def output_weights(self) -> Tensor:
+        """Return the weights of the output, (C, H * D), for as many channels as values have."""
+        weights = super().output_weights()
+        if self.layer.narrow_values:
+            heads = weights.unflatten(1, self.head_shape)
+            weights = heads[:, :, : heads.size(2) // 2].flatten(1)
+        return weights
 
 
-def choose_candidates(targets: Tensor, offset: Tensor, count: int, vocab_size: int) -> tuple:
-    """Return `count` tokens (count,) in ascending order, and the next sequence's offset ().
-
-    They are all of targets (T,), and tokens of the sweep from the turn `offset` () on that are no
-    targets. The next sequence begins behind the turns that were looked at, which are 1.7 times as
-    many as needed and 256. (If these do not suffice, tokens are taken at equal distances.) Nothing
-    is random, and no size depends on the targets, so the host need not wait for a GPU.
-    """
-    tokens = torch.arange(vocab_size, device=targets.device)
-    is_target = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, targets, True)
-    needed = count - is_target.sum()  # below 0 in a warm-up, for whose made-up tokens it is all one
-    looked_at = ((1.7 * needed.double()).long() + 256).clamp(max=vocab_size)
-    turn = (pow(SWEEP, -1, vocab_size) * tokens - offset) % vocab_size
-    near = ~is_target & (turn < looked_at)
-    last = torch.where(near, turn, vocab_size).sort().values[(needed - 1).clamp(min=0)]
-    number = (~is_target).cumsum(0) - 1  # of tokens that are no targets
-    distance = ((vocab_size - count + needed) // needed.clamp(min=1)).clamp(min=1)
-    spaced = ~is_target & (number % distance == 0) & (number // distance < needed)
-    others = torch.where(near.sum() >= needed, near & (turn <= last), spaced) & (needed > 0)
-    chosen = torch.where(is_target | others, tokens, vocab_size).sort().values[:count]
-    return chosen, torch.where(needed > 0, (offset + looked_at) % vocab_size, offset)
-
-
-def ngram_hashes(tokens: Tensor, rows: int, sign_rows: int) -> tuple[Tensor, Tensor]:
-    """Return for each token (T,) the rows of the n-gram table, and of the table of signs, that its
-    bigram and its trigram select: both (2, T). The first half of the n-gram table is of bigrams, as
-    in bigram_hash, and the second of trigrams. Each half's last row, and row 0 of the signs, are of
-    tokens before which there are too few. Products of int32 wrap."""
-    x, half = tokens.int(), rows // 2
-    now, before, first = x[2:], x[1:-1], x[:-2]
-    trigrams = half + (17351 * now ^ 60961 * before ^ 45259 * first) % (half - 1)
-    trigrams = F.pad(trigrams, (2, 0), value=rows - 1)[: len(x)]
-    of_bigrams = F.pad((48271 * x[1:] ^ 30011 * x[:-1]) % sign_rows, (1, 0))
-    of_trigrams = F.pad((58699 * now ^ 39779 * before ^ 26801 * first) % sign_rows, (2, 0))
-    of_trigrams = of_trigrams[: len(x)]
-    bigrams = base.bigram_hash(tokens, half)
-    return torch.stack([bigrams, trigrams]), torch.stack([of_bigrams, of_trigrams])
-
-
-def numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids (n,) in ascending order, the number of each among the different ones, and the same
-    numbers in the order of ids."""
-    ordered, order = ids.sort(stable=True)
-    numbers = F.pad((ordered[1:] != ordered[:-1]).long(), (1, 0)).cumsum(0)
-    return ordered, numbers, torch.empty_like(numbers).index_copy_(0, order, numbers)
-
-
-@t.compiled
-def ngram_adam_(
-    rows, second, learned_at, ids, grads, step, step_size, lr_decay, beta, two_steps_beta
-) -> None:
-    """Make a step of Adam in place, without a momentum and with one second moment for each row, on
-    the rows of ids (n,) by gradients (n, C). `second` (rows,) is the mean square, and `learned_at`
-    (rows,) the number of steps after which it was last updated: what it has missed, it makes up
-    for. Where an update shrinks a weight, the weight decays, too: see cautious_adam_."""
-    old = rows[ids].to(second.dtype)
-    missed = two_steps_beta ** ((step - learned_at[ids]) / 2)
-    square = second[ids] * missed + (1 - beta) * grads.square().mean(-1)
-    update = step_size * grads / (square.sqrt() + 1e-10)[:, None]
-    rows[ids] = (old - update - lr_decay * old * (update * old > 0)).to(rows.dtype)
-    second[ids] = square
-    learned_at[ids] = step
-
-
-class NgramTable:
-    """The table of bigrams and trigrams. Each rank owns `size` rows of it, and looks others up on
-    their owners. A copy, or a gradient, of the whole table would not fit a GPU: gradients are of
-    the rows that a sequence reads. It is no parameter of the model, and is saved in pieces.
-
-    Each step sends the gradients of the rows that it reads to their owners, where they wait for the
-    step in which the table learns. All sizes depend on the number of tokens alone, so the host
-    never waits for a GPU. A row that nothing has read is zero, and does not move.
-    """
-
-    CHUNK = 2**16  # rows that are saved at once
-
-    def __init__(self, hp: Hyperparameters):
-        self.hp = hp
-        self.rows = None  # (size + 1, C), of which the last one stands for no row
-
-    def share(self, rank: int, parts: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make this rank's part, of zeros. UserError if it does not fit."""
-        self.rank, self.parts = rank, parts
-        self.size = -(-self.hp.ngram_rows // parts)
-        row_bytes = self.hp.model_dim * dtype.itemsize + 8
-        if device.type == "cuda":
-            free = 0.9 * torch.cuda.mem_get_info(device)[0]
-            if self.size * row_bytes > free:
-                found = f"--ngram_rows {self.hp.ngram_rows} needs {self.size * row_bytes / 1e9:.1f}"
-                fits = int(free / row_bytes / 2) * parts // 2 * 2
-                raise UserError(f"{found} GB on each of {parts} ranks: try --ngram_rows {fits}")
-        self.rows = torch.zeros(self.size + 1, self.hp.model_dim, device=device, dtype=dtype)
-        precise = torch.promote_types(dtype, torch.float32)
-        self.second = self.rows.new_zeros(self.size + 1, dtype=precise)
-        self.learned_at = self.rows.new_zeros(self.size + 1, dtype=torch.int32)
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew, with zeros."""
-        for tensor in (self.rows, self.second, self.learned_at):
-            tensor.zero_()
-        self.updates = 0
-        self.read: list[tuple[Tensor, Tensor]] = []  # rows asked of this rank, and rows looked up
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # own rows, and their gradients
-
-    def room(self, count: int) -> int:
-        """Return the largest number of rows that are asked of one owner for `count` ids. Hashes
-        spread evenly, but half of the owners have all bigrams: a quarter more, and 256, is 20
-        standard deviations and more."""
-        if self.parts == 1:
-            return count
-        return min(count, 5 * count // (4 * self.parts) + 256)
-
-    def exchange(self, rows: Tensor) -> Tensor:
-        """Send the p-th of parts (parts * n, ...) to rank p; return what came, by rank."""
-        if self.parts == 1:
-            return rows
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows.contiguous())
-        return received
-
-    def look_up(self, ids: Tensor) -> Tensor:
-        """Return the rows (n, C) of ids (n,). In training, note them for `collect`."""
-        ordered, numbers, number = numbered(ids.long())
-        room, device = self.room(len(ids)), ids.device
-        owner = ordered // self.size
-        starts = torch.searchsorted(owner, torch.arange(self.parts, device=device))
-        first = numbers[starts.clamp(max=len(ids) - 1)]  # of each owner
-        place = owner * room + numbers - first[owner]
-        torch._assert_async((place < (owner + 1) * room).all(), "n-grams are not spread evenly")
-        wanted = torch.full((self.parts * room,), self.size, device=device)
-        wanted[place] = ordered % self.size
-        asked = self.exchange(wanted)
-        rows = self.exchange(F.embedding(asked, self.rows))
-        if torch.is_grad_enabled():
-            self.read.append((asked, rows.requires_grad_()))
-        place_of_number = torch.zeros_like(numbers).index_copy_(0, numbers, place)
-        return F.embedding(place_of_number[number], rows)
-
-    def collect(self) -> None:
-        """Send the gradients of the rows that were read to their owners."""
-        for asked, rows in self.read:
-            self.waiting.append((asked, self.exchange(rows.grad)))
-        self.read = []
-
-    def learn(self, now: "Moment") -> None:
-        """Update the rows that have gradients, by their sum over steps and mean over sequences."""
-        ids, grads = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
-        self.waiting = []
-        self.updates += 1
-        # The sum of a row's gradients, in a fixed order. There may be fewer rows than ids.
-        ordered, numbers, number = numbered(ids)
-        distinct = torch.full_like(ids, self.size).index_copy_(0, numbers, ordered)
-        sums = torch.ops.aten.embedding_dense_backward(grads, number, len(ids), -1, False)
-        lr, pairs = self.hp.ngram_lr * now.lr, now.ngram_cycle / 2
-        betas = self.hp.ngram_beta2**pairs, self.hp.ngram_beta2
-        step_size = lr * (1 - betas[0] ** self.updates) ** 0.5
-        lr_decay = lr * lr * self.hp.ngram_decay * pairs
-        rates = [self.second.new_full((), rate) for rate in (step_size, lr_decay, *betas)]
-        step = self.learned_at.new_full((), now.step + 1)
-        sums = sums.to(self.second.dtype) / self.hp.batch_seqs
-        state = self.rows, self.second, self.learned_at
-        ngram_adam_(*state, distinct, sums, step, *rates)
-
-    def save(self, path: Path) -> None:
-        """Save this rank's piece beside a checkpoint, on all ranks: PATH.0of8 and so on. The names
-        of its entries are a first row of the table and a number of rows."""
-        piece = path.with_name(f"{path.name}.{self.rank}of{self.parts}")
-        unfinished = piece.with_name(f"{piece.name}.tmp")
-        first = self.rank * self.size
-        ids, grads = torch.empty(0, dtype=torch.long), torch.empty(0, self.hp.model_dim)
-        if self.waiting:
-            ids, grads = (torch.cat(parts).cpu() for parts in zip(*self.waiting, strict=True))
-        kept = ids < self.size
-        rest = {"ids": ids[kept] + first, "grads": grads[kept], "updates": self.updates}
-        state = self.rows, self.second, self.learned_at
-        with t.written_whole(piece, unfinished) as file, zipfile.ZipFile(file, "w") as archive:
-            with archive.open("waiting", "w", force_zip64=True) as entry:
-                torch.save(rest, entry)
-            for start in range(0, self.size, self.CHUNK):
-                stop = min(start + self.CHUNK, self.size)
-                chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
-                with archive.open(f"{first + start} {stop - start}", "w") as entry:
-                    torch.save(chunk, entry)
-
-    def load(self, path: Path, weights_only: bool) -> None:
-        """Load this rank's rows from the pieces of any number of ranks. With weights_only, begin
-        the optimizer anew. UserError if a piece is missing or damaged."""
-        self.clear()
-        pieces = sorted(path.parent.glob(f"{path.name}.*of*[0-9]"))
-        if not pieces or len(pieces) != int(pieces[0].name.split("of")[-1]):
-            raise UserError(f"{path} lacks pieces of its n-gram table: {path.name}.0of8, for 8")
-        begin, end = self.rank * self.size, (self.rank + 1) * self.size
-        state = self.rows, self.second, self.learned_at
-        try:
-            for piece in pieces:
-                with zipfile.ZipFile(piece) as archive:
-                    for name in archive.namelist():
-                        with archive.open(name) as file:
-                            self.load_entry(name, file, begin, end, state)
-        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-            raise UserError(f"{piece} is not an intact piece ({type(error).__name__})") from error
-        if weights_only:
-            self.second.zero_()
-            self.learned_at.zero_()
-            self.updates, self.waiting = 0, []
-
-    def load_entry(self, name: str, file, begin: int, end: int, state: tuple) -> None:
-        """Load what an entry of a piece has of the rows from begin to end."""
-        device = self.rows.device
-        if name == "waiting":
-            saved = torch.load(file, weights_only=True)
-            own = (saved["ids"] >= begin) & (saved["ids"] < end)
-            self.updates = saved["updates"]
-            if own.any():
-                ids, grads = saved["ids"][own] - begin, saved["grads"][own]
-                self.waiting.append((ids.to(device), grads.to(device)))
-            return
-        first, count = map(int, name.split())
-        start, stop = max(first, begin), min(first + count, end)
-        if start < stop:
-            for tensor, part in zip(state, torch.load(file, weights_only=True), strict=True):
-                tensor[start - begin : stop - begin] = part[start - first : stop - first].to(device)
-
-
-class Head(record_89.Head):
-    """train_gpt_2026_07.py's Head, whose softmax may have a part of the vocabulary."""
+class MLP(record_89.MLP):
+    """train_gpt_2026_07.py's MLP, of another width."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
-        # Of this rank's sequences, in the order in which they come: the next one's is first.
-        self.register_buffer("offsets", self.first_offsets(hp.batch_seqs), persistent=False)
+        if hp.mlp_width:
+            self.c_fc.weight = nn.Parameter(self.c_fc.weight.detach()[: hp.mlp_width].clone())
+            self.c_proj.weight = nn.Parameter(
+                self.c_proj.weight.detach()[:, : hp.mlp_width].clone()
+            )
 
-    def first_offsets(self, sequences: int) -> Tensor:
-        """Return where in the sweep the sequences of the first batch begin, (sequences,)."""
-        return torch.arange(sequences) * len(self.weight) // sequences
 
-    def loss(self, x, targets, shares=(1.0,), prefix: float = 0.0, candidates: int = 0) -> Tensor:
-        """Return what train_gpt_2026_07.py's returns, of a softmax of so many candidates, 0: of
-        all tokens. A prefix that is no candidate has no share."""
-        if not candidates:
-            return super().loss(x, targets, shares, prefix)
-        if prefix:
-            columns, shares = self.with_prefixes(targets, len(shares)), (*shares, prefix)
-        else:
-            columns = base.next_targets(targets, len(shares))
-        size = len(self.weight)
-        chosen, offset = choose_candidates(targets, self.offsets[0], candidates, size)
-        self.offsets.copy_(torch.cat([self.offsets[1:], offset[None]]))
-        place = torch.full((size + 1,), -1, device=x.device)  # the last place is that of -1
-        place[chosen] = torch.arange(candidates, device=x.device)
-        columns = place[columns]
-        columns[:, 0].clamp_(min=0)  # all are candidates, but in a warm-up
-        return self.loss_of_rows(chosen, x, columns, shares)
+class Block(record_89.Block):
+    """train_gpt_2026_07.py's layer, which may lack attention or the MLP, or have two MLPs. What is
+    added is added without attention, too. It also returns what the MLPs read."""
 
-    def loss_of_rows(self, chosen: Tensor, *arguments) -> Tensor:
-        """Return weighted_loss(*arguments) as if the chosen rows (n,) of the weight were the whole
-        weight. Their gradient is added at their places."""
-        whole = self.weight
-        self.weight = nn.Parameter(F.embedding(chosen, whole.detach()))
-        self.weight.grad_dtype = torch.float32
-        try:
-            loss = self.weighted_loss(*arguments)
-            grad = self.weight.grad
-        finally:
-            self.weight = whole
-        if whole.grad is None:
-            whole.grad = torch.zeros_like(whole, dtype=grad.dtype)
-        whole.grad.index_add_(0, chosen, grad)
-        return loss
+    attention_class = t.Late(lambda: CausalSelfAttention)
+    mlp_class = t.Late(lambda: MLP)
+
+    def __init__(self, hp: Hyperparameters, layer: Layer):
+        super().__init__(hp, layer)
+        if layer.mlps == 0:
+            self.mlp = None
+        self.second_mlp = self.mlp_class(hp) if layer.mlps == 2 else None
+        if not layer.mudd:
+            self.residual_lambda = nn.Parameter(torch.full((2,), hp.residual_lambda))
+            self.post_lambda = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, added, value, rotary, mask, source, numbers) -> tuple[Tensor, Tensor]:
+        """Map x (1, T, C) to (1, T, C), twice."""
+        keep, post, out = self.residual_lambda, self.post_lambda, None
+        if self.attn is not None:
+            read = base.recomputed_if_small(t.norm, x, self.eps) if source is None else source
+            of_weights = None if post is None else post[0]
+            out = self.attn(read, value, rotary, mask, of_weights, numbers)
+        if post is None:  # the layer of mudd
+            x = numbers["keep"] * x + numbers["attention"] * out + added
+            read = base.recomputed_if_small(t.norm, x, self.eps)
+            return numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read), read
+        if out is not None or added is not None:
+            x = sum(part for part in (keep[0] * x, out, added) if part is not None)
+        read = base.recomputed_if_small(t.norm, x, self.eps)
+        x = keep[1] * x
+        for mlp in (self.mlp, self.second_mlp):
+            if mlp is not None:
+                x = x + mlp(read, post[1])
+        return x, read
+
+
+class GroupMixer(record_89.Mixer):
+    """A Mixer whose numbers also differ between groups of adjacent channels."""
+
+    def __init__(self, hp: Hyperparameters, width: int, constants: dict[str, list[float]]):
+        super().__init__(hp, width, constants)
+        self.group_size = hp.model_dim // hp.mudd_groups
+        self.group_w = nn.Parameter(torch.zeros(len(self.bias), hp.mudd_groups, width))
+
+    def forward(self, x: Tensor, scale: float = record_89.MIXER_SCALE) -> Tensor:
+        """Map x (1, T, C) to all numbers of all channels, (1, T, n * C)."""
+        of_groups = F.linear(self.hidden(x), self.group_w.flatten(0, 1).type_as(x))
+        of_groups = (scale * of_groups).type_as(x).unflatten(-1, self.group_w.shape[:2])
+        numbers = super().forward(x, scale)[..., None] + of_groups
+        return numbers.flatten(2).repeat_interleave(self.group_size, dim=-1)
+
+    def named(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Return the numbers (1, T, C) of all channels by their names."""
+        return dict(zip(self.names, numbers.chunk(len(self.names), dim=-1), strict=True))
+
+
+@t.compiled
+def with_borders(tokens: Tensor, distance: int) -> Tensor:
+    """Return tokens (T,) with END_OF_TEXT at each such distance from a document's beginning: for
+    masks alone, in which a document then begins there."""
+    position = torch.arange(len(tokens), device=tokens.device)
+    start = torch.where(tokens == t.END_OF_TEXT, position, 0).cummax(0).values
+    return torch.where((position - start) % distance == 0, t.END_OF_TEXT, tokens)
 
 
 class GPT(record_89.GPT):
-    """The language model with these techniques."""
+    """The language model of record 92."""
 
+    block_class = t.Late(lambda: Block)
     head_class = t.Late(lambda: Head)
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
         self.ngrams = NgramTable(hp) if hp.ngram_rows else None
+        if hp.mudd_groups and "end" in self.mixers:
+            constants = self.mixer_constants()["end"]
+            self.mixers["end"] = GroupMixer(hp, hp.mudd_width, constants)
+        self.canonical = CanonicalMask(len(self.lm_head.weight)) if hp.canonical_mask else None
+
+    def mixer_constants(self) -> dict[str, dict[str, list[float]]]:
+        """Return what train_gpt_2026_07.py's returns. The end mixes all value tables' rows, what
+        the last MLP reads, and what late attention does, too."""
+        made = super().mixer_constants()
+        if "end" in made:
+            tables = [layer.values for layer in self.layers if layer.values is not None]
+            late = self.layers[-1].source
+            names = [*tables, "read"] if late is None else [*tables, "read", f"source {late}"]
+            made["end"] |= dict.fromkeys(names, [0.0])
+        return made
+
+    @torch.no_grad()
+    def masks(self, input_seq: Tensor, now: Moment) -> dict:
+        """Return the masks of input_seq (T,), by Layer.mask."""
+        border = self.hp.attention_border
+        if self.training and border and now.longest > border:
+            input_seq = with_borders(input_seq, border)
+        return super().masks(input_seq, now)
+
+    def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:
+        """Return the rotary tables of tokens at positions (T,), by Layer.rotary. Those of narrow
+        heads follow the short window."""
+        tables = {}
+        for narrow in sorted({layer.narrow for layer in self.layers}):
+            stages = base.stages_until(now.step, self.hp) if self.hp.yarn else ()
+            windows = tuple(stage.window for stage in stages)
+            if narrow:
+                windows = tuple(stage.short or stage.window // 2 for stage in stages)
+            if (narrow, windows) not in self.frequencies:
+                frequency = t.rotary_frequencies(self.hp, position.device)
+                frequency, factor = base.yarn(frequency, windows)
+                frequency = frequency[: len(frequency) // (1 + narrow)]
+                self.frequencies[narrow, windows] = frequency, base.number(factor, frequency)
+            made = self.rotary_tables(position, *self.frequencies[narrow, windows])
+            tables |= {(narrow, paired): table for paired, table in made.items()}
+        return tables
+
+    def layer_output(self, i: int, streams: dict[str, Tensor], *more) -> Tensor:
+        """Return the output (1, T, C) of layer i, and make the stream "read": what the last MLP
+        reads."""
+        x, read = super().layer_output(i, streams, *more)
+        if i == len(self.layers) - 1:
+            streams["read"] = read
+        return x
 
     def share_ngrams(self, rank: int = 0, parts: int = 1) -> None:
         """Make this rank's part of the n-gram table, if it is not made yet."""
@@ -481,9 +501,13 @@ class GPT(record_89.GPT):
         return (rows * self.signs[signs.long()].type_as(rows)).sum(0)
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
-        """Return what train_gpt_2026_07.py's returns. In training, of a sampled softmax."""
+        """Return what train_gpt_2026_07.py's returns. In training, of a sampled softmax; in the
+        last validation, without tokens that cannot follow."""
         if not self.training:
-            return super().forward(input_seq, target_seq, now)
+            if self.canonical is None or now.step < self.hp.num_iterations:
+                return super().forward(input_seq, target_seq, now)
+            hidden = self.hidden(input_seq, now)
+            return self.canonical.loss(self.lm_head, hidden, target_seq, input_seq)
         self.tied = now.tied
         hidden = self.hidden(input_seq, now)
         return self.lm_head.loss(hidden, target_seq, now.targets, now.prefix, now.candidates)
@@ -493,10 +517,40 @@ class GPT(record_89.GPT):
 # Optimizers, and the class that tools use
 
 
+@torch.no_grad()
+def table_adam(rows, lr: float, now: Moment, hp, betas: tuple, decay: float) -> None:
+    """Step by train_gpt_2026.py's Adam when the n-gram table learns. In between, gradients wait in
+    their sum. Where it learns at each fourth step, betas and decay are those of two steps."""
+    if "waiting" in rows.state:
+        rows.grad.add_(rows.state["waiting"])
+    if not now.ngrams:
+        rows.state["waiting"] = rows.grad.clone()
+        return
+    if "waiting" in rows.state:
+        rows.state["waiting"].zero_()
+    pairs = now.ngram_cycle / 2
+    betas = tuple(beta**pairs for beta in betas)
+    base.adam(rows, lr, now, hp, betas, decay * pairs)
+
+
+def parameter_groups(model: GPT, hp: Hyperparameters) -> list:
+    """Return the groups, in the order in which weights are updated: matrices learn by ANVIL, and
+    value tables in the rhythm of the n-gram table."""
+    groups = base.parameter_groups(model, hp)
+    for group in groups:
+        if group.name in hp.muon_groups and hp.optimizer == "anvil":
+            group.rule = partial(anvil, factor=hp.muon_groups[group.name])
+        if group.name == "values" and hp.ngram_rows:
+            group.rule = partial(table_adam, **group.rule.keywords)
+    return groups
+
+
 class Optimizers(record_89.Optimizers):
-    """train_gpt_2026_07.py's Optimizers, which also let the n-gram table learn, and keep where the
-    sweeps of sequences stand. A sequence of the batch has a sweep of its own, so it does not matter
-    how many ranks there are."""
+    """train_gpt_2026_07.py's Optimizers, which also let the n-gram table learn, average the last
+    weights, and keep where the sweeps of sequences stand. A sequence of the batch has a sweep of
+    its own, so it does not matter how many ranks there are."""
+
+    groups_of = t.Late(lambda: parameter_groups)
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
@@ -520,6 +574,8 @@ class Optimizers(record_89.Optimizers):
             ngrams.collect()
             if now.ngrams:
                 ngrams.learn(now)
+        if self.hp.tail_average:
+            tail_average.average(self.groups, now, self.hp)
         return norms
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -541,7 +597,7 @@ class Run(record_89.Run):
     """A run with these techniques."""
 
     records = RECORDS
-    default_record = "ngrams"
+    default_record = "2026-08-30_ANVIL2"
     model_class = t.Late(lambda: GPT)
     optimizers_class = t.Late(lambda: Optimizers)
     moment = t.Late(lambda: Moment)

@@ -16,14 +16,15 @@ import runs
 import train_gpt
 import train_gpt_2026_08 as script
 from frontier import small_runs, test_newest, test_runs
-from frontier.test_sampled_softmax import small_stages
+from frontier.test_sampled_softmax import FLAGS
+from ngram_table import NgramTable, ngram_hashes
 from sample import Decoder
 from test_sample import at_windows, read_at_once
 from train_gpt import UserError
-from train_gpt_2026_08 import RECORDS, Moment, NgramTable, Run, ngram_hashes
+from train_gpt_2026_08 import RECORDS, Moment, Run
 
 CPU = torch.device("cpu")
-RECORD = RECORDS["ngrams"]
+RECORD = RECORDS["2026-08-30_ANVIL2"]
 main = functools.partial(train_gpt.main, run=Run)
 
 # By the published program: for each token its bigram's and its trigram's row, and those of signs.
@@ -191,12 +192,7 @@ def test_ranks_find_the_rows_of_others_and_send_them_their_gradients(ranks, tmp_
 
 
 # Updates after steps 1 and 3, and then after 7: a checkpoint of step 6 is in the middle of a cycle.
-FLAGS = "--bigram_rows 0 --ngram_rows 3002 --ngram_slow_from 4 --ngram_lr .1"
-WORDS = (
-    f"{small_runs.WORDS} {small_runs.ROW[small_runs.D]} --record ngrams "
-    f"{test_newest.FLAGS.split(maxsplit=2)[2]} --stages {small_stages()} {FLAGS} "
-    "--val_seq_len 256"
-)
+WORDS = f"{FLAGS} --ngram_rows 3002 --ngram_slow_from 4 --ngram_lr .1 --val_seq_len 256"
 
 
 def table_of(folder, step: int) -> tuple[torch.Tensor, ...]:

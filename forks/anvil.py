@@ -1,0 +1,58 @@
+"""ANVIL, the optimizer of matrices in forks/train_gpt_2026_08.py: Muon with two momenta, and with
+weight decay where the slow one agrees. Numbers are those of record 92 (2026-08-30_ANVIL2) of
+github.com/KellerJordan/modded-nanogpt."""
+
+import torch
+from torch import Tensor
+
+import train_gpt_2026 as base
+from train_gpt_2026 import t
+
+# (a, b, c) of each map X <- a X + (b A + c A^2) X, with A = X X^T. They differ from map to map, as
+# in Polar Express.
+MAPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def orthogonalise(G: Tensor) -> Tensor:
+    """Orthogonalise as zeropower_via_newtonschulz5, by these maps."""
+    return t.zeropower_via_newtonschulz5(G, len(MAPS), MAPS, margin=1.05, eps=1e-6)
+
+
+@t.compiled
+def directions(grad, fast, slow, momentum, fast_beta, fast_share, slow_beta: float) -> Tensor:
+    """Return orthogonal updates (..., rows, cols): of Nesterov's mixture of the gradient with two
+    averages of gradients, which change in place. The other numbers are tensors ()."""
+    fast.lerp_(grad, 1 - fast_beta)
+    slow.lerp_(grad, 1 - slow_beta)
+    return orthogonalise(grad.lerp(slow.lerp(fast, fast_share), momentum))
+
+
+@t.compiled
+def decayed_step_(weights: Tensor, update: Tensor, slow: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """Subtract lr * update. Where the slow momentum would also shrink the weight, or is 0, subtract
+    lr * decay * weight, too."""
+    weights.sub_(lr * (update + decay * weights * (slow * weights >= 0)))
+
+
+def anvil(rows, lr: float, now, hp, factor: float | None = None) -> None:
+    """Step by ANVIL. now.fast_beta and now.fast_share are scheduled; the momentum of the mixture is
+    Muon's. The factor on lr is hp.muon_mul's for the shape, if none is given. Only the owner of a
+    row has its slow momentum, so ranks send each other weights, not updates as in Muon."""
+    if not rows.state:
+        rows.state["fast"] = torch.zeros_like(rows.grad)
+        rows.state["slow"] = torch.zeros_like(rows.grad)
+        rows.state["second_moment"] = base.new_second_moment(rows.grad)
+    fast, slow, second = (rows.state[name] for name in ("fast", "slow", "second_moment"))
+    numbers = (base.number(value, fast) for value in (now.momentum, now.fast_beta, now.fast_share))
+    update = directions(rows.grad, fast, slow, *numbers, hp.slow_momentum)
+    update = base.normuon(update, second, hp.muon_beta2)
+    scaled_lr = lr * (base.shape_factor(update.shape, hp) if factor is None else factor)
+    rates = base.number(scaled_lr, fast), base.number(lr * hp.muon_decay, fast)
+    decayed_step_(rows.own, update, slow, *rates)

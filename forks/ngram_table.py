@@ -1,0 +1,216 @@
+"""The table of bigrams and trigrams of forks/train_gpt_2026_08.py: hashes of tokens select rows,
+ranks share them, and they learn by an Adam of their own. Numbers are those of record 92 of
+github.com/KellerJordan/modded-nanogpt."""
+
+import zipfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import train_gpt_2026 as base
+from train_gpt_2026 import UserError, t
+
+
+def ngram_hashes(tokens: Tensor, rows: int, sign_rows: int) -> tuple[Tensor, Tensor]:
+    """Return for each token (T,) the rows of the n-gram table, and of the table of signs, that its
+    bigram and its trigram select: both (2, T). The first half of the n-gram table is of bigrams, as
+    in bigram_hash, and the second of trigrams. Each half's last row, and row 0 of the signs, are of
+    tokens before which there are too few. Products of int32 wrap."""
+    x, half = tokens.int(), rows // 2
+    now, before, first = x[2:], x[1:-1], x[:-2]
+    trigrams = half + (17351 * now ^ 60961 * before ^ 45259 * first) % (half - 1)
+    trigrams = F.pad(trigrams, (2, 0), value=rows - 1)[: len(x)]
+    of_bigrams = F.pad((48271 * x[1:] ^ 30011 * x[:-1]) % sign_rows, (1, 0))
+    of_trigrams = F.pad((58699 * now ^ 39779 * before ^ 26801 * first) % sign_rows, (2, 0))
+    of_trigrams = of_trigrams[: len(x)]
+    bigrams = base.bigram_hash(tokens, half)
+    return torch.stack([bigrams, trigrams]), torch.stack([of_bigrams, of_trigrams])
+
+
+def numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids (n,) in ascending order, the number of each among the different ones, and the same
+    numbers in the order of ids."""
+    ordered, order = ids.sort(stable=True)
+    numbers = F.pad((ordered[1:] != ordered[:-1]).long(), (1, 0)).cumsum(0)
+    return ordered, numbers, torch.empty_like(numbers).index_copy_(0, order, numbers)
+
+
+@t.compiled
+def ngram_adam_(
+    rows, second, learned_at, ids, grads, step, step_size, lr_decay, beta, two_steps_beta
+) -> None:
+    """Make a step of Adam in place, without a momentum and with one second moment for each row, on
+    the rows of ids (n,) by gradients (n, C). `second` (rows,) is the mean square, and `learned_at`
+    (rows,) the number of steps after which it was last updated: what it has missed, it makes up
+    for. Where an update shrinks a weight, the weight decays, too: see cautious_adam_."""
+    old = rows[ids].to(second.dtype)
+    missed = two_steps_beta ** ((step - learned_at[ids]) / 2)
+    square = second[ids] * missed + (1 - beta) * grads.square().mean(-1)
+    update = step_size * grads / (square.sqrt() + 1e-10)[:, None]
+    rows[ids] = (old - update - lr_decay * old * (update * old > 0)).to(rows.dtype)
+    second[ids] = square
+    learned_at[ids] = step
+
+
+class NgramTable:
+    """The table of bigrams and trigrams. Each rank owns `size` rows of it, and looks others up on
+    their owners. A copy, or a gradient, of the whole table would not fit a GPU: gradients are of
+    the rows that a sequence reads. It is no parameter of the model, and is saved in pieces.
+
+    Each step sends the gradients of the rows that it reads to their owners, where they wait for the
+    step in which the table learns. All sizes depend on the number of tokens alone, so the host
+    never waits for a GPU. A row that nothing has read is zero, and does not move.
+    """
+
+    CHUNK = 2**16  # rows that are saved at once
+
+    def __init__(self, hp: base.Hyperparameters):
+        self.hp = hp
+        self.rows = None  # (size + 1, C), of which the last one stands for no row
+
+    def share(self, rank: int, parts: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make this rank's part, of zeros. UserError if it does not fit."""
+        self.rank, self.parts = rank, parts
+        self.size = -(-self.hp.ngram_rows // parts)
+        row_bytes = self.hp.model_dim * dtype.itemsize + 8
+        if device.type == "cuda":
+            free = 0.9 * torch.cuda.mem_get_info(device)[0]
+            if self.size * row_bytes > free:
+                found = f"--ngram_rows {self.hp.ngram_rows} needs {self.size * row_bytes / 1e9:.1f}"
+                fits = int(free / row_bytes / 2) * parts // 2 * 2
+                raise UserError(f"{found} GB on each of {parts} ranks: try --ngram_rows {fits}")
+        self.rows = torch.zeros(self.size + 1, self.hp.model_dim, device=device, dtype=dtype)
+        precise = torch.promote_types(dtype, torch.float32)
+        self.second = self.rows.new_zeros(self.size + 1, dtype=precise)
+        self.learned_at = self.rows.new_zeros(self.size + 1, dtype=torch.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, with zeros."""
+        for tensor in (self.rows, self.second, self.learned_at):
+            tensor.zero_()
+        self.updates = 0
+        self.read: list[tuple[Tensor, Tensor]] = []  # rows asked of this rank, and rows looked up
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # own rows, and their gradients
+
+    def room(self, count: int) -> int:
+        """Return the largest number of rows that are asked of one owner for `count` ids. Hashes
+        spread evenly, but half of the owners have all bigrams: a quarter more, and 256, is 20
+        standard deviations and more."""
+        if self.parts == 1:
+            return count
+        return min(count, 5 * count // (4 * self.parts) + 256)
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Send the p-th of parts (parts * n, ...) to rank p; return what came, by rank."""
+        if self.parts == 1:
+            return rows
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous())
+        return received
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows (n, C) of ids (n,). In training, note them for `collect`."""
+        ordered, numbers, number = numbered(ids.long())
+        room, device = self.room(len(ids)), ids.device
+        owner = ordered // self.size
+        starts = torch.searchsorted(owner, torch.arange(self.parts, device=device))
+        first = numbers[starts.clamp(max=len(ids) - 1)]  # of each owner
+        place = owner * room + numbers - first[owner]
+        torch._assert_async((place < (owner + 1) * room).all(), "n-grams are not spread evenly")
+        wanted = torch.full((self.parts * room,), self.size, device=device)
+        wanted[place] = ordered % self.size
+        asked = self.exchange(wanted)
+        rows = self.exchange(F.embedding(asked, self.rows))
+        if torch.is_grad_enabled():
+            self.read.append((asked, rows.requires_grad_()))
+        place_of_number = torch.zeros_like(numbers).index_copy_(0, numbers, place)
+        return F.embedding(place_of_number[number], rows)
+
+    def collect(self) -> None:
+        """Send the gradients of the rows that were read to their owners."""
+        for asked, rows in self.read:
+            self.waiting.append((asked, self.exchange(rows.grad)))
+        self.read = []
+
+    def learn(self, now: base.Moment) -> None:
+        """Update the rows that have gradients, by their sum over steps and mean over sequences."""
+        ids, grads = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
+        self.waiting = []
+        self.updates += 1
+        # The sum of a row's gradients, in a fixed order. There may be fewer rows than ids.
+        ordered, numbers, number = numbered(ids)
+        distinct = torch.full_like(ids, self.size).index_copy_(0, numbers, ordered)
+        sums = torch.ops.aten.embedding_dense_backward(grads, number, len(ids), -1, False)
+        lr, pairs = self.hp.ngram_lr * now.lr, now.ngram_cycle / 2
+        betas = self.hp.ngram_beta2**pairs, self.hp.ngram_beta2
+        step_size = lr * (1 - betas[0] ** self.updates) ** 0.5
+        lr_decay = lr * lr * self.hp.ngram_decay * pairs
+        rates = [self.second.new_full((), rate) for rate in (step_size, lr_decay, *betas)]
+        step = self.learned_at.new_full((), now.step + 1)
+        sums = sums.to(self.second.dtype) / self.hp.batch_seqs
+        state = self.rows, self.second, self.learned_at
+        ngram_adam_(*state, distinct, sums, step, *rates)
+
+    def save(self, path: Path) -> None:
+        """Save this rank's piece beside a checkpoint, on all ranks: PATH.0of8 and so on. The names
+        of its entries are a first row of the table and a number of rows."""
+        piece = path.with_name(f"{path.name}.{self.rank}of{self.parts}")
+        unfinished = piece.with_name(f"{piece.name}.tmp")
+        first = self.rank * self.size
+        ids, grads = torch.empty(0, dtype=torch.long), torch.empty(0, self.hp.model_dim)
+        if self.waiting:
+            ids, grads = (torch.cat(parts).cpu() for parts in zip(*self.waiting, strict=True))
+        kept = ids < self.size
+        rest = {"ids": ids[kept] + first, "grads": grads[kept], "updates": self.updates}
+        state = self.rows, self.second, self.learned_at
+        with t.written_whole(piece, unfinished) as file, zipfile.ZipFile(file, "w") as archive:
+            with archive.open("waiting", "w", force_zip64=True) as entry:
+                torch.save(rest, entry)
+            for start in range(0, self.size, self.CHUNK):
+                stop = min(start + self.CHUNK, self.size)
+                chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
+                with archive.open(f"{first + start} {stop - start}", "w") as entry:
+                    torch.save(chunk, entry)
+
+    def load(self, path: Path, weights_only: bool) -> None:
+        """Load this rank's rows from the pieces of any number of ranks. With weights_only, begin
+        the optimizer anew. UserError if a piece is missing or damaged."""
+        self.clear()
+        pieces = sorted(path.parent.glob(f"{path.name}.*of*[0-9]"))
+        if not pieces or len(pieces) != int(pieces[0].name.split("of")[-1]):
+            raise UserError(f"{path} lacks pieces of its n-gram table: {path.name}.0of8, for 8")
+        begin, end = self.rank * self.size, (self.rank + 1) * self.size
+        state = self.rows, self.second, self.learned_at
+        try:
+            for piece in pieces:
+                with zipfile.ZipFile(piece) as archive:
+                    for name in archive.namelist():
+                        with archive.open(name) as file:
+                            self.load_entry(name, file, begin, end, state)
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+            raise UserError(f"{piece} is not an intact piece ({type(error).__name__})") from error
+        if weights_only:
+            self.second.zero_()
+            self.learned_at.zero_()
+            self.updates, self.waiting = 0, []
+
+    def load_entry(self, name: str, file, begin: int, end: int, state: tuple) -> None:
+        """Load what an entry of a piece has of the rows from begin to end."""
+        device = self.rows.device
+        if name == "waiting":
+            saved = torch.load(file, weights_only=True)
+            own = (saved["ids"] >= begin) & (saved["ids"] < end)
+            self.updates = saved["updates"]
+            if own.any():
+                ids, grads = saved["ids"][own] - begin, saved["grads"][own]
+                self.waiting.append((ids.to(device), grads.to(device)))
+            return
+        first, count = map(int, name.split())
+        start, stop = max(first, begin), min(first + count, end)
+        if start < stop:
+            for tensor, part in zip(state, torch.load(file, weights_only=True), strict=True):
+                tensor[start - begin : stop - begin] = part[start - first : stop - first].to(device)
