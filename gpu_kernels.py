@@ -167,7 +167,7 @@ def relu2_kernel(
 ):  # fmt: skip
     """Each program computes one tile. Eight rows of tiles run together, to share the cache. If they
     are given, products are multiplied by factor (), results / scale () are stored in `narrow` in
-    float8, too, and `largest` () grows to the largest result."""
+    float8, and `largest` () grows to the largest result. Without `out`, only these are stored."""
     rows, columns = tl.num_programs(1), tl.num_programs(0)
     row, column = tl.swizzle2d(tl.program_id(1), tl.program_id(0), rows, columns, 8)
     m = (row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -191,7 +191,8 @@ def relu2_kernel(
         total *= total
     else:
         total *= 2 * tl.sqrt(tl.load(post + place, inside, 0.0).to(tl.float32))
-    tl.store(out + place, total.to(out.dtype.element_ty), inside)
+    if out is not None:
+        tl.store(out + place, total.to(out.dtype.element_ty), inside)
     if narrow is not None:
         small = tl.minimum(total / tl.load(scale), 448.0)
         tl.store(narrow + place, small.to(narrow.dtype.element_ty), inside)
@@ -235,13 +236,14 @@ def relu2_backward_kernel(a, b, post, out, M, N, K, BLOCK_K: tl.constexpr):
 
 def matmul_relu2(
     a: Tensor, b: Tensor, post=None, dtype=None, factor=None, narrow=None, scale=None, largest=None
-) -> Tensor:
+) -> Tensor | None:
     """Return relu(a @ b)^2 of a (M, K) and b (K, N) in dtype, or in that of a; or with post, which
-    is such a square, (a @ b) times the square's derivative. relu2_kernel explains the others. With
-    TMA, sizes of tiles and numbers of warps are those that an H200 is fastest with."""
+    is such a square, (a @ b) times the square's derivative. relu2_kernel explains the others; with
+    `narrow` and no dtype, nothing is returned. With TMA, sizes of tiles and numbers of warps are
+    those that an H200 is fastest with."""
     (M, K), N = a.shape, b.size(1)
     processors, kilobytes = card(a.device)
-    out = a.new_empty(M, N, dtype=dtype)
+    out = None if narrow is not None and dtype is None else a.new_empty(M, N, dtype=dtype)
     block_k = 128 // a.element_size()  # in bytes, for the shared memory
     tma = kilobytes > 200 and factor is None
     block_n = 128 if tma or kilobytes < 160 else 256
@@ -308,6 +310,43 @@ class FusedFP8MLP(FusedMLP):
         return out.view(x.shape), largest
 
 
+def as_float8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return x / factor in float8, clamped."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / factor).clamp(-largest, largest).to(dtype)
+
+
+class AllFP8MLP(torch.autograd.Function):
+    """Compute fp8_mlp of forks/fp8_layers.py: all six matmuls in float8, of inputs / 2^-4, weights
+    by their largest number, squares / scale (), gradients of the output / 2^-6, and gradients
+    before the square by their largest number. The backward pass has the squares in float8 alone."""
+
+    @staticmethod
+    def forward(ctx, x, w_in, w_out, scale):
+        x8 = as_float8(x.flatten(0, -2), 2.0**-4, torch.float8_e4m3fn)
+        (in8, in_back), (out8, out_back) = largest_as_448(w_in), largest_as_448(w_out)
+        largest, post8 = torch.zeros((), device=x.device), x8.new_empty(len(x8), len(w_in))
+        matmul_relu2(x8, in8.T, None, None, in_back * 2.0**-4, post8, scale, largest)
+        out = scaled_matmul(post8, out8.T, scale * out_back, x.dtype)
+        ctx.save_for_backward(x8, in8, in_back, out8, out_back, post8, scale)
+        ctx.mark_non_differentiable(largest)
+        return out.view(x.shape), largest
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x8, in8, in_back, out8, out_back, post8, scale = ctx.saved_tensors
+        e5m2, dtype = torch.float8_e5m2, grad.dtype
+        grad8 = as_float8(grad.flatten(0, -2), 2.0**-6, e5m2)
+        factor = scale.sqrt() * out_back * 2.0**-6
+        pre = matmul_relu2(grad8, out8, post8, dtype, factor)
+        pre_back = pre.abs().max().float().clamp(min=1e-12) / torch.finfo(e5m2).max
+        pre8 = as_float8(pre, pre_back, e5m2)
+        grad_x = scaled_matmul(pre8, in8, pre_back * in_back, dtype).view(grad.shape)
+        grad_in = scaled_matmul(pre8.T, x8, pre_back * 2.0**-4, dtype)
+        grad_out = scaled_matmul(grad8.T, post8, scale * 2.0**-6, dtype)
+        return grad_x, grad_in, grad_out, None
+
+
 # -----------------------------------------------------------------------------
 # The twins, and the choice among them
 
@@ -315,6 +354,7 @@ class FusedFP8MLP(FusedMLP):
 # for. A fork may edit these by less than `fault` detects; its twin is then not used.
 TWINS = {
     "chunk_loss": (fused_chunk_loss, ("9296a41f2efc", "9ea13d106d61")),
+    "fp8_mlp": (AllFP8MLP.apply, ("b87edc7de2b2",)),
     "fp8_relu2_mlp": (FusedFP8MLP.apply, ("f3c343130c4c",)),
     "relu2_mlp": (FusedMLP.apply, ("d618c7ed1e58",)),
 }
@@ -345,10 +385,11 @@ def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
     """Return example arguments of a twin, for so many tokens, or for a chunk of them."""
     drawn = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     C, V, count = hp.model_dim, hp.vocab_size, getattr(hp, "most_targets", 1)
+    width = getattr(hp, "mlp_width", 0) or 4 * C
     if name == "relu2_mlp":
-        return drawn(rows, C), drawn(4 * C, C), drawn(C, 4 * C)
-    if name == "fp8_relu2_mlp":
-        scale = torch.full((), C / 10, device=device) if hp.fp8_mlp == "both" else None
+        return drawn(rows, C), drawn(width, C), drawn(C, width)
+    if name in ("fp8_relu2_mlp", "fp8_mlp"):
+        scale = torch.full((), C / 10, device=device) if hp.fp8_mlp != "up" else None
         return *example("relu2_mlp", model, hp, device, dtype, rows), scale
     head = type(model.lm_head)(hp)
     head.to(device, torch.promote_types(dtype, model.lm_head.weight.dtype))

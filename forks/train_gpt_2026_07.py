@@ -294,17 +294,20 @@ def fp8_relu2_mlp(x, w_in, w_out, scale: Tensor | None) -> tuple[Tensor, Tensor]
 class MLP(base.MLP):
     """train_gpt_2026.py's MLP. In training, forward matmuls are in FP8 if the kernel is in use."""
 
+    fp8_product = t.Late(lambda: fp8_relu2_mlp)
+    room = 1.8  # for the largest square to grow in the next step
+
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
-        self.squares_in_fp8 = hp.fp8_mlp == "both"
+        self.squares_in_fp8 = hp.fp8_mlp != "up"
         self.register_buffer("scale", torch.ones(()))  # of squares, in FP8
         self.register_buffer("largest", torch.zeros(()), persistent=False)  # one in this step
 
     def product(self, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         """Return relu2_mlp of x (..., C)."""
-        if not (self.training and getattr(fp8_relu2_mlp, "in_use", bool)()):  # without kernels
+        if not (self.training and getattr(self.fp8_product, "in_use", bool)()):  # without kernels
             return super().product(x, w_in, w_out)
-        out, largest = fp8_relu2_mlp(x, w_in, w_out, self.scale if self.squares_in_fp8 else None)
+        out, largest = self.fp8_product(x, w_in, w_out, self.scale if self.squares_in_fp8 else None)
         self.largest.copy_(torch.maximum(self.largest, largest))
         return out
 
@@ -390,7 +393,7 @@ class GPT(base.GPT):
         signs = torch.randn(hp.bigram_signs, hp.model_dim).sign()
         self.register_buffer("signs", signs.bfloat16())
         if hp.fp8_mlp != "off":
-            self.kernels = (*self.kernels, "fp8_relu2_mlp")
+            self.kernels = (*self.kernels, self.blocks[0].mlp.fp8_product.__name__)
         self.mixer_scale = nn.Parameter(torch.tensor([MIXER_SCALE]))
         self.outputs_read |= {layer.source for layer in self.layers if layer.mudd}
         self.mixers = nn.ModuleDict()
@@ -515,13 +518,13 @@ class Optimizers(base.Optimizers):
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and the scales of squares in FP8."""
         norms = super().step(now)
-        if self.hp.fp8_mlp == "both":
+        if self.hp.fp8_mlp not in ("off", "up"):
             mlps = [part for part in self.model.modules() if isinstance(part, MLP)]
             largest = torch.stack([mlp.largest for mlp in mlps])
             if self.world_size > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
             scales = torch.stack([mlp.scale for mlp in mlps])
-            scales = torch.where(largest > 0, 1.8 / 448 * largest, scales)  # with room to grow
+            scales = torch.where(largest > 0, mlps[0].room / 448 * largest, scales)
             torch._foreach_copy_([mlp.scale for mlp in mlps], list(scales))
             torch._foreach_zero_([mlp.largest for mlp in mlps])
         return norms

@@ -33,6 +33,7 @@ import train_gpt_2026 as base
 import train_gpt_2026_07 as record_89
 from anvil import anvil
 from canonical_mask import CanonicalMask
+from fp8_layers import FP8Projection, fp8_mlp
 from ngram_table import NgramTable, ngram_hashes
 from sampled_softmax import Head, plan
 from train_gpt_2026 import UserError, t
@@ -131,6 +132,10 @@ class Hyperparameters(record_89.Hyperparameters):
     ngram_beta2: float = 0.95  # the n-gram table's beta2 in two steps
     ngram_decay: float = 0.025  # cautious weight decay of the table, times lr^2, in two steps
     ngram_slow_from: int = 336  # first step from which it learns at each fourth, not second, step
+    fp8_mlp: Literal["off", "up", "both", "all"] = (
+        "off"  # matmuls of MLPs in FP8, all: also backward
+    )
+    fp8_attention: bool = False  # matmuls that make q, k and v in FP8, forward and backward
     optimizer: Literal["muon", "anvil"] = "muon"  # of matrices
     slow_momentum: float = 0.98  # ANVIL's second momentum
     anvil_from: int = 514  # step from which ANVIL mixes its two momenta
@@ -200,6 +205,8 @@ def changed(hp: record_89.Hyperparameters, **settings) -> Hyperparameters:
         "bigram_rows": 0,
         "attn_scale": 0.085,
         "sampled_softmax": True,
+        "fp8_mlp": "all",
+        "fp8_attention": True,
         "optimizer": "anvil",
         "muon_decay": 2.25,
         "tail_average": True,
@@ -289,6 +296,7 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__(hp, layer)
+        self.fp8 = hp.fp8_attention
         if layer.narrow:
             self.scale = hp.narrow_scale
 
@@ -310,7 +318,11 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
         """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C) and a table's rows."""
         parts = self.qkv_weights()
         qkv_w = self.lambdas[0] * torch.cat([part.flatten(0, 1) for part in parts])
-        qkv = F.linear(x, qkv_w.type_as(x)).split([len(p) * p.size(1) for p in parts], dim=-1)
+        if self.fp8 and self.training and t.fp8_supported(x.device):
+            qkv = FP8Projection.apply(x.flatten(0, -2), qkv_w.type_as(x))[None]
+        else:
+            qkv = F.linear(x, qkv_w.type_as(x))
+        qkv = qkv.split([len(p) * p.size(1) for p in parts], dim=-1)
         q, k, v = (part.unflatten(-1, (len(p), -1)) for part, p in zip(qkv, parts, strict=True))
         if value is not None:
             value = self.gated(x, value.view(1, -1, *self.head_shape))
@@ -327,10 +339,12 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
 
 
 class MLP(record_89.MLP):
-    """train_gpt_2026_07.py's MLP, of another width."""
+    """train_gpt_2026_07.py's MLP, of another width, and with backward matmuls in FP8, too."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
+        if hp.fp8_mlp == "all":
+            self.fp8_product, self.room = fp8_mlp, 1.03
         if hp.mlp_width:
             self.c_fc.weight = nn.Parameter(self.c_fc.weight.detach()[: hp.mlp_width].clone())
             self.c_proj.weight = nn.Parameter(

@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -238,10 +239,12 @@ def report(label: str, graphs: list[torch.fx.GraphModule]) -> None:
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "forks")]
+import anvil  # noqa: E402
 import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
 import train_gpt_2026 as fork  # noqa: E402
 import train_gpt_2026_07 as newest  # noqa: E402
+import train_gpt_2026_08 as of_august  # noqa: E402
 
 for option, value in train_gpt.compiled.options.items():
     setattr(inductor_config, option, value)
@@ -297,13 +300,13 @@ def layer_graphs_2026(hp, run):
         x, added, value, source = activations(hp, 4)
         tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
         mask = model.masks(tokens, now)[layer.mask]
-        rotary = model.rotary(torch.arange(hp.seq_len), now)[layer.paired]
+        rotary = model.rotary(torch.arange(hp.seq_len), now)[layer.rotary]
         value, source = (
             tensor if named is not None else None
             for tensor, named in ((value, layer.values), (source, layer.source))
         )
         arguments = [x, added, value, rotary, mask, source]
-        if run is newest.Run:
+        if issubclass(run, newest.Run):
             sizes = dict.fromkeys(("alpha", "gate", "w1", "w2"), hp.num_heads)
             if layer.mudd:
                 sizes |= dict.fromkeys(("keep", "attention", "keep mlp", "mlp"), 1)
@@ -343,6 +346,9 @@ def muon_graphs(hp, run, square_only=False):
     orthogonalise = train_gpt.zeropower_via_newtonschulz5
     if run is not train_gpt.Run and hp.polar_express:
         orthogonalise = fork.polar_express
+    is_anvil = getattr(hp, "optimizer", "muon") == "anvil"
+    if is_anvil:
+        orthogonalise = anvil.orthogonalise
 
     def as_on_a_gpu(direction):
         return orthogonalise(direction.bfloat16())
@@ -355,6 +361,12 @@ def muon_graphs(hp, run, square_only=False):
             continue
         grad, buffer = (torch.zeros(rows.own.shape) for _ in range(2))
         arguments = grad, buffer, torch.tensor(0.9), hp.momentum_damped, as_on_a_gpu
+        if is_anvil:
+            anvil.orthogonalise = as_on_a_gpu
+            numbers = [torch.tensor(number) for number in (0.9, 0.85, 0.4)]
+            arguments = grad, buffer, grad.clone(), *numbers, hp.slow_momentum
+            yield f"anvil {height} x {width}", captured(anvil.directions, *arguments)
+            continue
         yield f"muon {height} x {width}", captured(train_gpt.muon_updates, *arguments)
 
 
@@ -369,9 +381,11 @@ def graphs_of(part: str, hp, run):
 
 def main(record: str, choice: str, *parts: str) -> None:
     """Report on the parts of a record, with the kernels or without them."""
-    runs = train_gpt.Run, fork.Run, newest.Run
+    runs = train_gpt.Run, fork.Run, newest.Run, of_august.Run
     run = next(run for run in runs if record in run.records)
     hp = run.records[record]
+    if run is of_august.Run:
+        hp = replace(hp, canonical_mask=False, ngram_rows=1234)  # what the kernels do not see
     if choice == "on":
         gpu_kernels.IN_USE.update({name: twin for name, (twin, *_) in gpu_kernels.TWINS.items()})
     for part in parts:

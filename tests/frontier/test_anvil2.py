@@ -13,12 +13,15 @@ import runs
 import tail_average
 import train_gpt
 import train_gpt_2026_08 as script
+from fp8_layers import FP8Projection
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
 from frontier import reference_2026_08 as reading
 from frontier import test_newest, test_rows
 from frontier.test_sampled_softmax import chosen_by_rule
 from gpt2 import gpt2_encoding
+from reference import relative_error
+from test_kernels import interpreted, kernels, randn
 from train_gpt_2026_08 import GPT, RECORDS, Moment, Optimizers, Run
 
 NAME = "2026-08-30_ANVIL2"
@@ -338,6 +341,105 @@ def test_a_shorter_run_averages_the_same_share():
             step for step in range(180) if tail_average.rate("mlp", average, Moment(step, hp), hp)
         ]
         assert 0 <= min(steps) - first < 4 and max(steps) == 179
+
+
+# -----------------------------------------------------------------------------
+# FP8
+
+
+def e5m2(x: torch.Tensor) -> torch.Tensor:
+    """Round to two bits after the first, or to multiples of 2^-16; up to 57344."""
+    step = 2.0 ** (x.frexp().exponent.clamp(min=-13) - 3)
+    return ((x / step).round() * step).clamp(-57344, 57344)
+
+
+@interpreted
+@pytest.mark.parametrize("kilobytes", [99, 227])
+@pytest.mark.parametrize("scale", [1 / 128, 1 / 8])
+def test_the_mlp_in_fp8_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
+    """As in test_newest.py. What is stored in FP8 is near what is given; products are of that."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(kernels, "card", lambda device: (3, kilobytes))
+    inputs = [randn(1, 130, 64), randn(272, 64, seed=1) / 8, randn(64, 272, seed=2) / 16]
+    factors = [2.0**-10, 2.0**-11]  # powers of two: quotients are exact
+    for tensor, factor in zip(inputs[1:], factors, strict=True):
+        tensor.clamp_(-448 * factor, 448 * factor).view(-1)[0] = 448 * factor
+    seen, scaled_mm = [], torch._scaled_mm
+
+    def see(*given, **options):
+        seen.append([part.double() for part in given[:2]])
+        return scaled_mm(*given, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", see)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    grad = randn(1, 130, 64, seed=3)
+    out, largest = kernels.AllFP8MLP.apply(*inputs, torch.tensor(scale))
+    found = torch.autograd.grad(out, inputs, grad)
+    x, w_in, w_out, grad = (tensor.detach().double().squeeze() for tensor in (*inputs, grad))
+    x8 = test_newest.e4m3(16 * x) / 16
+    in8, out8 = (test_newest.e4m3(w / f) * f for w, f in zip((w_in, w_out), factors, strict=True))
+    post = (x8 @ in8.T).clamp(min=0) ** 2
+    assert largest.item() == pytest.approx(post.max().item(), rel=1e-6)
+    post8 = scale * seen[0][0]
+    given = post.clamp(max=448 * scale)
+    far = (post8 - given).abs() > given / 16 + 2.0**-6 * scale  # where it does not carry
+    assert far.float().mean() < 0.05
+    assert relative_error(out[0], post8 @ out8.T) < 2e-6
+    grad8 = e5m2(64 * grad) / 64
+    pre = (grad8 @ out8) * 2 * post8.sqrt()
+    pre_back = pre.abs().max() / 57344
+    pre8 = pre_back * seen[1][0]
+    assert relative_error(pre8, pre_back * e5m2(pre / pre_back)) < 1e-3
+    for one, right in zip(found, (pre8 @ in8, pre8.T @ x8, grad8.T @ post8), strict=True):
+        assert relative_error(one.squeeze(0), right) < 2e-6
+
+
+def test_the_projection_in_fp8_equals_float64_with_gradients():
+    """Some inputs are above 8, and some gradients above 1: they are clamped, and learn."""
+    x, w = (randn(48, 64) * 4).bfloat16(), (randn(80, 64, seed=1) / 8).bfloat16()
+    grad = (randn(48, 80, seed=2) / 2).bfloat16()
+    out = FP8Projection.apply(x.requires_grad_(), w.requires_grad_())
+    out.backward(grad)
+    assert out.dtype == torch.bfloat16 and x.abs().max() > 8 and grad.abs().max() > 1
+    largest = w.detach().double().abs().max()
+    x8, w8, grad8 = (
+        test_newest.e4m3(part.detach().double() / size * 448) * size / 448
+        for part, size in ((x, 8), (w, largest), (grad, 1))
+    )
+    for one, right in ((out, x8 @ w8.T), (x.grad, grad8 @ w8), (w.grad, grad8.T @ x8)):
+        assert relative_error(one.detach(), right) < 4e-3  # of bfloat16, and of ties
+
+
+def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
+    """In training, where a GPU has it: seven projections and eleven MLPs. The next step's scales of
+    squares are of this one's largest, with little room."""
+    monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: True)
+    monkeypatch.setattr(script.fp8_mlp, "in_use", lambda: True)
+    calls = []
+
+    def project(x, w):
+        calls.append(tuple(w.shape))
+        return x @ w.T
+
+    monkeypatch.setattr(script.FP8Projection, "apply", project)
+    model, now = drawn(SMALL, randomize), Moment(700, SMALL)
+    inputs, targets = test_rows.sequence(512)
+    optimizers = Optimizers(model, SMALL)
+    mlps = [part for part in model.modules() if isinstance(part, script.MLP)]
+    assert model.kernels[-1] == "fp8_mlp" and len(mlps) == 11
+    model(inputs, targets, now).backward()
+    rows = [192, 144, 192, 288, 192, 144, 288]  # of q, k and v in layers 0, 1, 2, 3, 5, 8, 10
+    assert calls == [(count, 96) for count in rows]
+    largest = torch.stack([mlp.largest for mlp in mlps])
+    optimizers.before_last_backward(now)
+    model.ngrams.learn = lambda now: None
+    optimizers.step(now)
+    scales = torch.stack([mlp.scale for mlp in mlps])
+    assert (largest > 0).all() and relative_error(scales, 1.03 / 448 * largest) < 1e-6
+    calls.clear()
+    train_gpt.evaluate(model, (inputs[None], targets[None]), now, CPU)
+    assert not calls
 
 
 # -----------------------------------------------------------------------------

@@ -6,9 +6,11 @@ import test_gpu_code
 import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
+import train_gpt_2026_08
 from test_gpu_code import check, rows_of
 
-RECORDS = [*train_gpt.RECORDS, *train_gpt_2026.RECORDS, *train_gpt_2026_07.RECORDS]
+SCRIPTS = train_gpt, train_gpt_2026, train_gpt_2026_07, train_gpt_2026_08
+RECORDS = [name for script in SCRIPTS for name in script.RECORDS]
 # Bytes of registers that kernels of the layers' backward pass spill, at most.
 SPILLED = {
     "h100": test_gpu_code.SPILLED["h100"],
