@@ -119,8 +119,7 @@ STAGES_DEMO = (
 class Hyperparameters(record_89.Hyperparameters):
     """train_gpt_2026_07.py's settings, and those of record 92."""
 
-    attention_border: int = 0  # if documents are cut later, attention in training ends at each such
-    # number of a document's tokens, 0: never
+    attention_border: int = 0  # in training, attention ends at multiples of this in a document
     narrow_heads: bool = True  # heads are narrow in layers with the words narrow and narrowv
     narrow_scale: float = 0.13  # initial factor on the products of narrow q and k
     mlp_width: int = 0  # hidden channels of an MLP, 0: 4 model_dim
@@ -132,9 +131,7 @@ class Hyperparameters(record_89.Hyperparameters):
     ngram_beta2: float = 0.95  # the n-gram table's beta2 in two steps
     ngram_decay: float = 0.025  # cautious weight decay of the table, times lr^2, in two steps
     ngram_slow_from: int = 336  # first step from which it learns at each fourth, not second, step
-    fp8_mlp: Literal["off", "up", "both", "all"] = (
-        "off"  # matmuls of MLPs in FP8, all: also backward
-    )
+    fp8_mlp: Literal["off", "up", "both", "all"] = "off"  # FP8 in MLPs; all: backward, too
     fp8_attention: bool = False  # matmuls that make q, k and v in FP8, forward and backward
     optimizer: Literal["muon", "anvil"] = "muon"  # of matrices
     slow_momentum: float = 0.98  # ANVIL's second momentum
@@ -153,46 +150,27 @@ def check(hp: Hyperparameters) -> None:
     counts = [count for stage in base.stage_table(hp) for count in stage.candidates]
     size, rows = hp.vocab_size, hp.ngram_rows
     narrow = [layer for layer in layers if layer.narrow or layer.narrow_values]
+    bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
+    bad_counts = any(count % 16 or not 0 < count <= size for count in counts)
+    bad_rows = rows and (rows % 2 or rows < 6 or rows > 2**31)
+    bad_signs = rows and (hp.bigram_rows or not hp.bigram_signs)
+    bad_cycle = rows and (hp.ngram_slow_from % 4 or hp.adam_every != 2)
     for name, wrong, rule in (
-        (
-            "layers",
-            any(layer.window != "short" or layer.composed for layer in narrow),
-            "narrow heads are short, and not composed",
-        ),
-        ("layers", max(layer.mlps for layer in layers) > 2, "a layer has at most two MLPs"),
+        ("layers", any(row.window != "short" for row in narrow), "narrow heads are short"),
+        ("layers", max(row.mlps for row in layers) > 2, "a layer has at most two MLPs"),
         ("layers", layers[-1].mudd and layers[-1].mlps != 1, "the layer of mudd has one MLP"),
         ("mlp_width", hp.mlp_width > 4 * hp.model_dim, "must be at most 4 model_dim"),
-        (
-            "mudd_groups",
-            hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width),
-            "must divide model_dim, and needs --mudd_width above 0",
-        ),
-        (
-            "stages",
-            any(count % 16 or not 0 < count <= size for count in counts),
-            f"candidates must be multiples of 16, from 16 to {size}",
-        ),
+        ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
+        ("stages", bad_counts, f"candidates must be multiples of 16, from 16 to {size}"),
         ("sampled_softmax", hp.sampled_softmax and not counts, "needs candidates in --stages"),
         (
             "sampled_softmax",
             hp.sampled_softmax and size % 128,
             "needs vocab_size a multiple of 128",
         ),
-        (
-            "ngram_rows",
-            rows and (rows % 2 or rows < 6 or rows > 2**31),
-            "must be even, and from 6 to 2^31",
-        ),
-        (
-            "ngram_rows",
-            rows and (hp.bigram_rows or not hp.bigram_signs),
-            "needs --bigram_rows 0 and --bigram_signs above 0",
-        ),
-        (
-            "ngram_rows",
-            rows and (hp.ngram_slow_from % 4 or hp.adam_every != 2),
-            "needs --ngram_slow_from a multiple of 4, --adam_every 2",
-        ),
+        ("ngram_rows", bad_rows, "must be even, and from 6 to 2^31"),
+        ("ngram_rows", bad_signs, "needs --bigram_rows 0 and --bigram_signs above 0"),
+        ("ngram_rows", bad_cycle, "needs --ngram_slow_from a multiple of 4, --adam_every 2"),
     ):
         if wrong:
             raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
@@ -200,7 +178,6 @@ def check(hp: Hyperparameters) -> None:
 
 def changed(hp: record_89.Hyperparameters, **settings) -> Hyperparameters:
     """Return a record of train_gpt_2026_07.py with all techniques of record 92, and settings."""
-    adam = hp.adam_groups.replace("values+lr=.6", "values+lr=.56")
     techniques = {
         "bigram_rows": 0,
         "attn_scale": 0.085,
@@ -213,7 +190,7 @@ def changed(hp: record_89.Hyperparameters, **settings) -> Hyperparameters:
         "canonical_mask": True,
         "lr_final": 0.3,
         "momentum_end": 0.93,
-        "adam_groups": adam,
+        "adam_groups": hp.adam_groups.replace("values+lr=.6", "values+lr=.56"),
     }
     return Hyperparameters(**vars(hp) | techniques | settings)
 
@@ -300,14 +277,10 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
         if layer.narrow:
             self.scale = hp.narrow_scale
 
-    def by_head(self, weights: Tensor) -> Tensor:
-        """Return weights (H * D, C) as (H, D, C)."""
-        return weights.unflatten(0, self.head_shape)
-
     def qkv_weights(self) -> list[Tensor]:
         """Return the weights of q, k and v, each (H, D, C) or narrower. Of q and k, the channels
         that rotate are the first half of both halves, with half RoPE."""
-        *qk, v = map(self.by_head, super().qkv_weights())
+        *qk, v = super().qkv_weights().unflatten(1, self.head_shape)
         if self.layer.narrow:
             qk = [part.unflatten(1, (4, -1))[:, ::2].flatten(1, 2) for part in qk]
         if self.layer.narrow_values:
@@ -346,10 +319,9 @@ class MLP(record_89.MLP):
         if hp.fp8_mlp == "all":
             self.fp8_product, self.room = fp8_mlp, 1.03
         if hp.mlp_width:
-            self.c_fc.weight = nn.Parameter(self.c_fc.weight.detach()[: hp.mlp_width].clone())
-            self.c_proj.weight = nn.Parameter(
-                self.c_proj.weight.detach()[:, : hp.mlp_width].clone()
-            )
+            up, down = self.c_fc.weight.detach(), self.c_proj.weight.detach()
+            self.c_fc.weight = nn.Parameter(up[: hp.mlp_width].clone())
+            self.c_proj.weight = nn.Parameter(down[:, : hp.mlp_width].clone())
 
 
 class Block(record_89.Block):
@@ -380,7 +352,10 @@ class Block(record_89.Block):
             read = base.recomputed_if_small(t.norm, x, self.eps)
             return numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read), read
         if out is not None or added is not None:
-            x = sum(part for part in (keep[0] * x, out, added) if part is not None)
+            x = keep[0] * x
+        for part in (out, added):
+            if part is not None:
+                x = x + part
         read = base.recomputed_if_small(t.norm, x, self.eps)
         x = keep[1] * x
         for mlp in (self.mlp, self.second_mlp):
@@ -438,17 +413,17 @@ class GPT(record_89.GPT):
         made = super().mixer_constants()
         if "end" in made:
             tables = [layer.values for layer in self.layers if layer.values is not None]
-            late = self.layers[-1].source
-            names = [*tables, "read"] if late is None else [*tables, "read", f"source {late}"]
+            names = [*tables, "read"]
+            if self.layers[-1].source is not None:
+                names.append(f"source {self.layers[-1].source}")
             made["end"] |= dict.fromkeys(names, [0.0])
         return made
 
     @torch.no_grad()
     def masks(self, input_seq: Tensor, now: Moment) -> dict:
         """Return the masks of input_seq (T,), by Layer.mask."""
-        border = self.hp.attention_border
-        if self.training and border and now.longest > border:
-            input_seq = with_borders(input_seq, border)
+        if self.training and self.hp.attention_border:
+            input_seq = with_borders(input_seq, self.hp.attention_border)
         return super().masks(input_seq, now)
 
     def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:
@@ -608,7 +583,7 @@ class Optimizers(record_89.Optimizers):
 
 
 class Run(record_89.Run):
-    """A run with these techniques."""
+    """A run of this record."""
 
     records = RECORDS
     default_record = "2026-08-30_ANVIL2"

@@ -128,14 +128,13 @@ def test_what_narrow_heads_lack_never_learns(randomize, vocabulary_of_512):
 
 @pytest.mark.parametrize("step", [10, 700, 1194])
 def test_masks_have_borders_in_training_alone(step, vocabulary_of_512):
-    """Where documents may be longer. Windows of pairs count two places for each token."""
+    """Windows of pairs count two places for each token."""
     hp = replace(SMALL, attention_border=1000)
     model, now, (tokens, _) = GPT(hp), Moment(step, hp), test_rows.sequence(2944)
     for training in (True, False):
         masks = model.train(training).masks(tokens, now)
-        bordered = training and step >= 320
-        seen = reading.with_borders(tokens, 1000) if bordered else tokens
-        assert bordered == (not torch.equal(seen, tokens))
+        seen = reading.with_borders(tokens, 1000) if training else tokens
+        assert training == (not torch.equal(seen, tokens))
         short, long = reading.windows(step)
         expected = {"short": (short, 1), "long": (long, 1), "short+pair": (short, 2)}
         assert set(masks) == set(expected)
