@@ -38,10 +38,7 @@ def one(tmp_path) -> Path:
     return path
 
 
-FORKS = [path for path in sorted(HERE.glob("forks/*.py")) if "\nclass Run(" in path.read_text()]
-
-
-@pytest.mark.parametrize("name", [*FORKS, None], ids=str)
+@pytest.mark.parametrize("name", [*script.of_project()[1:], None], ids=str)
 def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
     name, small_fork, one
 ):

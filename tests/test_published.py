@@ -27,7 +27,7 @@ def printed(capsys):
 
 @pytest.mark.parametrize(
     "script",
-    [f"{name}.py" for name in ("train_gpt", "forks/train_gpt_2026", "forks/train_gpt_2026_07")],
+    ["train_gpt.py", *(f"forks/train_gpt_{name}.py" for name in ("2026", "2026_07", "2026_08"))],
 )
 def test_without_a_flag_a_record_is_a_line_as_the_table_in_readme_has_it(script, printed):
     _, lines, _ = printed(script)
@@ -53,6 +53,19 @@ def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
     ]
     _, lines, _ = printed("forks/train_gpt_2026.py", "--diff", "2025-08", "2026-03")
     assert ["momentum_cooldown_steps", "0", "50"] in [re.split("  +", line) for line in lines]
+
+
+def test_diff_finds_records_of_two_scripts(printed):
+    """A setting that one script lacks is -."""
+    _, lines, _ = printed("--diff", "2026-07", "2026-08")
+    rows = [re.split("  +", line) for line in lines]
+    assert rows[0] == ["setting", "2026-07-17_FP8DownProjection", "2026-08-30_ANVIL2"]
+    expected = (
+        ["muon_decay", "1.2", "2.25"],
+        ["optimizer", "-", "anvil"],
+        ["ngram_rows", "-", "84602880"],
+    )
+    assert all(row in rows for row in expected) and not any(row[0] == "seed" for row in rows)
 
 
 def write_log(path, record: str, curve: dict, place: str = H100S, data: str = "fineweb"):
@@ -87,7 +100,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     other = write_log(tmp_path / "it.txt", "2025-01-26_BatchSize", {0: (10.8, 0)}, data="mine")
     cases = {
         "nothing is published": [other],
-        "--record 2026-03: forks/train_gpt_2026.py has it": ["--diff", "demo", "2026-03"],
+        "--record 1999: must be one of": ["--diff", "demo", "1999"],
         f"Is a directory: '{tmp_path}'": [tmp_path],
         "No such file or directory: 'no_such.txt'": ["no_such.txt"],
     }

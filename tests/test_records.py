@@ -51,7 +51,8 @@ def test_published_curves_agree_with_the_records_and_the_official_results():
         for curve in [row, row["one_h100"]] if "one_h100" in row else [row]:
             assert curve["losses"].keys() == curve["seconds"].keys()
             losses, times = list(curve["losses"].values()), list(curve["seconds"].values())
-            assert losses == sorted(losses)[::-1] and times == sorted(times) and times[0] == 0
+            assert losses == sorted(losses)[::-1] and times == sorted(times)
+            assert times[0] == 0 or len(times) == 1  # a record may validate once
         *steps, last = map(int, row["losses"])
         assert abs(row["losses"][str(last)] - row["mean"]) <= 2 * row["deviation"]
         # Until 2026-01-04 the official minutes are the logs' within 0.14 s. Later ones are counted

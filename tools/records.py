@@ -1,7 +1,8 @@
 """Prints the records of a script, and their published results.
 
     ./run.sh tools/records.py [SCRIPT.py]              a line for each: steps, published time, loss
-    ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings in which two records differ
+    ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings in which two records differ, of
+                                                       this script or of others in the project
     ./run.sh tools/records.py logs/RUN.txt             a run's losses beside the published ones
 
 Published losses are those on FineWeb: means of all runs if their logs are public, else of one run.
@@ -35,13 +36,24 @@ def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
     console.print_table(rows)
 
 
+def script_with(path: Path, record: str) -> Path:
+    """Return the first script, of this one and then those of the project, that has a record whose
+    name begins so; this one if none has."""
+    for other in (path, *script.of_project()):
+        if any(name.startswith(record) for name in script.load(other).records):
+            return other
+    return path
+
+
 def print_difference(path: Path, names: list[str]) -> None:
-    """Print the settings in which two records of a script differ."""
-    (a, name_a), (b, name_b) = (script.parse(path, ["--record", name]) for name in names)
+    """Print the settings in which two records differ. A script may lack a setting: -."""
+    (a, name_a), (b, name_b) = (
+        script.parse(script_with(path, name), ["--record", name]) for name in names
+    )
     rows = [["setting", name_a, name_b]]
-    for setting in vars(a):
+    for setting in vars(a) | vars(b):
         # A setting that is a table, such as `layers`, has a row here for each of its rows.
-        tables = [show(getattr(hp, setting)).split(",") for hp in (a, b)]
+        tables = [show(getattr(hp, setting, "-")).split(",") for hp in (a, b)]
         for i, (one, other) in enumerate(itertools.zip_longest(*tables, fillvalue="-")):
             title = f"{setting} {i}" if max(map(len, tables)) > 1 else setting
             if one != other:

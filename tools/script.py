@@ -18,6 +18,12 @@ from train_gpt import HERE, Hyperparameters, UserError, show
 OWN = Path(train_gpt.__file__).resolve()  # the default script
 
 
+def of_project() -> list[Path]:
+    """Return the project's scripts. Other files in forks/ are parts of some, without a Run."""
+    forks = sorted(HERE.glob("forks/*.py"))
+    return [OWN, *(path for path in forks if "\nclass Run(" in path.read_text("utf-8"))]
+
+
 def find(name: str | Path) -> Path:
     """Return the path of a script, which is looked for in the current folder, then in the project,
     then in forks/. UserError if there is none."""
@@ -25,7 +31,7 @@ def find(name: str | Path) -> Path:
     places = [folder / path for folder in (Path.cwd(), HERE, HERE / "forks")]
     found = [place.resolve() for place in places if place.is_file()]
     if not found or path.suffix != ".py":
-        known = ", ".join(show(path) for path in (OWN, *sorted(HERE.glob("forks/*.py"))))
+        known = ", ".join(show(path) for path in of_project())
         raise UserError(f"there is no script {name}: name one by its path, such as {known}")
     return found[0]
 

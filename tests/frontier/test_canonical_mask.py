@@ -1,0 +1,133 @@
+"""The mask of tokens that cannot follow, of forks/train_gpt_2026_08.py: beside published numbers,
+and beside GPT-2's tokenizer itself."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+import train_gpt_2026_08 as script
+from canonical_mask import CanonicalMask
+from frontier import test_anvil2, test_rows
+from gpt2 import gpt2_encoding
+from train_gpt import HERE, load_data_shard
+
+ENCODING = gpt2_encoding()
+TEXTS = [ENCODING.decode_single_token_bytes(token) for token in range(50256)]
+
+
+@pytest.fixture(scope="module")
+def mask() -> CanonicalMask:
+    return CanonicalMask(50304)
+
+
+def hidden_after(mask: CanonicalMask, token: int) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(mask.impossible_after(token), bitorder="little"))
+
+
+# By the published program: of a token, how many cannot follow, and the sum of their numbers.
+PUBLISHED = {
+    0: (133, 3501594),
+    6: (144, 3814929),
+    11: (114, 2871349),
+    13: (283, 6727448),
+    64: (6403, 157266365),
+    198: (0, 0),
+    220: (16185, 411455495),
+    262: (978, 24466706),
+    338: (0, 0),  # a contraction
+    464: (705, 17262786),
+    50256: (0, 0),
+    50303: (0, 0),  # padding
+}
+
+
+def test_it_has_the_published_numbers(mask):
+    for token, (count, total) in PUBLISHED.items():
+        found = hidden_after(mask, token)
+        assert (len(found), found.sum()) == (count, total), token
+
+
+def assert_possible(mask: CanonicalMask, tokens: np.ndarray) -> None:
+    """Whatever follows a token in a text can follow it."""
+    for token in set(tokens[:-1].tolist()):
+        after = tokens[1:][tokens[:-1] == token]
+        assert not set(after.tolist()) & set(hidden_after(mask, token).tolist()), token
+
+
+def test_real_text_is_possible(mask):
+    assert_possible(mask, np.array(load_data_shard(HERE / "data/kjv_val_000000.bin")[:20000]))
+
+
+def test_made_up_text_of_all_kinds_is_possible(mask):
+    """Words, contractions, numbers, white space of all kinds, other scripts, broken characters."""
+    generator = random.Random(0)
+    parts = [
+        *"abcdefghijklmnopqrstuvwxyzEASN 019.,'\n\t-_ ",
+        "  ",
+        "'re",
+        "it's",
+        " I'll",
+        "é",
+        "中",
+    ]
+    parts += [
+        "日本",
+        "🙂",
+        "\u00a0",
+        "\u2003",
+        "\x1c",
+        "ß",
+        "½",
+        "Ⅷ",
+        "\u0301",
+        " the",
+        "ing",
+        "\ufffd",
+    ]
+    text = "".join(generator.choices(parts, k=40000))
+    assert_possible(mask, np.array(ENCODING.encode(text, disallowed_special=())))
+
+
+def test_of_words_it_excludes_just_what_the_tokenizer_would_join(mask):
+    """If there is one word, p and then x, they stay two tokens, or x is excluded."""
+    generator = random.Random(1)
+    first = [i for i in range(256, 50256) if TEXTS[i].lstrip(b" ").isalpha()]
+    later = [i for i in range(50256) if TEXTS[i].isalpha()]
+    excluded = 0
+    for token in generator.sample(first, 300):
+        hidden = set(hidden_after(mask, token).tolist())
+        others = generator.sample(later, 20) + [x for x in hidden if TEXTS[x].isalpha()][:20]
+        for x in others:
+            found = ENCODING.encode_ordinary((TEXTS[token] + TEXTS[x]).decode())
+            assert (x in hidden) == (found != [token, x]), (TEXTS[token], TEXTS[x])
+            excluded += x in hidden
+    assert excluded > 3000
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_only_the_last_validation_excludes_them(is_last, randomize, vocabulary_of_512):
+    """Its loss is that of all other tokens, in float64."""
+    hp = replace(test_anvil2.SMALL, ngram_rows=0, num_iterations=20)
+    model, now = randomize(script.GPT(hp)).eval(), script.Moment(20 if is_last else 10, hp)
+    inputs, targets = test_rows.sequence(512)
+    targets[:100] = 1  # of which some are excluded
+    with torch.no_grad():
+        logits = model.hidden(inputs, now).double() @ model.lm_head.weight.double().T
+        capped = 23 * torch.sigmoid((logits + 5) / 7.5)
+    for row, token in zip(capped, inputs.tolist() if is_last else [], strict=False):
+        row[hidden_after(model.canonical, token)] = -60.0
+    expected = -torch.log_softmax(capped, -1)[torch.arange(512), targets].mean().item()
+    found = train_gpt.evaluate(model, (inputs[None], targets[None]), now, torch.device("cpu"))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (found > 8) == is_last  # a loss of up to 83 for what is excluded
+
+
+def test_the_mask_of_few_tokens_is_a_part_of_that_of_all(mask):
+    small = CanonicalMask(512)
+    for token in (64, 220, 262, 511):
+        expected = [x for x in hidden_after(mask, token) if x < 512]
+        assert hidden_after(small, token).tolist() == expected
