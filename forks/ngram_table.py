@@ -47,7 +47,7 @@ def ngram_adam_(
     (rows,) the number of steps after which it was last updated: what it has missed, it makes up
     for. Where an update shrinks a weight, the weight decays, too: see cautious_adam_."""
     old = rows[ids].to(second.dtype)
-    missed = two_steps_beta ** ((step - learned_at[ids]) / 2)
+    missed = two_steps_beta ** ((step - learned_at[ids]).to(second.dtype) / 2)
     square = second[ids] * missed + (1 - beta) * grads.square().mean(-1)
     update = step_size * grads / (square.sqrt() + 1e-10)[:, None]
     rows[ids] = (old - update - lr_decay * old * (update * old > 0)).to(rows.dtype)

@@ -30,7 +30,9 @@ def choose_candidates(targets: Tensor, offset: Tensor, count: int, vocab_size: i
     looked_at = ((1.7 * needed.double()).long() + 256).clamp(max=vocab_size)
     turn = (pow(SWEEP, -1, vocab_size) * tokens - offset) % vocab_size
     near = ~is_target & (turn < looked_at)
-    last = torch.where(near, turn, vocab_size).sort().values[(needed - 1).clamp(min=0)]
+    # By gather: a tensor () as an index would let the host wait for it.
+    turns = torch.where(near, turn, vocab_size).sort().values
+    last = turns.gather(0, (needed - 1).clamp(min=0)[None])
     number = (~is_target).cumsum(0) - 1  # of tokens that are no targets
     distance = ((vocab_size - count + needed) // needed.clamp(min=1)).clamp(min=1)
     spaced = ~is_target & (number % distance == 0) & (number // distance < needed)
