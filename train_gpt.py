@@ -166,7 +166,7 @@ class Hyperparameters(RunSettings):
     momentum_damped: bool = True  # momentum is an average of gradients; off: a sum
     grad_clip: float = 0.0  # largest global L2 norm of the gradient, 0 for no limit
 
-    fp8: bool = True  # train the head in FP8 on GPUs with FP8
+    fp8: bool = True  # train the head in FP8 on GPUs with FP8, in bfloat16 on CPUs with that
     x_s: float = 2.0  # FP8 scale of the head's input
     w_s: float = 2.0**9  # FP8 scale of the head's weight
     grad_s: float = 2.0**19  # FP8 scale of the logits' gradient
@@ -436,6 +436,12 @@ def fp8_supported(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@torch.compiler.assume_constant_result
+def bfloat16_is_fast(device: torch.device) -> bool:
+    """Say whether a device is a CPU with instructions for matmuls in bfloat16."""
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return x * scale in float8, clamped: a plain cast to float8_e5m2 overflows to inf."""
     largest = torch.finfo(dtype).max
@@ -475,7 +481,8 @@ class FP8Linear(torch.autograd.Function):
 
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is cast to its input's dtype when used. With
-    use_fp8, in training, on hardware with FP8, it is an FP8Linear with these scales."""
+    use_fp8, in training, on hardware with FP8, it is an FP8Linear with these scales. On a CPU with
+    fast bfloat16, float32 inputs are cast to that."""
 
     def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
@@ -488,10 +495,13 @@ class CastedLinear(nn.Linear):
         return self.use_fp8 and self.training and fp8_supported(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features), in bfloat16 with FP8, else x's dtype."""
+        """Map (..., in_features) to (..., out_features), in bfloat16 if it is in use, else x's
+        dtype."""
         if self.in_fp8(x.device):
             out = FP8Linear.apply(x.flatten(0, -2), self.weight, self.x_s, self.w_s, self.grad_s)
             return out.view(*x.shape[:-1], -1)
+        if self.use_fp8 and self.training and x.dtype == torch.float32:
+            x = x.bfloat16() if bfloat16_is_fast(x.device) else x
         return F.linear(x, self.weight.type_as(x))
 
 
@@ -1343,7 +1353,13 @@ class Log:
                 file.truncate(0 if self.is_new else whole)
         # A terminal that says that it has no columns gets lines, as a pipe does.
         has_bar = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
-        self.bar = tqdm(total=hp.num_iterations, file=sys.stdout, leave=False, disable=not has_bar)
+        self.bar = tqdm(
+            total=hp.num_iterations,
+            file=sys.stdout,
+            leave=False,
+            disable=not has_bar,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+        )
         self.result = self.arrival = None  # of that step, on its way to the host
         self.stop = False  # whether a rank had a signal to stop, before that step
         self.ended = 0.0  # when the step before ended, in seconds
@@ -1380,8 +1396,15 @@ class Log:
         line = f"step:{step}/{self.hp.num_iterations} {self.times(step)} train_loss:{loss:.4f}"
         self(line, console=self.bar.disable)
         self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s")
+        left = tqdm.format_interval((self.hp.num_iterations - step) * seconds)  # at this rate
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
         self.write_row(self.row, loss)
+
+    def note_validation(self, done: int, count: int) -> None:
+        """Show how far a validation is. The file's time tells it to run.sh, which sees no bar."""
+        self.bar.set_postfix_str(f"validation {done}/{count}")
+        if self.file is not sys.stdout:
+            os.utime(self.path)
 
     def write_row(self, row: dict, loss: float) -> None:
         """Write an object of the metrics. UserError, on all ranks, if its loss is not finite."""
@@ -1583,11 +1606,14 @@ def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device: torch.device) -> float:
-    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T)."""
+def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device, note=None) -> float:
+    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T).
+    Before each sequence, note(i, n) may show how far this is."""
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
-    for inputs, targets in zip(*batch, strict=True):
+    for i, (inputs, targets) in enumerate(zip(*batch, strict=True)):
+        if note is not None:
+            note(i, len(batch[0]))
         total[0] += model(inputs, targets, now)
         total[1] += 1
     all_reduce_(total)
@@ -1708,6 +1734,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         log(f"the first shard has no token {END_OF_TEXT}: its text counts as one document")
     if on_gpu and hp.fp8 and not fp8_supported(device):
         log("this GPU has no FP8: the head trains in bfloat16")
+    if hp.fp8 and bfloat16_is_fast(device):
+        log("the head trains in bfloat16, in which this CPU is fast")
     log(f"parameters: {sum(p.numel() for p in model.parameters())}")
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
@@ -1736,7 +1764,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         if validate or save or leave:
             log.end_step()
             if validate:
-                loss = evaluate(model, val_batch, now, device)
+                loss = evaluate(model, val_batch, now, device, log.note_validation)
                 log(f"step:{step}/{last_step} val_loss:{loss:.5f} {log.times(step)}")
                 log.write_row({"step": step, "val_loss": loss}, loss)
             if save:

@@ -1,14 +1,20 @@
 """A lost console ends no run: it saves after a signal, or goes on with its log alone."""
 
+import fcntl
 import functools
 import os
 import signal
+import struct
 import sys
+import termios
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import train_gpt
 from conftest import language
 from runs import Program, before_step, console_of, outcome
 from train_gpt import HERE, main
@@ -122,3 +128,23 @@ def test_two_ranks_that_lose_their_console_save(lose, flags, whole):
     assert outcome(Path.cwd(), LAST).rows[-1]["val_loss"] == pytest.approx(
         whole.rows[-1]["val_loss"], abs=1.5e-4
     )
+
+
+def test_a_terminal_shows_validations_and_the_time_left(tiny, tmp_path, monkeypatch):
+    """The rate, and the time left, are those of the last step alone."""
+    monkeypatch.chdir(tmp_path)
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    hp = replace(tiny, run_id="it", num_iterations=8, keep=0)
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        log = train_gpt.Log(hp, 0)
+        os.utime(log.path, (0, 0))
+        log.note_validation(3, 16)
+        assert log.path.stat().st_mtime > time.time() - 100
+        log.ended = time.perf_counter() - 20  # the last step takes 20 s, and 7 are to come
+        log.begin_step(train_gpt.Moment(0, hp), torch.tensor([5.0, 0.0]))
+        log.bar.refresh()
+        log.bar.close()
+    shown = os.read(master, 10**5).decode()
+    assert "validation 3/16" in shown and "loss 5.000" in shown and "02:20 left" in shown

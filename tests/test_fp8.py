@@ -116,3 +116,21 @@ def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tiny):
     assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
     assert relative_error(inputs.grad, x64.grad) < 0.07
     assert relative_error(weight.grad, w64.grad) < 0.07
+
+
+def test_on_a_cpu_with_fast_bfloat16_it_is_in_that_and_only_in_training(monkeypatch):
+    """Products of what bfloat16 rounds, forward and backward. Tests in float64 stay that."""
+    monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    linear, x, grad = layer()
+    out = linear(x)
+    out.backward(grad.bfloat16())
+    x64, w64, g64 = (part.detach().bfloat16().double() for part in (x, linear.weight, grad))
+    expected = x64 @ w64.T, g64 @ w64, g64.T @ x64
+    for found, right in zip((out, x.grad, linear.weight.grad), expected, strict=True):
+        assert 1e-4 < relative_error(found.detach(), right) < 2e-3  # of the result's rounding
+    assert (out.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert linear.eval()(x).dtype == torch.float32
+    assert linear.train().double()(x.double()).dtype == torch.float64
+    linear.use_fp8 = False
+    assert linear.float()(x).dtype == torch.float32

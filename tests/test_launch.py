@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,8 @@ def test_a_name_that_is_taken_starts_nothing_and_adds_no_line(tmp_path, monkeypa
 
 
 def test_something_is_said_when_a_run_says_nothing(tmp_path, monkeypatch):
-    """Of a run that is shown, eight seconds after its last line; of one that is not, always."""
+    """Of a run that is shown, once, if a silence is longer than its usual ones; of one that is not,
+    always."""
     monkeypatch.chdir(tmp_path)
     hp, _ = script.parse(Path(SCRIPT), ["--run_id", "it", "--device", "cpu"])
     shown, hidden = (launch.Live(Path(SCRIPT), hp, label) for label in ("", "pair 1"))
@@ -128,7 +130,11 @@ def test_something_is_said_when_a_run_says_nothing(tmp_path, monkeypatch):
     log.write_text("a line\n")
     assert shown.news() == "" and hidden.news() == "pair 1: step 0/128"
     os.utime(log, (0, log.stat().st_mtime - 7))
-    assert "it.txt has no new line: compilation, warm-up, " in shown.news()
+    assert "it.txt has no new line: compilation, warm-up " in shown.news()
+    assert shown.news() == ""
+    for silence, is_said in ((100, True), (60, False), (20, False), (130, True)):  # pauses of 40
+        os.utime(log, (0, time.time() - silence))
+        assert bool(shown.news()) == is_said
     log.write_text("a line\nand another\n")
     metrics.write_text('{"step": 28, "train_loss": 5.0, "ms": 50.0}\n{"step": 29, "tra')
     assert hidden.check() == shown.news() == "" and hidden.news() == "pair 1: step 28/128, 5 s left"

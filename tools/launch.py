@@ -167,6 +167,8 @@ class Live:
         self.metrics = None  # the open file of metrics
         self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
         self.step, self.ms = 0, 0.0
+        self.heard, self.told = 0.0, 0.0  # when the log was last written, and when before a notice
+        self.pause = 0.0  # the longest between two such times
         columns = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
         self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=not (label and columns))
 
@@ -201,9 +203,15 @@ class Live:
         if self.label:
             left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
             return f"{self.label}: step {self.step}/{self.steps}{left}"
-        quiet = "compilation, warm-up, validation and saving take long"
-        is_late = time.time() - self.log.stat().st_mtime > 7
-        return f"{self.log} has no new line: {quiet}" if is_late else ""
+        written = self.log.stat().st_mtime
+        if self.heard:
+            self.pause = max(self.pause, written - self.heard)
+        self.heard = written
+        # Once a silence, and only if it is longer than this run's own pauses.
+        if self.told == written or time.time() - written < max(7, 3 * self.pause):
+            return ""
+        self.told = written
+        return f"{self.log} has no new line: compilation, warm-up and saving may take minutes"
 
 
 def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
