@@ -19,8 +19,6 @@ os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/data"  # for programs that tests star
 if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
-torch.cpu._is_avx512_bf16_supported = lambda: False  # heads are float32: see test_fp8.py
-
 import train_gpt  # noqa: E402
 from runs import console_of, outcome  # noqa: E402
 

@@ -52,12 +52,15 @@ def work():
     time.sleep(60)
 train_gpt.as_program("mine.py", work)
 """
-STOPPED = """import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
+STOPPED = """import os, pathlib, signal, sys, time
+ready = pathlib.Path(__file__).with_name("ready")
 if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
+    while not ready.exists():  # torchrun has started both
+        time.sleep(0.01)
     os.kill(os.getppid(), signal.SIGTERM)
 else:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ready.touch()
 time.sleep(60)
 """
 
