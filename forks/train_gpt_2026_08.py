@@ -150,6 +150,7 @@ def check(hp: Hyperparameters) -> None:
     counts = [count for stage in base.stage_table(hp) for count in stage.candidates]
     size, rows = hp.vocab_size, hp.ngram_rows
     narrow = [layer for layer in layers if layer.narrow or layer.narrow_values]
+    other_tokens = hp.canonical_mask and not 50257 <= size <= 50304
     bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
     bad_counts = any(count % 16 or not 0 < count <= size for count in counts)
     bad_rows = rows and (rows % 2 or rows < 6 or rows > 2**31)
@@ -161,6 +162,7 @@ def check(hp: Hyperparameters) -> None:
         ("layers", layers[-1].mudd and layers[-1].mlps != 1, "the layer of mudd has one MLP"),
         ("mlp_width", hp.mlp_width > 4 * hp.model_dim, "must be at most 4 model_dim"),
         ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
+        ("canonical_mask", other_tokens, "is for GPT-2's tokens, --vocab_size 50257 to 50304"),
         ("stages", bad_counts, f"candidates must be multiples of 16, from 16 to {size}"),
         ("sampled_softmax", hp.sampled_softmax and not counts, "needs candidates in --stages"),
         (

@@ -453,10 +453,10 @@ def test_settings_are_allowed(words):
 # Without one technique each.
 OFF = """sampled_softmax off;ngram_rows 0 --bigram_rows 50304;optimizer muon;narrow_heads off
 mlp_width 0;mudd_groups 0;layers -mlps\\d;layers -embed;layers -narrowv;layers -bigram;prefix 0
-tail_average off;canonical_mask off;anvil_share 1;attention_border 100;tied_frac 0"""
-LATE = {"tail_average off", "canonical_mask off", "anvil_share 1"}
+tail_average off;anvil_share 1;attention_border 100;tied_frac 0"""
+LATE = {"tail_average off", "anvil_share 1"}
 SIZES = {"vocab_size": 512, "model_dim": 32, "num_heads": 4, "head_dim": 8, "batch_seqs": 2}
-SIZES |= {"bigram_signs": 37, "ngram_rows": 1234, "mlp_width": 120}
+SIZES |= {"bigram_signs": 37, "ngram_rows": 1234, "mlp_width": 120, "canonical_mask": False}
 
 
 @functools.cache
@@ -478,7 +478,7 @@ def test_it_trains_without_any_technique_and_differently(words, monkeypatch):
         assert count
     flags = [f"--{name}", *value.split()]
     kept = {key: size for key, size in SIZES.items() if f"--{key}" not in flags}
-    sizes = [word for key, size in kept.items() for word in (f"--{key}", f"{size}")]
+    sizes = [word for key, size in kept.items() for word in (f"--{key}", train_gpt.show(size))]
     hp, _ = train_gpt.parse_args(["--record", "demo", "--stages", stages, *sizes, *flags], Run)
     losses, whole = first_losses(hp), first_losses(replace(demo, **SIZES))
     assert max(losses) < 7 and losses[3] < losses[0] - 0.02
@@ -492,6 +492,7 @@ BAD = {
     "--mudd_width 0": "needs --mudd_width above 0",
     "--mlp_width 600": "at most 4 model_dim",
     "--optimizer adam": "invalid choice",
+    "--vocab_size 512": "is for GPT-2's tokens",
 }
 
 
