@@ -284,10 +284,16 @@ class FusedMLP(torch.autograd.Function):
         return *grads, None  # for FusedFP8MLP's scale; without one, torch ignores it
 
 
+def as_float8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return x / factor in float8, clamped."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / factor).clamp(-largest, largest).to(dtype)
+
+
 def largest_as_448(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x in float8_e4m3fn, whose largest number is 448, and the factor () back to x."""
     factor = x.abs().max().float().clamp(min=1e-12) / 448
-    return (x.float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn), factor
+    return as_float8(x, factor, torch.float8_e4m3fn), factor
 
 
 class FusedFP8MLP(FusedMLP):
@@ -308,12 +314,6 @@ class FusedFP8MLP(FusedMLP):
         ctx.save_for_backward(rows, w_in, w_out, post)
         ctx.mark_non_differentiable(largest)
         return out.view(x.shape), largest
-
-
-def as_float8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return x / factor in float8, clamped."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / factor).clamp(-largest, largest).to(dtype)
 
 
 class AllFP8MLP(torch.autograd.Function):
@@ -388,9 +388,15 @@ def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
     width = getattr(hp, "mlp_width", 0) or 4 * C
     if name == "relu2_mlp":
         return drawn(rows, C), drawn(width, C), drawn(C, width)
-    if name in ("fp8_relu2_mlp", "fp8_mlp"):
-        scale = torch.full((), C / 10, device=device) if hp.fp8_mlp != "up" else None
+    if name == "fp8_relu2_mlp":
+        scale = torch.full((), C / 10, device=device) if hp.fp8_mlp == "both" else None
         return *example("relu2_mlp", model, hp, device, dtype, rows), scale
+    if name == "fp8_mlp":  # weights as in a model, for which its constant scales are made
+        x, w_in, w_out = example("relu2_mlp", model, hp, device, dtype, rows)
+        with torch.no_grad():
+            w_in *= C**-0.5
+            w_out *= width**-0.5
+        return x, w_in, w_out, torch.full((), 0.1, device=device)
     head = type(model.lm_head)(hp)
     head.to(device, torch.promote_types(dtype, model.lm_head.weight.dtype))
     head.weight.data.normal_(std=4 * C**-0.5)

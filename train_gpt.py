@@ -934,7 +934,7 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
     """Step by torch's fused Adam, for rows of any shape. `betas`, a pair, take the place of
     hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
-    if not rows.state:
+    if "step" not in rows.state:
         rows.state["step"] = torch.zeros(rows.own.shape[:2], device=rows.own.device)
         rows.state["exp_avg"] = torch.zeros_like(rows.own)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own)

@@ -8,9 +8,9 @@ from torch import Tensor
 import train_gpt_2026 as base
 from train_gpt_2026 import t
 
-# (a, b, c) of each map X <- a X + (b A + c A^2) X, with A = X X^T. They differ from map to map, as
-# in Polar Express.
-MAPS = (
+# (a, b, c) of each iteration X <- a X + (b A + c A^2) X, with A = X X^T. They differ, as in Polar
+# Express.
+COEFFICIENTS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
     (3.505298394150, -5.137358782410, 1.968325560615),
@@ -21,14 +21,14 @@ MAPS = (
 
 
 def orthogonalise(G: Tensor) -> Tensor:
-    """Orthogonalise as zeropower_via_newtonschulz5, by these maps."""
-    return t.zeropower_via_newtonschulz5(G, len(MAPS), MAPS, margin=1.05, eps=1e-6)
+    """Orthogonalise as zeropower_via_newtonschulz5, by these iterations."""
+    return t.zeropower_via_newtonschulz5(G, len(COEFFICIENTS), COEFFICIENTS, margin=1.05, eps=1e-6)
 
 
 @t.compiled
-def directions(grad, fast, slow, momentum, fast_beta, fast_share, slow_beta: float) -> Tensor:
+def anvil_updates(grad, fast, slow, momentum, fast_beta, fast_share, slow_beta: float) -> Tensor:
     """Return orthogonal updates (..., rows, cols): of Nesterov's mixture of the gradient with two
-    averages of gradients, which change in place. The other numbers are tensors ()."""
+    averages of gradients, which change in place. All numbers but slow_beta are tensors ()."""
     fast.lerp_(grad, 1 - fast_beta)
     slow.lerp_(grad, 1 - slow_beta)
     return orthogonalise(grad.lerp(slow.lerp(fast, fast_share), momentum))
@@ -51,7 +51,7 @@ def anvil(rows, lr: float, now, hp, factor: float | None = None) -> None:
         rows.state["second_moment"] = base.new_second_moment(rows.grad)
     fast, slow, second = (rows.state[name] for name in ("fast", "slow", "second_moment"))
     numbers = (base.number(value, fast) for value in (now.momentum, now.fast_beta, now.fast_share))
-    update = directions(rows.grad, fast, slow, *numbers, hp.slow_momentum)
+    update = anvil_updates(rows.grad, fast, slow, *numbers, hp.slow_momentum)
     update = base.normuon(update, second, hp.muon_beta2)
     scaled_lr = lr * (base.shape_factor(update.shape, hp) if factor is None else factor)
     rates = base.number(scaled_lr, fast), base.number(lr * hp.muon_decay, fast)

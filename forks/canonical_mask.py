@@ -64,7 +64,7 @@ class CanonicalMask:
                 self.beginning_with[piece].append((token, start, end))
         starts = np.array([kind(text, at_end=False) for text in self.texts])
         self.starting = {name: self.packed(starts == name) for name in "SL?"}
-        # What is computed once is kept: up to 1 GB for all tokens of GPT-2.
+        # What is computed once is kept: up to 1.3 GB for all tokens of GPT-2.
         self.joined_by = cache(self.joined_by)
         self.joined_with = cache(self.joined_with)
         self.impossible_after = cache(self.impossible_after)

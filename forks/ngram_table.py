@@ -153,6 +153,8 @@ class NgramTable:
         step = self.learned_at.new_full((), now.step + 1)
         sums = sums.to(self.second.dtype) / self.hp.batch_seqs
         state = self.rows, self.second, self.learned_at
+        for tensor in (distinct, sums):  # of another size in each cycle of other sequences
+            torch._dynamo.mark_dynamic(tensor, 0)
         ngram_adam_(*state, distinct, sums, step, *rates)
 
     def save(self, path: Path) -> None:
@@ -214,3 +216,19 @@ class NgramTable:
         if start < stop:
             for tensor, part in zip(state, torch.load(file, weights_only=True), strict=True):
                 tensor[start - begin : stop - begin] = part[start - first : stop - first].to(device)
+
+
+@torch.no_grad()
+def table_adam(rows, lr: float, now: base.Moment, hp, betas: tuple, decay: float) -> None:
+    """Step by train_gpt_2026.py's Adam when the n-gram table learns. In between, gradients wait in
+    their sum. Where it learns at each fourth step, betas and decay are those of two steps."""
+    if "waiting" in rows.state:
+        rows.grad.add_(rows.state["waiting"])
+    if not now.ngrams:
+        rows.state["waiting"] = rows.grad.clone()
+        return
+    if "waiting" in rows.state:
+        rows.state["waiting"].zero_()
+    pairs = now.ngram_cycle / 2
+    betas = tuple(beta**pairs for beta in betas)
+    base.adam(rows, lr, now, hp, betas, decay * pairs)

@@ -7,8 +7,10 @@ import torch
 from train_gpt_2026 import t
 
 STEPS = 1194
-# An average of the last steps, by its name: the first of these steps is this one from the end.
+# Length of each average, in steps, counted from the end.
 LENGTHS = {"short": 250, "long": 298}
+SHORT_RATE = 4 / 53  # of the short average, at each fourth step
+BACK = 0.2007  # share of the long average that a bank with a short one takes less
 # How far the last weights move to the averages, by bank. 1: they are replaced. First to the short
 # one, then to the long one.
 SHARES = {
@@ -16,8 +18,8 @@ SHARES = {
     "embed": (0.0, 0.65),
     "values": (1.0, 0.0),
     "qk": (0.0, 0.55),
-    "vo": (1.0, 0.55 - 0.2007),
-    "mlp": (1.0, 0.55 - 0.2007),
+    "vo": (1.0, 0.55 - BACK),
+    "mlp": (1.0, 0.55 - BACK),
 }
 
 
@@ -38,15 +40,17 @@ def rate(bank: str, average: str, now, hp) -> float:
     if not SHARES[bank][average == "long"] or left >= round(LENGTHS[average] / longer):
         return 0.0
     if average == "short":
-        ticks = now.ngrams if bank == "values" else left % 4 == 0
-        return min(4 / 53 * longer, 1.0) * ticks
+        ticks = left % 4 == 0
+        if bank == "values":  # when they learn
+            ticks = now.ngrams if hp.ngram_rows else now.adam
+        return min(SHORT_RATE * longer, 1.0) * ticks
     length = round(LENGTHS["long"] / longer)
     if bank in ("head", "embed"):
         of_one_step = 2 / (length + 1)
         if left == 0:
             return of_one_step
-        return (1 - (1 - of_one_step) ** 2) * (now.adam or left == length - 1)
-    return 2 / (length // 4 + 1) * (now.step % 4 == 1 or left <= 1)
+        return (1 - (1 - of_one_step) ** hp.adam_every) * (now.adam or left == length - 1)
+    return 2 / (length // 4 + 1) * (left % 4 == 0 or left <= 1)
 
 
 def norms(banks: list[tuple]) -> dict[str, torch.Tensor]:
@@ -77,7 +81,8 @@ def mix_(banks: list[tuple]) -> None:
 def average(groups: list[tuple], now, hp) -> None:
     """Let the averages of a rank's rows take in the weights that this step has made; after the last
     step, use them. An average is float32, begins with the first weights that it takes in, and is
-    saved with rows.state. A tied embedding, a copy of the head, has none."""
+    saved with rows.state. A tied embedding, a copy of the head, has none. When it parts from the
+    head, it gets a copy of the head's."""
     banks = [(bank_of(group, rows), rows) for group, rows in groups]
     rows_of = dict(banks)
     learning = [(bank, rows) for bank, rows in banks if bank and not (now.tied and bank == "embed")]

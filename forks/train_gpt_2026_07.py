@@ -47,7 +47,7 @@ class Layer(base.Layer):
 
     @property
     def adds(self) -> tuple[str, ...]:
-        """What a mixer says how much of is added to the stream, behind attention."""
+        """Names of the streams that a mixer adds a share of, after attention."""
         return () if self.window == "none" or self.mudd else ("x0", "bigram")
 
     words: ClassVar = base.Layer.words | {
@@ -393,7 +393,8 @@ class GPT(base.GPT):
         signs = torch.randn(hp.bigram_signs, hp.model_dim).sign()
         self.register_buffer("signs", signs.bfloat16())
         if hp.fp8_mlp != "off":
-            self.kernels = (*self.kernels, self.blocks[0].mlp.fp8_product.__name__)
+            mlps = [part for part in self.modules() if isinstance(part, MLP)]
+            self.kernels = (*self.kernels, *{mlp.fp8_product.__name__ for mlp in mlps})
         self.mixer_scale = nn.Parameter(torch.tensor([MIXER_SCALE]))
         self.outputs_read |= {layer.source for layer in self.layers if layer.mudd}
         self.mixers = nn.ModuleDict()
@@ -430,7 +431,7 @@ class GPT(base.GPT):
             made["last"] = numbers
             made["end"] = dict.fromkeys(("start", *late, "input", *tables[:1], *skips), [0.0])
             made["end"] |= dict.fromkeys(late, [-0.5])
-        return made
+        return {name: numbers for name, numbers in made.items() if numbers}
 
     def tables(self) -> list[nn.Module]:
         """Return what is bfloat16 on CUDA. There, as in the public records, a mixer's constants of
@@ -486,7 +487,9 @@ class GPT(base.GPT):
 
     def numbers(self, i: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the numbers (1, T, n) that a mixer has made for layer i, by name."""
-        made = max(k for k in range(i + 1) if f"{k}" in self.mixers)
+        made = max((k for k in range(i + 1) if f"{k}" in self.mixers), default=-1)
+        if made < 0:
+            return {}
         named = self.mixers[f"{made}"].named(streams[f"numbers {made}"])
         return {name.split()[0]: part for name, part in named.items() if name.split()[1] == f"{i}"}
 
@@ -518,8 +521,8 @@ class Optimizers(base.Optimizers):
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and the scales of squares in FP8."""
         norms = super().step(now)
-        if self.hp.fp8_mlp not in ("off", "up"):
-            mlps = [part for part in self.model.modules() if isinstance(part, MLP)]
+        mlps = [part for part in self.model.modules() if isinstance(part, MLP)]
+        if mlps and self.hp.fp8_mlp not in ("off", "up"):
             largest = torch.stack([mlp.largest for mlp in mlps])
             if self.world_size > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -7,19 +7,19 @@ It imports train_gpt_2026_07.py, and overrides what the record changed. Numbers 
 github.com/KellerJordan/modded-nanogpt. Each technique is a setting or words of --layers:
 
     n-gram table     hashed bigrams and trigrams have 84.6 million rows: ngram_table.py
-    sampled softmax  in training, the softmax has a part of the vocabulary: the targets, and other
-                     tokens in turn. Validation has all tokens
+    sampled softmax  in training, the softmax has a part of the vocabulary: sampled_softmax.py
     ANVIL            Muon with two momenta and other maps: anvil.py
     narrow heads     short attention has half of the channels of q and k, some of v, too
     fewer layers     some have no attention, one no MLP, one two MLPs; mixers add x0 and n-grams
     groups           at the end, groups of channels mix the streams of earlier layers differently
+    FP8              in attention's projections and in MLPs, backward too: fp8_layers.py
     averages         the run ends with averages of its last weights: tail_average.py
     mask             the last validation excludes tokens that cannot follow: canonical_mask.py
 """
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -34,7 +34,7 @@ import train_gpt_2026_07 as record_89
 from anvil import anvil
 from canonical_mask import CanonicalMask
 from fp8_layers import FP8Projection, fp8_mlp
-from ngram_table import NgramTable, ngram_hashes
+from ngram_table import NgramTable, ngram_hashes, table_adam
 from sampled_softmax import Head, plan
 from train_gpt_2026 import UserError, t
 
@@ -46,7 +46,7 @@ from train_gpt_2026 import UserError, t
 class Layer(record_89.Layer):
     """One layer of the model. Each of its new words is a field."""
 
-    embed: bool = False  # a mixer adds a share of x0, behind attention
+    embed: bool = False  # a mixer adds a share of x0, after attention
     bigram: bool = False  # and a share of the n-grams' embedding; in layer 0, before attention
     narrow: bool = False  # heads' q and k have only the channels that rotate
     narrow_values: bool = False  # narrowv: heads' values have only the first half of the channels
@@ -67,7 +67,7 @@ class Layer(record_89.Layer):
 
     @property
     def adds(self) -> tuple[str, ...]:
-        """What a mixer says how much of is added to the stream, behind attention."""
+        """Names of the streams that a mixer adds a share of, after attention."""
         return ("x0",) * self.embed + ("bigram",) * self.bigram
 
     def under(self, hp: "Hyperparameters") -> "Layer":
@@ -96,8 +96,7 @@ class Stage(base.Stage):
     candidates: tuple[float, ...] = ()  # tokens in the softmax, by equal parts of the stage
 
 
-# The last but one stage tapers: its batches are smaller. A sequence of 49152 tokens has about 11000
-# different ones.
+# The last but one stage tapers. A sequence of 49152 tokens has about 11000 different ones.
 STAGES = (
     "share=320+length=1+window=384+short=128+lr=1+cap=896+targets=1/.5/.25+prefix=1"
     "+candidates=10240,"
@@ -135,6 +134,7 @@ class Hyperparameters(record_89.Hyperparameters):
     fp8_attention: bool = False  # matmuls that make q, k and v in FP8, forward and backward
     optimizer: Literal["muon", "anvil"] = "muon"  # of matrices
     slow_momentum: float = 0.98  # ANVIL's second momentum
+    fast_momentum: float = 0.85  # its first one, where it mixes them; before, it is Muon's
     anvil_from: int = 514  # step from which ANVIL mixes its two momenta
     anvil_share: float = 0.4385  # share of the first momentum in this mixture
     tail_average: bool = False  # end with averages of the last weights
@@ -152,7 +152,9 @@ def check(hp: Hyperparameters) -> None:
     narrow = [layer for layer in layers if layer.narrow or layer.narrow_values]
     other_tokens = hp.canonical_mask and not 50257 <= size <= 50304
     bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
-    bad_counts = any(count % 16 or not 0 < count <= size for count in counts)
+    no_prefix = hp.prefix and not any(stage.prefix for stage in base.stage_table(hp))
+    mean_in_fp8 = (hp.fp8_attention or hp.fp8_mlp == "all") and not hp.loss_sum
+    bad_counts = hp.sampled_softmax and any(count % 16 or not 0 < count <= size for count in counts)
     bad_rows = rows and (rows % 2 or rows < 6 or rows > 2**31)
     bad_signs = rows and (hp.bigram_rows or not hp.bigram_signs)
     bad_cycle = rows and (hp.ngram_slow_from % 4 or hp.adam_every != 2)
@@ -160,6 +162,8 @@ def check(hp: Hyperparameters) -> None:
         ("layers", any(row.window != "short" for row in narrow), "narrow heads are short"),
         ("layers", max(row.mlps for row in layers) > 2, "a layer has at most two MLPs"),
         ("layers", layers[-1].mudd and layers[-1].mlps != 1, "the layer of mudd has one MLP"),
+        ("scaled_projections", not hp.scaled_projections, "must be on"),
+        ("loss_sum", mean_in_fp8, "FP8 in all layers needs it, on a CPU, too"),
         ("mlp_width", hp.mlp_width > 4 * hp.model_dim, "must be at most 4 model_dim"),
         ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
         ("canonical_mask", other_tokens, "is for GPT-2's tokens, --vocab_size 50257 to 50304"),
@@ -170,6 +174,7 @@ def check(hp: Hyperparameters) -> None:
             hp.sampled_softmax and size % 128,
             "needs vocab_size a multiple of 128",
         ),
+        ("prefix", no_prefix, "needs prefix in --stages, which says its shares"),
         ("ngram_rows", bad_rows, "must be even, and from 6 to 2^31"),
         ("ngram_rows", bad_signs, "needs --bigram_rows 0 and --bigram_signs above 0"),
         ("ngram_rows", bad_cycle, "needs --ngram_slow_from a multiple of 4, --adam_every 2"),
@@ -217,18 +222,20 @@ RECORDS = {
         grad_s=8 * 448 / 0.75,
         val_loss_every=0,
     ),
-    # At the size of train_gpt_2026_07.py's demo. Fewer candidates end higher (BENCHMARKS.md).
+    # For the time of train_gpt_2026_07.py's demo. Fewer candidates end higher (BENCHMARKS.md).
     "demo": changed(
         record_89.RECORDS["demo"],
+        num_iterations=240,
         stages=STAGES_DEMO,
         layers=LAYERS_DEMO,
         num_layers=5,
         mlp_width=480,
         mudd_groups=4,
         ngram_rows=200000,
-        ngram_slow_from=52,
-        anvil_from=78,
+        ngram_slow_from=68,
+        anvil_from=104,
         muon_mul=(3.75**0.5, 2 * 3.75**0.5, 1.0),
+        val_loss_every=120,
     ),
 }
 
@@ -256,7 +263,7 @@ class Moment(record_89.Moment):
         self.ngram_cycle = 2 if self.step < hp.ngram_slow_from else 4  # steps between updates
         self.ngrams = (self.step + 1) % self.ngram_cycle == 0  # whether the n-gram table learns
         mixes = self.step >= hp.anvil_from
-        self.fast_beta = hp.momentum_start if mixes else self.momentum  # of ANVIL's fast momentum
+        self.fast_beta = hp.fast_momentum if mixes else self.momentum  # of ANVIL's fast momentum
         self.fast_share = hp.anvil_share if mixes else 1.0  # of it, in the mixture
 
     @property
@@ -327,8 +334,8 @@ class MLP(record_89.MLP):
 
 
 class Block(record_89.Block):
-    """train_gpt_2026_07.py's layer, which may lack attention or the MLP, or have two MLPs. What is
-    added is added without attention, too. It also returns what the MLPs read."""
+    """train_gpt_2026_07.py's layer, which may lack attention or the MLP, or have two MLPs. x0 and
+    n-grams are also added in layers without attention. It also returns what the MLPs read."""
 
     attention_class = t.Late(lambda: CausalSelfAttention)
     mlp_class = t.Late(lambda: MLP)
@@ -407,7 +414,11 @@ class GPT(record_89.GPT):
         if hp.mudd_groups and "end" in self.mixers:
             constants = self.mixer_constants()["end"]
             self.mixers["end"] = GroupMixer(hp, hp.mudd_width, constants)
-        self.canonical = CanonicalMask(len(self.lm_head.weight)) if hp.canonical_mask else None
+
+    @cached_property
+    def canonical(self) -> CanonicalMask:
+        """The mask of the last validation, which is made when it is needed first."""
+        return CanonicalMask(len(self.lm_head.weight))
 
     def mixer_constants(self) -> dict[str, dict[str, list[float]]]:
         """Return what train_gpt_2026_07.py's returns. The end mixes all value tables' rows, what
@@ -495,7 +506,7 @@ class GPT(record_89.GPT):
         """Return what train_gpt_2026_07.py's returns. In training, of a sampled softmax; in the
         last validation, without tokens that cannot follow."""
         if not self.training:
-            if self.canonical is None or now.step < self.hp.num_iterations:
+            if not self.hp.canonical_mask or now.step < self.hp.num_iterations:
                 return super().forward(input_seq, target_seq, now)
             hidden = self.hidden(input_seq, now)
             return self.canonical.loss(self.lm_head, hidden, target_seq, input_seq)
@@ -506,22 +517,6 @@ class GPT(record_89.GPT):
 
 # -----------------------------------------------------------------------------
 # Optimizers, and the class that tools use
-
-
-@torch.no_grad()
-def table_adam(rows, lr: float, now: Moment, hp, betas: tuple, decay: float) -> None:
-    """Step by train_gpt_2026.py's Adam when the n-gram table learns. In between, gradients wait in
-    their sum. Where it learns at each fourth step, betas and decay are those of two steps."""
-    if "waiting" in rows.state:
-        rows.grad.add_(rows.state["waiting"])
-    if not now.ngrams:
-        rows.state["waiting"] = rows.grad.clone()
-        return
-    if "waiting" in rows.state:
-        rows.state["waiting"].zero_()
-    pairs = now.ngram_cycle / 2
-    betas = tuple(beta**pairs for beta in betas)
-    base.adam(rows, lr, now, hp, betas, decay * pairs)
 
 
 def parameter_groups(model: GPT, hp: Hyperparameters) -> list:

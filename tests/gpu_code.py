@@ -365,7 +365,7 @@ def muon_graphs(hp, run, square_only=False):
             anvil.orthogonalise = as_on_a_gpu
             numbers = [torch.tensor(number) for number in (0.9, 0.85, 0.4)]
             arguments = grad, buffer, grad.clone(), *numbers, hp.slow_momentum
-            yield f"anvil {height} x {width}", captured(anvil.directions, *arguments)
+            yield f"anvil {height} x {width}", captured(anvil.anvil_updates, *arguments)
             continue
         yield f"muon {height} x {width}", captured(train_gpt.muon_updates, *arguments)
 

@@ -61,6 +61,10 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the whole folder, or nothing. UserError if it exists."""
     if folder.exists():
         raise UserError(f"{folder} already exists: name a new folder, or remove it")
+    if getattr(checkpoint.hp, "ngram_rows", 0):
+        raise UserError(
+            "a model with --ngram_rows cannot be exported: its table is not in the file"
+        )
     model = checkpoint.model(torch.device("cpu"), compile="off")  # fails if the weights do not fit
     weights = {f"gpt.{name}": weight.contiguous() for name, weight in model.state_dict().items()}
     path = train_gpt.script_of(checkpoint.run_class)

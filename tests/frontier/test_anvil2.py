@@ -441,6 +441,31 @@ def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
     assert not calls
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_example_by_which_a_gpu_checks_the_twin_saturates_nothing(dtype):
+    """Beyond the ranges of the twin, it would never agree."""
+    arguments = kernels.example("fp8_mlp", None, RECORD, CPU, dtype, 256)
+    x, w_in, w_out, scale = arguments
+    out, largest = script.fp8_mlp(*arguments)
+    assert w_in.shape == (2816, 768) and w_out.shape == (768, 2816)
+    assert x.abs().max() * 2**4 < 448 and largest / scale < 448
+    assert 0.1 < out.abs().max() * 2**6 < 57344
+    grads = torch.autograd.grad(out, (x, w_in, w_out), out.detach())
+    x8, out8 = (
+        part.detach().double() for part in (e5m2(64 * out.double()) / 64, test_newest.e4m3(out))
+    )
+    assert relative_error(x8, out.double()) < 0.06 and out8.isfinite().all() and len(grads) == 3
+
+
+def test_layers_may_lack_what_mixers_make(randomize):
+    """Without numbers there is no mixer."""
+    hp = replace(TINY, layers="long+mlps0,none+mixer,short", num_layers=3)
+    model = randomize(GPT(hp))
+    inputs, targets = test_rows.sequence(256)
+    model(inputs.clamp(max=255), targets.clamp(max=255), Moment(1110, hp)).backward()
+    assert not model.mixers and model.blocks[0].mlp is None
+
+
 # -----------------------------------------------------------------------------
 # Whole runs
 
@@ -493,6 +518,9 @@ BAD = {
     "--mlp_width 600": "at most 4 model_dim",
     "--optimizer adam": "invalid choice",
     "--vocab_size 512": "is for GPT-2's tokens",
+    "--loss_sum off": "FP8 in all layers needs it",
+    "--scaled_projections off": "must be on",
+    "--stages length=1+candidates=10240+window=128": "--prefix 0.25: needs prefix in --stages",
 }
 
 

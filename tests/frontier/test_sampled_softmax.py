@@ -179,7 +179,7 @@ def test_validation_has_the_whole_vocabulary(randomize):
 def small_stages() -> str:
     """Return small_runs.py's stages with candidates, of 512 tokens."""
     first, second, third, fourth = small_runs.STAGES.split(",")
-    counts = "+candidates=256", "+candidates=256", "+candidates=384/512"
+    counts = "+candidates=256+prefix=1", "+candidates=256+prefix=.8/.6", "+candidates=384/512"
     rows = [row + count for row, count in zip((first, second, third), counts, strict=True)]
     return ",".join([*rows, fourth])
 
