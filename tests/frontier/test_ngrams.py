@@ -400,3 +400,20 @@ def test_a_second_position_has_no_history_but_its_own():
     assert rows[0, 1] != rows[0, 4] and signs[0, 1] == signs[0, 4]
     assert rows[:, 0].tolist() == [616, 1233] and signs[:, 0].tolist() == [0, 0]
     assert script.ngram_hashes(tokens[3:], 1234, 64)[0].tolist() == rows[:, :3].tolist()
+
+
+def test_cycles_of_other_sizes_compile_nothing_new(compile_with, monkeypatch):
+    """On a GPU, compilation would take seconds of a run's time."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compile_with(keep)
+    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    table = small_table(torch.float32, batch_seqs=1)
+    for step, count in enumerate((5, 7, 9, 4, 3, 8, 6, 6, 5, 5, 5, 5)):
+        ids = torch.arange(count) % 4
+        train_table(table, Moment(step, table.hp), ids, torch.ones(count, 4))
+    assert table.updates == 5 and len(graphs) == 1
