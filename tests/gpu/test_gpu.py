@@ -16,6 +16,7 @@ import test_loss
 import train_gpt
 import train_gpt_2026 as fork
 import train_gpt_2026_07 as newest
+import train_gpt_2026_08 as of_august
 import train_gpt_track3 as track3
 from conftest import at_window
 from runs import val_losses
@@ -27,6 +28,7 @@ RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_Windo
 E, UP = (
     newest.RECORDS[name] for name in ("2026-07-17_FP8DownProjection", "2026-05-27-MuddGatedAndDC")
 )
+F92 = replace(of_august.RECORDS["2026-08-30_ANVIL2"], ngram_rows=1234)
 A, B, C, _, D = (fork.RECORDS[name] for name in list(fork.RECORDS)[:5])
 
 
@@ -270,6 +272,7 @@ def test_gradients_of_tables_have_the_same_bits_each_time():
 TWINS = [("chunk_loss", fork, A), ("chunk_loss", fork, D)]
 TWINS += [(name, train_gpt, RECORD) for name in train_gpt.GPT.kernels]
 TWINS += [("chunk_loss", newest, E), ("fp8_relu2_mlp", newest, E), ("fp8_relu2_mlp", newest, UP)]
+TWINS += [("fp8_mlp", of_august, F92)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -280,7 +283,7 @@ def test_twins_agree_with_their_plain_functions_at_the_record_s_shapes(
     """Run with -s for the times."""
     kernels, device = pytest.importorskip("gpu_kernels"), torch.device("cuda")
     limit = 0.02
-    if name == "fp8_relu2_mlp":
+    if name.startswith("fp8"):
         needs_fp8()
         limit = 0.15  # the plain function does not round to FP8
     model = script.GPT(record).to(device)
