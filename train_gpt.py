@@ -1442,8 +1442,8 @@ def header(run: type["Run"], hp: Hyperparameters) -> str:
     settings, and the project's files that it imports. A RULE follows each part."""
     script = script_of(run)
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    files = {Path(name).resolve() for name in names if name} - {script}
-    others = sorted(p for p in files if p.is_file() and p.parent in (script.parent, HERE))
+    files = {p for name in names if name and (p := Path(name).resolve()).is_file()} - {script}
+    folders = script.parent, script.parent / "optimizers", HERE
     command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
     parts = [
         script.read_text("utf-8"),
@@ -1451,7 +1451,7 @@ def header(run: type["Run"], hp: Hyperparameters) -> str:
         subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout,
         "\n".join([f"script: {script.name}", *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
     ]
-    parts += [f"{path.name}:\n{path.read_text('utf-8')}" for path in others]
+    parts += [f"{p.name}:\n{p.read_text('utf-8')}" for p in sorted(files) if p.parent in folders]
     return "\n".join(f"{part}\n{RULE}" for part in parts)
 
 

@@ -1,21 +1,26 @@
 """Train for the speedrun's optimizer benchmark: reach a validation loss of 3.28 in few steps.
 
-    ./run.sh forks/train_gpt_track3.py                    # Muon, 3250 steps; on a CPU, a demo
-    ./run.sh forks/train_gpt_track3.py --record adamw     # AdamW, 5625 steps
+    ./run.sh forks/train_gpt_track3.py --record soap         # on GPUs: result 27 of the benchmark
+    ./run.sh forks/train_gpt_track3.py --record soap-demo    # the same optimizer, small, on a CPU
 
 The benchmark fixes the model, the data, the batch and one backward pass a step. Optimizer, schedule
-and initial weights are free. The records here are results 36 (muon) and 2 (adamw) of
-github.com/KellerJordan/modded-nanogpt, records/track_3_optimization. forks/README.md shows how to
-add an optimizer.
+and first weights are free. The records here are results of github.com/KellerJordan/modded-nanogpt,
+records/track_3_optimization. The optimizers are in forks/optimizers, with their results' settings;
+forks/README.md has a table, and shows how to add one.
 """
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
+sys.path.insert(0, str(Path(__file__).resolve().parent / "optimizers"))
+import adam
+import around
+import catalog
+import first_weights
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,27 +29,39 @@ import train_gpt as t
 from train_gpt import Group, UserError
 
 # -----------------------------------------------------------------------------
-# Settings and data. What train_gpt.py calls a sequence is a micro-batch of several contexts here
+# Settings and schedules. What train_gpt.py calls a sequence is several contexts here
 
 
 @dataclass(frozen=True)
 class Hyperparameters(t.Hyperparameters):
-    """train_gpt.py's settings, and those of the benchmark."""
+    """train_gpt.py's settings, and those of the benchmark. A schedule is four numbers: its length,
+    in num_iterations; the share of it in which the rate falls; the power of that fall; the last
+    factor. So a shorter run has the same schedule."""
 
-    muon_lr: float = 0.025  # learning rate of hidden matrices (Muon or AdamW)
-    muon_decay: float = 0.05  # weight decay of matrices, times muon_lr
+    optimizer: str = "muon"  # of hidden matrices, a name in catalog.OPTIMIZERS
+    schedule: tuple[float, float, float, float] = (1.0, 0.7, 1.0, 0.0)  # of learning rates
+    adam_schedule: tuple[float, float, float, float] = (0.0,) * 4  # not of muon_lr; zeros: the same
+    muon_lr: float = 0.025  # learning rate of hidden matrices, whatever the optimizer
+    norm_control: Literal["decay", "hyperball", "floor", "radius"] = "decay"  # of hidden matrices
+    muon_decay: float = 0.05  # weight decay of hidden matrices, times muon_lr
+    update_floor: float = 0.0  # least norm of an update, as a share of the weights' norm
+    floor_rows: bool = False  # the norms are those of rows, not of matrices
+    matrix_beta2: float = 0.95  # average of squares, in optimizers of hidden matrices
+    frequency: int = 1  # steps between refreshes of bases or roots
+    momentum_cooldown_steps: int = 0  # steps in which momentum falls to momentum_start at the end
     adam_decay: float = 0.001  # weight decay of other parameters, times their rate
-    all_adamw: bool = False  # train hidden matrices with AdamW, not Muon
-    matrix_betas: tuple[float, float] = (0.9, 0.95)  # AdamW's betas for hidden matrices
-    init_std: float = 0.33**0.5  # q, k, v, fc: initial std * sqrt(fan_in); 0: torch's
+    bias_correction: bool = True  # in Adam of gains and biases; off: as results 44 to 46
+    lookahead: tuple[float, float, float] = (0.0, 0.0, 0.0)  # EMA-Nesterov: factor, begin, end
+    outer_steps: int = 0  # MuLoCo: steps between steps of the outer optimizer; 0: none
+    tail_ema: tuple[float, float, float] = (0.0, 0.0, 0.0)  # blend: share, begin, horizon
+    mean_loss: bool = False  # gradients are of the mean loss; off: of the summed loss
+    init: Literal[first_weights.KINDS] = "muon"  # forks/optimizers/first_weights.py
     float32_gains: bool = False  # apply RMSNorm's gains in float32
     context_len: int = 1024  # tokens in an attention context, whole blocks of 128
 
 
 MUON = Hyperparameters(
     num_iterations=3250,
-    cooldown_frac=0.7,
-    lr_final=0.0,
     window_min=65536,  # constant, and unused: masks follow contexts instead
     seq_len=65536,
     val_seq_len=65536,
@@ -56,48 +73,67 @@ MUON = Hyperparameters(
     momentum_start=0.95,
     fp8=False,
 )
+RECORDS = {name: replace(MUON, **settings) for name, settings in catalog.RESULTS.items()}
 # The settings that make train_gpt.py's demo small: sizes, steps and data.
 DEMO = vars(t.RECORDS["demo"]).items()
 SMALL = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
-RECORDS = {
-    "muon": MUON,
-    "adamw": replace(
-        MUON,
-        num_iterations=5625,
-        warmup_steps=250,
-        muon_lr=0.0015,
-        muon_decay=0.1,
-        all_adamw=True,
-        adam_decay=0.0,
-        embed_lr=0.3,
-        head_lr=1 / 320,
-        scalar_lr=0.01,
-        init_std=0.0,
-        float32_gains=True,
-    ),
-    "demo": replace(MUON, context_len=256, muon_lr=0.05, head_lr=0.024, **SMALL),
-}
+for name, hp in list(RECORDS.items()):
+    RECORDS[f"{name}-demo"] = replace(hp, context_len=256, **SMALL)
+RECORDS["demo"] = replace(RECORDS["muon-demo"], muon_lr=0.05, head_lr=0.024)
+
+
+def rate(step: int, schedule: tuple, hp: Hyperparameters) -> float:
+    """Return the multiplier on a learning rate: flat, then a fall."""
+    length, share, power, final = schedule
+    left = max(1 - step / (length * hp.num_iterations), 0)
+    fall = min(left / share, 1.0) ** power if share else 1.0
+    return fall + (1 - fall) * final
+
+
+class Moment(t.Moment):
+    """train_gpt.py's scheduled values, and those of the benchmark, with five times as many
+    validations in the last tenth."""
+
+    def __init__(self, step: int, hp: Hyperparameters):
+        super().__init__(step, hp)
+        adam_schedule = hp.adam_schedule if any(hp.adam_schedule) else hp.schedule
+        rise = min((self.step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
+        self.matrix_lr = rise * rate(self.step, hp.schedule, hp)  # multiplier on muon_lr
+        self.lr = rise * rate(self.step, adam_schedule, hp)  # multiplier on the other rates
+        self.lr_before = rate(max(self.step - 1, 0), adam_schedule, hp)  # at the step before
+        self.schedule_steps = hp.schedule[0] * hp.num_iterations
+        if hp.momentum_cooldown_steps:
+            left = (self.schedule_steps - self.step) / hp.momentum_cooldown_steps
+            self.momentum -= (hp.momentum_end - hp.momentum_start) * min(max(1 - left, 0), 1)
+        if self.step >= 0.9 * hp.num_iterations and hp.val_loss_every:
+            self.validate = self.validate or self.step % -(-hp.val_loss_every // 5) == 0
 
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for illegal settings, and for settings that have no effect here."""
     t.check(hp)
-    for name in ("layers", "window_rule", "window_min", "window_step", "init_bound", "fp8"):
+    if hp.optimizer not in catalog.OPTIMIZERS:
+        known = ", ".join(catalog.OPTIMIZERS)
+        raise UserError(f"--optimizer {hp.optimizer}: must be one of {known}")
+    absent = "layers", "window_rule", "window_min", "window_step", "init_bound", "fp8"
+    for name in (*absent, "cooldown_frac", "lr_final"):
         if getattr(hp, name) != getattr(MUON, name):
             raise UserError(f"--{name}: the benchmark's model does not have it, leave it out")
     units = {"context_len": t.BLOCK, "seq_len": hp.context_len, "val_seq_len": hp.context_len}
-    for name, unit in units.items():
+    for name, unit in {**units, "frequency": 1}.items():
         if getattr(hp, name) == 0 or getattr(hp, name) % unit:
             raise UserError(f"--{name} {getattr(hp, name)}: must be a positive multiple of {unit}")
-
-
-class Moment(t.Moment):
-    """train_gpt.py's scheduled values, with five times as many validations in the last tenth."""
-
-    def __init__(self, step: int, hp: Hyperparameters):
-        super().__init__(step, hp)
-        if self.step >= 0.9 * hp.num_iterations and hp.val_loss_every:
-            self.validate = self.validate or self.step % -(-hp.val_loss_every // 5) == 0
+    if not hp.schedule[0] or (any(hp.adam_schedule) and not hp.adam_schedule[0]):
+        raise UserError("--schedule, --adam_schedule: the first number must be positive")
+    if hp.grad_clip and hp.norm_control == "hyperball":
+        raise UserError("--grad_clip: on the hyperball, the length of an update does not matter")
+    for name in catalog.unread(hp, Moment):
+        if getattr(hp, name) != getattr(MUON, name):
+            value = f"--{name} {t.show(getattr(hp, name))}"
+            raise UserError(f"{value}: {hp.optimizer} does not read it, or not with these flags")
+    if hp.seq_len > 16384 and hp.device != "cuda" and not torch.cuda.is_available():
+        size = f"{hp.num_iterations} steps of {hp.batch_seqs * hp.seq_len} tokens need a GPU"
+        raise UserError(f"{size}: put -demo behind the record's name, as in --record soap-demo")
 
 
 # -----------------------------------------------------------------------------
@@ -159,13 +195,13 @@ def capped(logits: Tensor, cap: float) -> Tensor:
 
 
 class Head(t.Head):
-    """train_gpt.py's head with a bias. The benchmark's gradients are of the loss summed over the
+    """train_gpt.py's head with a bias. Most results' gradients are of the loss summed over the
     batch. Optimizers divides gradients by batch_seqs, so grad_scale multiplies them by it."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
         self.bias = nn.Parameter(torch.zeros(self.out_features))
-        self.grad_scale = hp.batch_seqs
+        self.grad_scale = None if hp.mean_loss else hp.batch_seqs
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (T, padded vocabulary) of x (T, C), in float32."""
@@ -185,11 +221,7 @@ class GPT(t.GPT):
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict()})  # this model has none
         self.norm1, self.norm2 = RMSNorm(hp), RMSNorm(hp)
         self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
-        for name, p in self.blocks.named_parameters():
-            if "proj" in name or (hp.init_std and name.endswith("bias")):
-                p.data.zero_()
-            elif hp.init_std and p.ndim == 2:
-                p.data.normal_(std=hp.init_std / math.sqrt(p.size(1)))
+        first_weights.draw(self, hp.init)
 
     @torch.no_grad()
     @t.compiled
@@ -215,33 +247,37 @@ class GPT(t.GPT):
 # Optimizers and run
 
 
-def polar(G: Tensor) -> Tensor:
-    """Orthogonalise by twelve iterations, which bring singular values close to 1."""
-    return t.zeropower_via_newtonschulz5(G, 12, ((2.0, -1.5, 0.5),) * 12)
-
-
-def muon(rows, lr: float, now: t.Moment, hp: Hyperparameters):
-    """Muon with decoupled weight decay."""
-    rows.weights.mul_(1 - lr * hp.muon_decay)  # all ranks do the same
-    return t.muon(rows, lr, now, hp, polar)
+def at_matrix_rate(rule, rows, lr: float, now: Moment, hp: Hyperparameters, **more) -> None:
+    """Call the rule of hidden matrices with the rate of their own schedule."""
+    rule(rows, hp.muon_lr * now.matrix_lr, now, hp, **more)
 
 
 def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     """Return the groups, in the order in which weights are updated."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    rule = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
     adamw = partial(t.adam, decay=hp.adam_decay)
-    rule = partial(t.adam, betas=hp.matrix_betas, decay=hp.muon_decay) if hp.all_adamw else muon
-    return [
+    matrices, gated, vectors = [], [], {}
+    for name, p in reversed(list(model.named_parameters())):
+        if p.ndim == 1:
+            vectors.setdefault(adam.beta2_of(name, hp), []).append(p)
+        elif hp.optimizer == "soap_muon" and "attn_proj" in name:
+            gated.append(p)
+        elif name.startswith("blocks"):
+            matrices.append(p)
+    groups = [
         Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1, complete="forward"),
-        Group("muon", matrices[::-1], rule, hp.muon_lr, 2, complete="layer"),
+        Group("muon", matrices, rule, hp.muon_lr, 2, complete="layer"),
+        Group("attn_proj", gated, partial(rule, gated=True), hp.muon_lr, 2, complete="layer"),
         Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1),
-        Group("vector", vectors, adamw, hp.scalar_lr, 0),
     ]
+    for beta2, params in vectors.items():
+        of_vectors = adamw if hp.bias_correction else partial(adam.uncorrected_adam, beta2=beta2)
+        groups.append(Group(f"vector {beta2}", params, of_vectors, hp.scalar_lr, 0))
+    return groups
 
 
-class Optimizers(t.Optimizers):
-    """train_gpt.py's optimizers: Muon or AdamW for hidden matrices, AdamW for the rest."""
+class Optimizers(around.Optimizers):
+    """train_gpt.py's optimizers, with those of the benchmark."""
 
     groups_of = t.Late(lambda: parameter_groups)
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -292,6 +293,32 @@ def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
     for row, (loss, count, _) in zip(rows[-2:], results.values(), strict=True):
         assert row[1:3] == [str(count), f"{loss:.5f}"]
         assert row[-2] == f"{(3.28 - loss) * count**0.5:+.5f}"
+
+
+@pytest.mark.parametrize("flags", ["--deviation 0.0013", ""])
+def test_its_deviation_is_known_and_one_run_of_each_group_has_a_p(flags, board):
+    """The deviation of public logs is a flag; that of our fork's logs is known without it."""
+    a, b = (3.2781, 3.2790, 3.2787), (3.2768,)
+    names = [*(f"a{i}.txt" for i in range(3)), "b0.txt"]
+    if flags:
+        logs = [
+            of_benchmark(trial({2690: loss}, 2690), source=name[0])
+            for name, loss in zip(names, a + b, strict=True)
+        ]
+    else:
+        fork = " --norm_control decay --optimizer "
+        logs = [
+            ours(loss, flags=f"{fork}{name[0]} --seed {name[1]}")
+            for name, loss in zip(names, a + b, strict=True)
+        ]
+    out = board(dict(zip(names, logs, strict=True)), *flags.split())[1]
+    for row, losses in zip(rows_of(out)[-2:], (a, b), strict=True):
+        z = (np.mean(losses) - 3.28) / (0.0013 / len(losses) ** 0.5)
+        assert float(row[4]) == pytest.approx(NormalDist().cdf(z), rel=2e-2)
+    error = 0.0013 * (1 / 3 + 1) ** 0.5
+    p = 2 * NormalDist().cdf((3.2768 - np.mean(a)) / error)
+    assert f"{np.mean(a) - 3.2768:.4f} ± {1.96 * error:.4f} lower" in out
+    assert f"not significant (p = {p:.3f})" in out
 
 
 @pytest.mark.parametrize(("flags", "loss"), [("--at 2690 --field val_ema_loss", 3.278), ("", 3.27)])

@@ -97,6 +97,17 @@ def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(su
     assert note is None or (notes[0].startswith(f"- {note}") and notes[0] in out)
 
 
+@pytest.mark.parametrize(("losses", "met"), [((3.277, 3.2774), "met"), ((3.278,), "not met")])
+def test_the_optimizer_benchmark_has_a_rule_of_its_own(losses, met, submit):
+    """(3.28 - 3.2772) sqrt(2) = 0.00396 is not enough; time and baselines do not count."""
+    losses = [loss - 0.0001 for loss in losses]
+    _, readme, _ = submit(group("a", " --norm_control decay", losses=losses))
+    margin = (3.28 - sum(losses) / len(losses)) * len(losses) ** 0.5
+    assert (margin >= 0.004) == (met == "met")
+    assert f"The benchmark's rule is {met}: " in readme and f"= {margin:.5f}, and 0.004" in readme
+    assert "## Notes" not in readme
+
+
 CUT = ours().split("step:4/4")[0]
 ALONE = "begins with a source that cannot run alone: it imports train_gpt.py"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 import train_gpt_track3 as track
@@ -135,7 +136,8 @@ def test_rates_are_flat_for_three_tenths_and_then_fall_to_zero(hp):
             factor *= min(1, (step + 1) / 250)
         now = Run.moment(step, hp)
         assert now.lr == pytest.approx(factor, rel=1e-12)
-        assert now.momentum == pytest.approx(0.95, rel=1e-12)
+        assert now.matrix_lr == now.lr
+        assert now.momentum == pytest.approx(0.9 if hp is ADAMW else 0.95, rel=1e-12)
 
 
 def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():
@@ -184,7 +186,7 @@ def test_three_steps_are_those_of_single_tensors_in_float64(record, randomize):
     embed, head, vector, decay = ADAMS[record]
     for step in (1, 2, 3):
         now = Run.moment(step, hp)
-        now.lr = 1.25 - 0.25 * step
+        now.lr = now.matrix_lr = 1.25 - 0.25 * step
         for name, p in model.named_parameters():
             grad = torch.randn(p.shape, generator=generator)
             p.grad = grad * hp.batch_seqs
@@ -210,11 +212,88 @@ def test_three_steps_are_those_of_single_tensors_in_float64(record, randomize):
     [
         ("--fp8 on", "--fp8: the benchmark's"),
         ("--record muon --val_seq_len 1152 --val_tokens 11520", "--val_seq_len 1152: must be a"),
+        ("--record soap", "3125 steps of 524288 tokens need a GPU: put -demo behind the record's"),
+        ("--record psgd-demo --grad_clip 1", "--grad_clip: on the hyperball, the length"),
+        ("--record psgd-demo --matrix_beta2 0.9", "--matrix_beta2 0.9: psgd does not read it"),
+        ("--record soap-demo --muon_decay 0.1", "--muon_decay 0.1: soap does not read it, or not"),
+        ("--record spectral_descent-demo --momentum_start 0.5", "--momentum_start 0.5: spectral_"),
+        ("--optimizer sopa", "--optimizer sopa: must be one of adamw, adamh, muon, "),
+        ("--frequency 0", "--frequency 0: must be a positive multiple of 1"),
+        ("--schedule 0 1 1 0", "--schedule, --adam_schedule: the first number must be positive"),
     ],
 )
 def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsys):
     status, err = error_of(flags.split(), capsys, main)
     assert status == 1 and err.startswith(f"train_gpt_track3.py: error: {message}")
+
+
+# -----------------------------------------------------------------------------
+# All records
+
+
+def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tuple[list, dict]:
+    """Train from a step to the last one, as a run that begins or goes on. Return the losses, and
+    what a checkpoint has before the last step."""
+    torch.manual_seed(0)
+    model = track.GPT(hp)
+    optimizers, losses = Optimizers(model, hp), []
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizers.load_state_dict(saved["optimizers"])
+    for step in range(first, hp.num_iterations):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = {"model": weights, "optimizers": optimizers.state_dict()}
+        tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
+        now = Run.moment(step, hp)
+        losses.append(train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)[0])
+    return [*losses, *(p.detach().clone() for p in model.parameters())], saved
+
+
+@pytest.mark.parametrize("record", sorted(track.catalog.RESULTS))
+def test_each_record_goes_on_bit_for_bit(record):
+    """Also within a lookahead, an outer loop and the average at the end, each in its last third."""
+    contexts = {"context_len": 128, "seq_len": 128, "batch_seqs": 2, "num_iterations": 9}
+    hp = replace(RECORDS[f"{record}-demo"], **SIZES, **contexts, outer_steps=4)
+    hp = replace(hp, lookahead=(0.5, 0.2, 1.0), tail_ema=(0.5, 0.6, 0.5))
+    whole, saved = steps_of(hp, 0)
+    again, _ = steps_of(hp, 8, saved)
+    assert {"lookahead", "outer momentum", "tail average"} <= saved["optimizers"]["head 32"].keys()
+    assert whole[0].item() > whole[8].item()
+    for a, b in zip(whole[8:], again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
+    """Counted at the benchmark's size, on tensors without numbers."""
+    shapes = [(48, 768, 768), (12, 3072, 768), (12, 768, 3072)]
+    text = (HERE / "forks/README.md").read_text("utf-8")
+    table = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|.*\| ([\d.]+) \| ([\d.]+)", text, re.M)
+    assert {row[0] for row in table} == track.catalog.RESULTS.keys()
+    monkeypatch.setattr("psgd.probes", lambda rows, *_: torch.stack([rows.own, rows.own]))
+    for record, _, steps, kept, tera in table:
+        hp, state, flops = RECORDS[record], 0, 0
+        assert hp.num_iterations == int(steps)
+        for count, *shape in shapes:
+            params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for _ in range(count)]
+            rows = train_gpt.Rows(train_gpt.Group("", params, None, 0.0, 2), params, 0, 1, 1)
+            rows.grad = rows.own
+            for step in (4, 5):  # step 4 makes Shampoo's roots, step 5 does not
+                with FlopCounterMode(display=False) as counter:
+                    track.catalog.OPTIMIZERS[hp.optimizer](rows, 0.0, Run.moment(step, hp), hp)
+            flops += counter.get_total_flops()
+            state += sum(value.numel() for value in rows.state.values())
+        around = 2 * bool(hp.lookahead[0]) + 2 * bool(hp.outer_steps) + bool(hp.tail_ema[0])
+        assert f"{state / (144 * 768**2) + around:.1f}".removesuffix(".0") == kept, record
+        assert f"{flops / 1e12:.1f}".removesuffix(".0") == tera.removesuffix(".0"), record
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(flags, tmp_path, capsys):
+    words = [*flags, "--run_id", "it", "--context_len", "128", "--save_every", "2"]
+    console_of([*words, "--num_iterations", "2"], tmp_path, main)
+    words += ["--num_iterations", "2", "--resume", "on", "--optimizer", "normuon"]
+    status, err = error_of(words, capsys, main)
+    assert status == 1 and "saved by train_gpt_track3.py without this" in err
+    assert "--optimizer normuon" in err
 
 
 # -----------------------------------------------------------------------------
@@ -224,7 +303,7 @@ def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsy
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """Return main of README's file, beside a copy of the fork in a folder of its own."""
-    monkeypatch.setattr(track, "muon", track.muon)  # given back at the end
+    monkeypatch.setitem(track.catalog.OPTIMIZERS, "row_adam", None)  # not there at the end
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_optimizer.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path / "mine")
@@ -246,6 +325,7 @@ def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path):
     is the same up to rounding."""
     words = [*flags, "--run_id", "it", "--save_every", "2", "--keep", "9"]
     words += ["--context_len", "128", "--adam_eps", "1e-6", "--muon_lr", "0.002"]
+    words += ["--optimizer", "row_adam"]
     two = Program(words, ranks=2, work=own)
     assert two.end() == [0, 0], two.text("err")
     folders = [tmp_path / name for name in ("one", "resumed")]

@@ -13,9 +13,10 @@ with 95 % intervals. The test holds for numbers of runs that were fixed beforeha
 runs until p is low will find a difference where there is none; --compare may look at every pair.
 
 (3.28 - loss) sqrt(n) is the statistic of the optimizer benchmark (forks/train_gpt_track3.py), which
-takes the standard deviation as known: 0.004 is enough, for a number of runs fixed beforehand. If
-such a log has several trials, each one is a run. A result may be claimed at a step before the last
-(--at), or for another loss in the log (--field val_ema_loss).
+takes the standard deviation as known: 0.004 is enough, for a number of runs fixed beforehand. For
+logs of that fork, and with --deviation 0.0013 for public ones, all p are those of z-tests. If a log
+has several trials, each one is a run. A result may be claimed at a step before the last (--at), or
+for another loss in the log (--field val_ema_loss).
 """
 
 import math
@@ -42,9 +43,11 @@ def deviation(values: list[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def p_at_most(target: float, losses: list[float]) -> float:
+def p_at_most(target: float, losses: list[float], known: float | None = None) -> float:
     """Return the p of a one-sided t-test: the probability of so low a mean loss if the true mean is
-    the target."""
+    the target. If the deviation of a loss is `known`, the test is a z-test."""
+    if known is not None:
+        return float(stats.norm.cdf((np.mean(losses) - target) * len(losses) ** 0.5 / known))
     if len(losses) < 2 or np.ptp(losses) == 0:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
@@ -55,13 +58,14 @@ def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
     return [r.seconds for r in runs], [r.loss for r in runs]
 
 
-def sentence(a: list[Run], b: list[Run], names: tuple[str, str]) -> str:
-    """Return in words how b compares with a, and whether the difference is significant."""
+def sentence(a: list[Run], b: list[Run], names: tuple[str, str], known: float | None) -> str:
+    """Return in words how b compares with a, and whether the difference is significant. `known` is
+    the deviation of a loss, if it is."""
     a_times, a_losses = columns(a)
     b_times, b_losses = columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
     times = [[percent * seconds for seconds in of] for of in (a_times, b_times)]
-    loss = significance.of_groups(a_losses, b_losses)
+    loss = significance.of_groups(a_losses, b_losses, known)
     text = significance.of_groups(*times).in_words(".1f", ("faster", "slower"), " %")
     text = f"{names[1]} is {text} than {names[0]}"
     if a[0].skips_ten != b[0].skips_ten:
@@ -89,14 +93,17 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     return dict(zip(letters, groups.values(), strict=True))
 
 
-def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
-    """Print a row for each run and each group, and compare groups of equal steps."""
+def print_leaderboard(
+    groups: dict[str, list[Run]], target: float, known: float | None = None
+) -> None:
+    """Print a row for each run and each group, and compare groups of equal steps. `known` is the
+    deviation of a loss; None: that of the groups' logs, if it is known."""
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
-            known = [letter, r.record or r.path.stem, r.torch or "-", r.gpu or "-", str(r.steps)]
+            about = [letter, r.record or r.path.stem, r.torch or "-", r.gpu or "-", str(r.steps)]
             numbers = show(r.loss, f".{r.digits}f"), show(r.seconds, ".2f"), show(r.step_ms, ".2f")
-            rows.append([*known, *numbers, r.memory or "-", str(r.path)])
+            rows.append([*about, *numbers, r.memory or "-", str(r.path)])
     print_table(rows)
     print()
 
@@ -106,7 +113,7 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
         times, losses = columns(runs)
         form = f".{runs[0].digits}f"
         row = [letter, str(len(runs)), show(np.mean(losses), form), show(deviation(losses), form)]
-        row += [show_p(p_at_most(target, losses))]
+        row += [show_p(p_at_most(target, losses, known or runs[0].known_deviation))]
         row += [show(np.mean(times), ".2f"), show(deviation(times), ".2f")]
         margin = (target - np.mean(losses)) * len(losses) ** 0.5
         rows.append([*row, f"{margin:+.5f}", runs[0].name])
@@ -117,7 +124,8 @@ def print_leaderboard(groups: dict[str, list[Run]], target: float) -> None:
             print(f"\n{letter} has a seed twice: such runs may be equal: leave one of them out")
         like = next(name for name, other in groups.items() if other[0].steps == runs[0].steps)
         if like != letter:
-            print(f"\n{sentence(groups[like], runs, (like, letter))}")
+            z_test = known or runs[0].known_deviation
+            print(f"\n{sentence(groups[like], runs, (like, letter), z_test)}")
 
 
 def read_logs(
@@ -145,14 +153,17 @@ def main(words: list[str]) -> None:
     parser.add_argument("--target", type=float, default=3.28, help="loss to reach [3.28]")
     parser.add_argument("--at", type=int, metavar="STEP", help="use this step's loss [the last]")
     parser.add_argument("--field", default="val_loss", help="name of the loss [val_loss]")
+    parser.add_argument("--deviation", type=float, metavar="D", help="of a loss, if it is known")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
     args = parser.parse_args(words)
     if args.at is not None and args.at < 1:
         parser.error("--at must be 1 or more")
+    if args.deviation is not None and not 0 < args.deviation < math.inf:
+        parser.error("--deviation must be a finite number above 0")
     runs, skipped = read_logs(args.logs, "leaderboard.py", args.at, args.field)
     groups = groups_of(runs)
     if groups:
-        print_leaderboard(groups, args.target)
+        print_leaderboard(groups, args.target, args.deviation)
     if groups and args.plot:
         plots.draw_runs(groups, args.plot)
     sys.exit(1 if skipped else 0)

@@ -84,6 +84,12 @@ class Run:
         return self.source, files, settings, self.kernels, self.torch, self.gpu
 
     @property
+    def known_deviation(self) -> float | None:
+        """The deviation of a loss that the optimizer benchmark takes as known, for its logs of
+        ours. Public logs do not say whose they are."""
+        return published()["adamw"]["deviation"] if "norm_control" in self.settings else None
+
+    @property
     def on_fineweb(self) -> bool:
         """Whether the data is FineWeb. Public logs have no settings: their data is FineWeb."""
         files = [self.settings.get(name, "fineweb_") for name in ("train_files", "val_files")]

@@ -47,7 +47,7 @@ def take_script(words: list[str]) -> tuple[Path, list[str]]:
 def sources(path: Path) -> list[Path]:
     """Return a script, and the files beside it or in the project that it imports, directly or
     indirectly. They need not be imported, or importable, here."""
-    folders = [path.parent, HERE]
+    folders = [path.parent, path.parent / "optimizers", HERE]
     if path.parent.name == "forks":
         folders.insert(1, path.parents[1])
     found = [path]

@@ -68,9 +68,14 @@ def of_pairs(numbers: list[float], known: float | None = None) -> Difference:
     return Difference(float(np.mean(numbers)), float(half), float(p_value(numbers, known)))
 
 
-def of_groups(a: list[float], b: list[float]) -> Difference:
-    """Return the difference between two groups, by Welch's t-test."""
+def of_groups(a: list[float], b: list[float], known: float | None = None) -> Difference:
+    """Return the difference between two groups, by Welch's t-test; if the standard deviation of a
+    number is `known`, by a z-test, for which one number of each is enough."""
     difference = float(np.mean(b) - np.mean(a))
+    if known is not None:
+        error = known * (1 / len(a) + 1 / len(b)) ** 0.5
+        p = 2 * stats.norm.sf(abs(difference) / error)
+        return Difference(difference, float(stats.norm.isf(0.025) * error), float(p))
     if min(len(a), len(b)) < FEWEST or np.ptp(a) + np.ptp(b) == 0:
         return Difference(difference, math.nan, math.nan)
     test = stats.ttest_ind(b, a, equal_var=False)

@@ -1,0 +1,97 @@
+"""Muon: momentum whose singular values are all replaced by 1 (kellerjordan.github.io/posts/muon).
+Muon^2 first divides it by the root of the second moment (arXiv 2604.09967).
+
+    36  muon              3250 steps, 3.2787 (10 runs), pull request 323: all rates tuned
+    12  muon_first        3325 steps, 3.2790 (20 runs): Adam's rates are the benchmark's first ones
+    37  muonh             3250 steps, 3.2786 (10 runs), pull request 324: on the hyperball
+    22  spectral_descent  8225 steps, 3.2774 (4 runs): without momentum
+     7  muon_squared      3325 steps, 3.2752 (1 run), pull request 266: Muon^2
+    39  ema_nesterov      3125 steps, 3.2786 (20 runs), pull request 308: muon_first with a
+                          lookahead of all weights (around.py)
+"""
+
+import torch
+from norm_control import move
+
+import train_gpt as t
+
+# Settings that several results share, as differences from `muon`'s.
+FIRST = {"embed_lr": 0.3, "head_lr": 1 / 320, "scalar_lr": 0.01, "adam_decay": 0.0}
+TORCH = {"init": "torch", "float32_gains": True}
+HYPERBALL = {
+    "norm_control": "hyperball",
+    "muon_lr": 0.018,
+    "schedule": (1.0, 1.0, 1.0, 0.0),
+    "adam_schedule": (1.0, 0.4, 1.0, 0.0),
+    "init": "uniform",
+    "float32_gains": True,
+}
+SHORT_MOMENTUM = {"momentum_start": 0.9, "momentum_end": 0.9}
+EPS = 1e-10  # of muon_squared
+
+
+def steps(count: int, of: int) -> dict:
+    """Return the settings of a result that makes so many steps `of` a longer schedule."""
+    return {"num_iterations": count, "schedule": (of / count, 0.7, 1.0, 0.0)}
+
+
+RECORDS = {
+    "muon": {},
+    "muon_first": {"optimizer": "muon", "muon_lr": 0.035, "muon_decay": 0.025}
+    | FIRST
+    | steps(3325, of=3350),
+    "muonh": {"optimizer": "muon"}
+    | HYPERBALL
+    | {"adam_schedule": (1.0, 0.85, 1.0, 0.0), "init": "normal", "float32_gains": False}
+    | {"embed_lr": 0.91, "head_lr": 0.0064, "scalar_lr": 0.0195},
+    "spectral_descent": FIRST | steps(8225, of=8500) | {"muon_lr": 0.03, "muon_decay": 0.015},
+    "muon_squared": FIRST | TORCH | steps(3325, of=3325) | {"muon_lr": 0.1, "muon_decay": 0.0125},
+}
+RECORDS["ema_nesterov"] = RECORDS["muon_first"] | steps(3125, of=3150)
+RECORDS["ema_nesterov"]["lookahead"] = (0.6, 500 / 3125, 2400 / 3125)
+
+
+def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the running average of a value (messages, n, ...), which begins at zero and is kept
+    by its name in rows.state."""
+    return rows.state.setdefault(name, torch.zeros_like(value)).lerp_(value, 1 - beta)
+
+
+def nesterov(rows, gradient: torch.Tensor, now, hp) -> torch.Tensor:
+    """Return Nesterov's momentum of gradients (messages, n, rows, cols), an average of them if
+    hp.momentum_damped, else a sum."""
+    if hp.momentum_damped:
+        return gradient.lerp(average(rows, "momentum", gradient, now.momentum), now.momentum)
+    buffer = rows.state.setdefault("momentum", torch.zeros_like(gradient))
+    buffer.mul_(now.momentum).add_(gradient)
+    return gradient + now.momentum * buffer
+
+
+def polar(x: torch.Tensor) -> torch.Tensor:
+    """Orthogonalise (..., rows, cols) by twelve iterations, which bring singular values close to 1.
+    In bfloat16 on a GPU."""
+    return t.zeropower_via_newtonschulz5(x, 12, ((2.0, -1.5, 0.5),) * 12)
+
+
+def shape_factor(x: torch.Tensor) -> float:
+    """Return how much longer the update of a tall matrix (..., rows, cols) is."""
+    return max(1, x.size(-2) / x.size(-1)) ** 0.5
+
+
+def muon(rows, lr: float, now, hp) -> None:
+    """Step by Muon."""
+    update = polar(nesterov(rows, rows.grad, now, hp))
+    move(rows, update * shape_factor(update), lr, hp)
+
+
+def spectral_descent(rows, lr: float, now, hp) -> None:
+    """Step by Muon without momentum."""
+    update = polar(rows.grad)
+    move(rows, update * shape_factor(update), lr, hp)
+
+
+def muon_squared(rows, lr: float, now, hp) -> None:
+    """Step by Muon^2."""
+    second = average(rows, "exp_avg_sq", rows.grad.square(), hp.matrix_beta2)
+    update = polar(nesterov(rows, rows.grad, now, hp) / (second.sqrt() + EPS))
+    move(rows, update * shape_factor(update), lr, hp)
