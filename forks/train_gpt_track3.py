@@ -47,12 +47,12 @@ class Hyperparameters(t.Hyperparameters):
     update_floor: float = 0.0  # least norm of an update, as a share of the weights' norm
     floor_rows: bool = False  # the norms are those of rows, not of matrices
     matrix_beta2: float = 0.95  # average of squares, in optimizers of hidden matrices
-    frequency: int = 1  # steps between refreshes of bases or roots
+    precondition_frequency: int = 1  # steps between refreshes of bases or roots
     momentum_cooldown_steps: int = 0  # steps in which momentum falls to momentum_start at the end
     adam_decay: float = 0.001  # weight decay of other parameters, times their rate
     bias_correction: bool = True  # in Adam of gains and biases; off: as results 44 to 46
     lookahead: tuple[float, float, float] = (0.0, 0.0, 0.0)  # EMA-Nesterov: factor, begin, end
-    outer_steps: int = 0  # MuLoCo: steps between steps of the outer optimizer; 0: none
+    outer_period: int = 0  # MuLoCo: steps between steps of the outer optimizer; 0: none
     tail_ema: tuple[float, float, float] = (0.0, 0.0, 0.0)  # blend: share, begin, horizon
     mean_loss: bool = False  # gradients are of the mean loss; off: of the summed loss
     init: Literal[first_weights.KINDS] = "muon"  # forks/optimizers/first_weights.py
@@ -78,16 +78,20 @@ RECORDS = {name: replace(MUON, **settings) for name, settings in catalog.RESULTS
 DEMO = vars(t.RECORDS["demo"]).items()
 SMALL = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
 for name, hp in list(RECORDS.items()):
-    RECORDS[f"{name}-demo"] = replace(hp, context_len=256, **SMALL)
+    steps = {key: value for key, value in vars(hp).items() if key.endswith("_steps") and value}
+    for key, value in steps.items():
+        steps[key] = -(-value * SMALL["num_iterations"] // hp.num_iterations)
+    RECORDS[f"{name}-demo"] = replace(hp, context_len=256, **SMALL, **steps)
 RECORDS["demo"] = replace(RECORDS["muon-demo"], muon_lr=0.05, head_lr=0.024)
 
 
 def rate(step: int, schedule: tuple, hp: Hyperparameters) -> float:
-    """Return the multiplier on a learning rate: flat, then a fall."""
+    """Return the multiplier on a learning rate: a linear rise, flat, then a fall."""
     length, share, power, final = schedule
+    rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = max(1 - step / (length * hp.num_iterations), 0)
     fall = min(left / share, 1.0) ** power if share else 1.0
-    return fall + (1 - fall) * final
+    return rise * (fall + (1 - fall) * final)
 
 
 class Moment(t.Moment):
@@ -97,14 +101,14 @@ class Moment(t.Moment):
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)
         adam_schedule = hp.adam_schedule if any(hp.adam_schedule) else hp.schedule
-        rise = min((self.step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
-        self.matrix_lr = rise * rate(self.step, hp.schedule, hp)  # multiplier on muon_lr
-        self.lr = rise * rate(self.step, adam_schedule, hp)  # multiplier on the other rates
+        self.matrix_lr = rate(self.step, hp.schedule, hp)  # multiplier on muon_lr
+        self.lr = rate(self.step, adam_schedule, hp)  # multiplier on the other rates
         self.lr_before = rate(max(self.step - 1, 0), adam_schedule, hp)  # at the step before
         self.schedule_steps = hp.schedule[0] * hp.num_iterations
         if hp.momentum_cooldown_steps:
-            left = (self.schedule_steps - self.step) / hp.momentum_cooldown_steps
-            self.momentum -= (hp.momentum_end - hp.momentum_start) * min(max(1 - left, 0), 1)
+            left = max(self.schedule_steps - self.step, 0) / hp.momentum_cooldown_steps
+            highest = hp.momentum_start + (hp.momentum_end - hp.momentum_start) * min(left, 1)
+            self.momentum = min(self.momentum, highest)
         if self.step >= 0.9 * hp.num_iterations and hp.val_loss_every:
             self.validate = self.validate or self.step % -(-hp.val_loss_every // 5) == 0
 
@@ -120,19 +124,23 @@ def check(hp: Hyperparameters) -> None:
         if getattr(hp, name) != getattr(MUON, name):
             raise UserError(f"--{name}: the benchmark's model does not have it, leave it out")
     units = {"context_len": t.BLOCK, "seq_len": hp.context_len, "val_seq_len": hp.context_len}
-    for name, unit in {**units, "frequency": 1}.items():
+    for name, unit in {**units, "precondition_frequency": 1}.items():
         if getattr(hp, name) == 0 or getattr(hp, name) % unit:
             raise UserError(f"--{name} {getattr(hp, name)}: must be a positive multiple of {unit}")
     if not hp.schedule[0] or (any(hp.adam_schedule) and not hp.adam_schedule[0]):
         raise UserError("--schedule, --adam_schedule: the first number must be positive")
     if hp.grad_clip and hp.norm_control == "hyperball":
-        raise UserError("--grad_clip: on the hyperball, the length of an update does not matter")
-    for name in catalog.unread(hp, Moment):
-        if getattr(hp, name) != getattr(MUON, name):
-            value = f"--{name} {t.show(getattr(hp, name))}"
-            raise UserError(f"{value}: {hp.optimizer} does not read it, or not with these flags")
-    if hp.seq_len > 16384 and hp.device != "cuda" and not torch.cuda.is_available():
-        size = f"{hp.num_iterations} steps of {hp.batch_seqs * hp.seq_len} tokens need a GPU"
+        raise UserError("--grad_clip: with --norm_control hyperball, an update has a given length")
+    for name in catalog.unread(hp):
+        usual, value = (t.show(getattr(one, name)) for one in (MUON, hp))
+        if value != usual:
+            reader = f"--optimizer {hp.optimizer} with --norm_control {hp.norm_control}"
+            raise UserError(f"--{name} {value}: {reader} does not read it: leave it at {usual}")
+    # Tools check settings, too: they may look at a run of a GPU on a machine without one.
+    trains = hasattr(sys.modules["__main__"], "Run") and hp.device == "auto"
+    tokens = hp.batch_seqs * hp.seq_len
+    if trains and tokens > 10**5 and not torch.cuda.is_available():
+        size = f"{hp.num_iterations} steps of {tokens} tokens need a GPU"
         raise UserError(f"{size}: put -demo behind the record's name, as in --record soap-demo")
 
 
@@ -247,32 +255,33 @@ class GPT(t.GPT):
 # Optimizers and run
 
 
-def at_matrix_rate(rule, rows, lr: float, now: Moment, hp: Hyperparameters, **more) -> None:
-    """Call the rule of hidden matrices with the rate of their own schedule."""
-    rule(rows, hp.muon_lr * now.matrix_lr, now, hp, **more)
+def at_matrix_rate(rule, rows, lr: float, now: Moment, hp: Hyperparameters):
+    """Call the rule of hidden matrices with the rate of their own schedule. Padding of theirs may
+    become NaN, as 0 / 0: no parameter has it."""
+    return rule(rows, hp.muon_lr * now.matrix_lr, now, hp)
 
 
 def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
     """Return the groups, in the order in which weights are updated."""
-    rule = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
+    of_matrices = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
     adamw = partial(t.adam, decay=hp.adam_decay)
-    matrices, gated, vectors = [], [], {}
+    matrices, projections, vectors = [], [], {}
     for name, p in reversed(list(model.named_parameters())):
         if p.ndim == 1:
             vectors.setdefault(adam.beta2_of(name, hp), []).append(p)
-        elif hp.optimizer == "soap_muon" and "attn_proj" in name:
-            gated.append(p)
         elif name.startswith("blocks"):
-            matrices.append(p)
+            (projections if "attn_proj" in name else matrices).append(p)
     groups = [
         Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1, complete="forward"),
-        Group("muon", matrices, rule, hp.muon_lr, 2, complete="layer"),
-        Group("attn_proj", gated, partial(rule, gated=True), hp.muon_lr, 2, complete="layer"),
+        Group("muon", matrices, of_matrices, hp.muon_lr, 2, complete="layer"),
+        Group("attn_proj", projections, of_matrices, hp.muon_lr, 2, complete="layer"),
         Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1),
     ]
     for beta2, params in vectors.items():
         of_vectors = adamw if hp.bias_correction else partial(adam.uncorrected_adam, beta2=beta2)
         groups.append(Group(f"vector {beta2}", params, of_vectors, hp.scalar_lr, 0))
+    for group in groups:
+        group.rule = partial(around.with_pieces, group.rule)
     return groups
 
 

@@ -212,19 +212,30 @@ def test_three_steps_are_those_of_single_tensors_in_float64(record, randomize):
     [
         ("--fp8 on", "--fp8: the benchmark's"),
         ("--record muon --val_seq_len 1152 --val_tokens 11520", "--val_seq_len 1152: must be a"),
-        ("--record soap", "3125 steps of 524288 tokens need a GPU: put -demo behind the record's"),
-        ("--record psgd-demo --grad_clip 1", "--grad_clip: on the hyperball, the length"),
-        ("--record psgd-demo --matrix_beta2 0.9", "--matrix_beta2 0.9: psgd does not read it"),
-        ("--record soap-demo --muon_decay 0.1", "--muon_decay 0.1: soap does not read it, or not"),
-        ("--record spectral_descent-demo --momentum_start 0.5", "--momentum_start 0.5: spectral_"),
+        ("--record psgd-demo --grad_clip 1", "--grad_clip: with --norm_control hyperball, an"),
+        ("--record psgd-demo --matrix_beta2 0.9", "--matrix_beta2 0.9: --optimizer psgd with"),
+        ("--record soap-demo --muon_decay 0.1", "--muon_decay 0.1: --optimizer soap with --norm_"),
+        ("--record muon-demo --floor_rows on", "--floor_rows on: --optimizer muon with --norm_co"),
         ("--optimizer sopa", "--optimizer sopa: must be one of adamw, adamh, muon, "),
-        ("--frequency 0", "--frequency 0: must be a positive multiple of 1"),
+        (
+            "--precondition_frequency 0",
+            "--precondition_frequency 0: must be a positive multiple of 1",
+        ),
         ("--schedule 0 1 1 0", "--schedule, --adam_schedule: the first number must be positive"),
     ],
 )
 def test_settings_that_the_model_does_not_have_are_refused(flags, message, capsys):
     status, err = error_of(flags.split(), capsys, main)
     assert status == 1 and err.startswith(f"train_gpt_track3.py: error: {message}")
+
+
+def test_a_cpu_does_not_begin_a_run_of_full_size(capsys, monkeypatch):
+    """Tools, whose __main__ has no Run, look at such runs."""
+    assert train_gpt.parse_args(["--record", "soap"], Run)[1] == "soap"
+    monkeypatch.setattr(sys.modules["__main__"], "Run", Run, raising=False)
+    status, err = error_of(["--record", "soap"], capsys, main)
+    size = "3125 steps of 524288 tokens need a GPU"
+    assert status == 1 and f"{size}: put -demo behind the record's name, as in --rec" in err
 
 
 # -----------------------------------------------------------------------------
@@ -253,7 +264,7 @@ def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tupl
 def test_each_record_goes_on_bit_for_bit(record):
     """Also within a lookahead, an outer loop and the average at the end, each in its last third."""
     contexts = {"context_len": 128, "seq_len": 128, "batch_seqs": 2, "num_iterations": 9}
-    hp = replace(RECORDS[f"{record}-demo"], **SIZES, **contexts, outer_steps=4)
+    hp = replace(RECORDS[f"{record}-demo"], **SIZES, **contexts, outer_period=4)
     hp = replace(hp, lookahead=(0.5, 0.2, 1.0), tail_ema=(0.5, 0.6, 0.5))
     whole, saved = steps_of(hp, 0)
     again, _ = steps_of(hp, 8, saved)
@@ -282,7 +293,7 @@ def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
                     track.catalog.OPTIMIZERS[hp.optimizer](rows, 0.0, Run.moment(step, hp), hp)
             flops += counter.get_total_flops()
             state += sum(value.numel() for value in rows.state.values())
-        around = 2 * bool(hp.lookahead[0]) + 2 * bool(hp.outer_steps) + bool(hp.tail_ema[0])
+        around = 2 * bool(hp.lookahead[0]) + 2 * bool(hp.outer_period) + bool(hp.tail_ema[0])
         assert f"{state / (144 * 768**2) + around:.1f}".removesuffix(".0") == kept, record
         assert f"{flops / 1e12:.1f}".removesuffix(".0") == tera.removesuffix(".0"), record
 

@@ -104,7 +104,9 @@ def model_flops(
             pairs[name] += visible.sum().item() * len(row) / len(visible)
     seen = sum(pairs[layer.mask] for layer in model.layers)
     groups = run_class.optimizers_class.groups_of(model, model.hp)
-    matrices = [p for group in groups if group.name in ("head", "muon") for p in group.params]
+    matrices = [
+        p for group in groups if group.name in ("head", "muon", "attn_proj") for p in group.params
+    ]
     matmul = 6.0 * inputs.numel() * sum(p.numel() for p in matrices)
     return matmul, 12.0 * model.hp.num_heads * model.hp.head_dim * seen
 

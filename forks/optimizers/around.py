@@ -20,6 +20,7 @@ def look_ahead(rows, now, hp) -> None:
         rows.state["lookahead"] = torch.zeros_like(rows.own)
     if round(first * hp.num_iterations) <= now.step < round(end * hp.num_iterations):
         rows.own.add_(rows.state["lookahead"], alpha=factor * now.lr_before)
+        rows.gather(rows.own)
 
 
 def remember_move(rows) -> None:
@@ -30,42 +31,50 @@ def remember_move(rows) -> None:
 
 
 def outer_step(rows) -> None:
-    """MuLoCo: take the way since the last such step for the gradient of a step of Nesterov's
+    """MuLoCo: take the way back since the last such step for the gradient of a step of Nesterov's
     momentum. arXiv 2505.23725; result 13. In its published runs, ranks begin with different outer
     weights, and their embeddings part; here, they begin alike."""
-    start, momentum = rows.state["outer weights"], rows.state["outer momentum"]
-    way = start - rows.own
-    momentum.mul_(OUTER_MOMENTUM).add_(way, alpha=OUTER_LR)
-    start.sub_(momentum, alpha=OUTER_MOMENTUM).sub_(way, alpha=OUTER_LR)
-    rows.own.copy_(start)
+    outer, momentum = rows.state["outer weights"], rows.state["outer momentum"]
+    pseudo_gradient = outer - rows.own
+    momentum.mul_(OUTER_MOMENTUM).add_(pseudo_gradient, alpha=OUTER_LR)
+    outer.sub_(momentum, alpha=OUTER_MOMENTUM).sub_(pseudo_gradient, alpha=OUTER_LR)
+    rows.own.copy_(outer)
 
 
 def blend(rows, now, hp) -> None:
-    """Let an average take in the weights; after the last step, move weights to it. hp.tail_ema is
-    how far, where the average begins, and its horizon. Results 45 (pull request 325) and 46."""
+    """Tail-EMA: let an average take in the weights; after the last step, move them to it.
+    hp.tail_ema is how far, where the average begins, and its horizon. Results 45 (pull request 325)
+    and 46, where the embedding is left out."""
     share, first, horizon = hp.tail_ema
-    if now.step + 1 < round(first * hp.num_iterations):
+    if rows.name.startswith("embed") or now.step + 1 < round(first * hp.num_iterations):
         return
-    average = rows.state.setdefault("tail average", rows.own.clone())
-    average.lerp_(rows.own, min(1, 1 / (horizon * hp.num_iterations)))
+    if "tail average" not in rows.state:
+        rows.state["tail average"] = rows.own.clone()
+    rows.state["tail average"].lerp_(rows.own, 1 / max(horizon * hp.num_iterations, 1))
     if now.step + 1 == hp.num_iterations:
-        rows.own.lerp_(average, share)
+        rows.own.lerp_(rows.state["tail average"], share)
+
+
+def with_pieces(rule, rows, lr: float, now, hp):
+    """Call a rule that changes a rank's own weights, and then what goes around it. Return what the
+    rule returns: without a piece, it may also be one that returns an update."""
+    found = rule(rows, lr, now, hp)
+    if hp.lookahead[0]:
+        remember_move(rows)
+    if hp.outer_period and (now.step + 1) % hp.outer_period == 0:
+        outer_step(rows)
+    if hp.tail_ema[0]:
+        blend(rows, now, hp)
+    return found
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's optimizers, and what goes around them. All of it changes a rank's own weights,
-    which are then sent to all ranks."""
+    """train_gpt.py's optimizers, and what comes before a step."""
 
     def __init__(self, model, hp, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
         self.begun = False  # the first forward pass of a step has begun
         model.register_forward_pre_hook(self.begin)
-
-    def send_weights(self) -> None:
-        """Send each rank's own weights to all ranks."""
-        for _, rows in self.groups:
-            rows.gather(rows.own)
-            rows.wait()
 
     @torch.no_grad()
     def begin(self, model, args: tuple) -> None:
@@ -74,26 +83,14 @@ class Optimizers(t.Optimizers):
             return
         self.begun = True
         for _, rows in self.groups:
-            if self.hp.lookahead[0]:
-                look_ahead(rows, args[-1], self.hp)
-            if self.hp.outer_steps and "outer weights" not in rows.state:
+            if self.hp.outer_period and "outer weights" not in rows.state:
                 rows.state["outer weights"] = rows.own.clone()
                 rows.state["outer momentum"] = torch.zeros_like(rows.own)
-        if self.hp.lookahead[0]:
-            self.send_weights()
+            if self.hp.lookahead[0]:
+                look_ahead(rows, args[-1], self.hp)
+                rows.wait()
 
-    @torch.no_grad()
     def step(self, now) -> list[torch.Tensor]:
         """Update all groups, and return what train_gpt.py's step does."""
-        norms, self.begun = super().step(now), False
-        outer = self.hp.outer_steps and (now.step + 1) % self.hp.outer_steps == 0
-        for group, rows in self.groups:
-            if self.hp.lookahead[0]:
-                remember_move(rows)
-            if outer:
-                outer_step(rows)
-            if self.hp.tail_ema[0] and group.name != "embed":
-                blend(rows, now, self.hp)
-        if outer or self.hp.tail_ema[0]:
-            self.send_weights()
-        return norms
+        self.begun = False
+        return super().step(now)

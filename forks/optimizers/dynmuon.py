@@ -5,13 +5,13 @@ than strong ones. arXiv 2605.17109. Result 28: 3175 steps, 3.2790 (25 runs), pul
 import math
 
 import torch
-from muon import FIRST, nesterov, polar, shape_factor, steps
+from muon import FIRST_RATES, nesterov, polar, shape_factor, steps
 from norm_control import move
 
 P_FIRST, P_LAST = 0.25, -0.25
 MIDDLE, WIDTH = 0.04, 0.04  # where p is 0, and how slowly it falls, as shares of the schedule
 RECORDS = {
-    "dynmuon": FIRST
+    "dynmuon": FIRST_RATES
     | steps(3175, of=3200)
     | {"muon_lr": 0.02, "muon_decay": 0.025, "momentum_damped": False}
 }
@@ -41,7 +41,7 @@ def spectral_power(x: torch.Tensor, p: float) -> torch.Tensor:
 
 def dynmuon(rows, lr: float, now, hp) -> None:
     """Step by DynMuon. Gradients are of the mean loss, because s^p is not linear in them."""
-    gradient = rows.grad / (hp.batch_seqs * hp.seq_len)
+    gradient = rows.grad if hp.mean_loss else rows.grad / (hp.batch_seqs * hp.seq_len)
     direction = nesterov(rows, gradient, now, hp)
     update = spectral_power(direction, exponent(now.step / now.schedule_steps))
     move(rows, update * shape_factor(update), lr, hp)

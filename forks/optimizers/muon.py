@@ -16,7 +16,7 @@ from norm_control import move
 import train_gpt as t
 
 # Settings that several results share, as differences from `muon`'s.
-FIRST = {"embed_lr": 0.3, "head_lr": 1 / 320, "scalar_lr": 0.01, "adam_decay": 0.0}
+FIRST_RATES = {"embed_lr": 0.3, "head_lr": 1 / 320, "scalar_lr": 0.01, "adam_decay": 0.0}
 TORCH = {"init": "torch", "float32_gains": True}
 HYPERBALL = {
     "norm_control": "hyperball",
@@ -38,14 +38,19 @@ def steps(count: int, of: int) -> dict:
 RECORDS = {
     "muon": {},
     "muon_first": {"optimizer": "muon", "muon_lr": 0.035, "muon_decay": 0.025}
-    | FIRST
+    | FIRST_RATES
     | steps(3325, of=3350),
     "muonh": {"optimizer": "muon"}
     | HYPERBALL
     | {"adam_schedule": (1.0, 0.85, 1.0, 0.0), "init": "normal", "float32_gains": False}
     | {"embed_lr": 0.91, "head_lr": 0.0064, "scalar_lr": 0.0195},
-    "spectral_descent": FIRST | steps(8225, of=8500) | {"muon_lr": 0.03, "muon_decay": 0.015},
-    "muon_squared": FIRST | TORCH | steps(3325, of=3325) | {"muon_lr": 0.1, "muon_decay": 0.0125},
+    "spectral_descent": {"optimizer": "muon", "muon_lr": 0.03, "muon_decay": 0.015}
+    | FIRST_RATES
+    | steps(8225, of=8500)
+    | {"momentum_start": 0.0, "momentum_end": 0.0},
+    "muon_squared": {"num_iterations": 3325, "muon_lr": 0.1, "muon_decay": 0.0125}
+    | FIRST_RATES
+    | TORCH,
 }
 RECORDS["ema_nesterov"] = RECORDS["muon_first"] | steps(3125, of=3150)
 RECORDS["ema_nesterov"]["lookahead"] = (0.6, 500 / 3125, 2400 / 3125)
@@ -54,7 +59,9 @@ RECORDS["ema_nesterov"]["lookahead"] = (0.6, 500 / 3125, 2400 / 3125)
 def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the running average of a value (messages, n, ...), which begins at zero and is kept
     by its name in rows.state."""
-    return rows.state.setdefault(name, torch.zeros_like(value)).lerp_(value, 1 - beta)
+    if name not in rows.state:
+        rows.state[name] = torch.zeros_like(value)
+    return rows.state[name].lerp_(value, 1 - beta)
 
 
 def nesterov(rows, gradient: torch.Tensor, now, hp) -> torch.Tensor:
@@ -62,9 +69,9 @@ def nesterov(rows, gradient: torch.Tensor, now, hp) -> torch.Tensor:
     hp.momentum_damped, else a sum."""
     if hp.momentum_damped:
         return gradient.lerp(average(rows, "momentum", gradient, now.momentum), now.momentum)
-    buffer = rows.state.setdefault("momentum", torch.zeros_like(gradient))
-    buffer.mul_(now.momentum).add_(gradient)
-    return gradient + now.momentum * buffer
+    total = rows.state.get("momentum", 0) * now.momentum + gradient
+    rows.state["momentum"] = total
+    return gradient + now.momentum * total
 
 
 def polar(x: torch.Tensor) -> torch.Tensor:
@@ -81,12 +88,6 @@ def shape_factor(x: torch.Tensor) -> float:
 def muon(rows, lr: float, now, hp) -> None:
     """Step by Muon."""
     update = polar(nesterov(rows, rows.grad, now, hp))
-    move(rows, update * shape_factor(update), lr, hp)
-
-
-def spectral_descent(rows, lr: float, now, hp) -> None:
-    """Step by Muon without momentum."""
-    update = polar(rows.grad)
     move(rows, update * shape_factor(update), lr, hp)
 
 

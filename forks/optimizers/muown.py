@@ -51,7 +51,7 @@ def muown(rows, lr: float, now, hp) -> None:
     length = state["length"]
 
     last = LAST_NORM * (WIDE_FACTOR if width > height else 1)
-    share = min(max(now.step - 1, 0) / (now.schedule_steps - 1), 1) ** NORM_POWER
+    share = min(max(now.step - 1, 0) / max(now.schedule_steps - 1, 1), 1) ** NORM_POWER
     norm = state["first length"].lerp(torch.full_like(length, last), share)
     direction = rows.own / length
     of_length = (rows.grad * direction).sum(-1, keepdim=True)  # the gradient of the length

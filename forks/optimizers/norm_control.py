@@ -1,5 +1,6 @@
 """What a step along an update does to a matrix, and what keeps it from growing: weight decay, the
-hyperball, a floor under the update, or a radius. --norm_control names one of the four."""
+hyperball, a floor under the update, or a radius. --norm_control names one of the four. The field
+calls the floor u/w floor, and RowFloor by rows; the radius, radial brake and radius pin."""
 
 import torch
 

@@ -11,18 +11,22 @@ momentum itself (github.com/nilin/contra-muon).
 """
 
 import torch
-from muon import FIRST, HYPERBALL, TORCH, average, nesterov, polar, shape_factor, steps
+from muon import FIRST_RATES, HYPERBALL, TORCH, average, nesterov, polar, shape_factor, steps
 from norm_control import move, size
 
 CONTRA = 0.2  # share of the momentum, divided by its largest singular value, that is taken off
 POWER_STEPS = 5  # of power iteration, for that singular value
 FLOOR = {"norm_control": "floor", "update_floor": 0.35, "muon_lr": 0.0375}
 RECORDS = {
-    "normuon": FIRST | steps(3250, of=3300) | {"muon_lr": 0.035, "muon_decay": 0.025},
-    "normuon_floor": {"optimizer": "normuon"} | FIRST | TORCH | FLOOR | {"num_iterations": 3250},
-    "contra_muon": FIRST | TORCH | FLOOR | {"num_iterations": 3225},
-    "muloco": {"optimizer": "normuon", "num_iterations": 3210, "outer_steps": 30}
-    | FIRST
+    "normuon": FIRST_RATES | steps(3250, of=3300) | {"muon_lr": 0.035, "muon_decay": 0.025},
+    "normuon_floor": {"optimizer": "normuon"}
+    | FIRST_RATES
+    | TORCH
+    | FLOOR
+    | {"num_iterations": 3250},
+    "contra_muon": FIRST_RATES | TORCH | FLOOR | {"num_iterations": 3225},
+    "muloco": {"optimizer": "normuon", "num_iterations": 3210, "outer_period": 30}
+    | FIRST_RATES
     | HYPERBALL,
 }
 

@@ -7,13 +7,13 @@ it is the same on any number of ranks.
 """
 
 import torch
-from muon import FIRST, HYPERBALL, average
+from muon import FIRST_RATES, HYPERBALL, average
 from norm_control import move
 
 FACTOR_LR = 1.0  # of the preconditioner
 DAMPING = 2.0**-23  # noise on the gradient, relative
 RECORDS = {
-    "psgd": FIRST
+    "psgd": FIRST_RATES
     | HYPERBALL
     | {"num_iterations": 3375, "muon_lr": 0.025, "mean_loss": True}
     | {"schedule": (3400 / 3375, 1.0, 1.0, 0.0), "adam_schedule": (3400 / 3375, 0.5, 1.0, 0.1)}

@@ -12,17 +12,17 @@ results calls 35 one-sided; the source in its log sets both sides.
 from functools import partial
 
 import torch
-from muon import FIRST, SHORT_MOMENTUM, average, steps
+from muon import FIRST_RATES, SHORT_MOMENTUM, average, steps
 from norm_control import move, size
-from soap import grams, refreshes
+from soap import eigh, grams, refreshes
 
 SMALLEST = 1e-12  # added to a factor, and the smallest of its eigenvalues
 RECORDS = {
-    "shampoo": FIRST
+    "shampoo": FIRST_RATES
     | SHORT_MOMENTUM
     | steps(4100, of=4150)
-    | {"muon_lr": 0.0015, "muon_decay": 0.2, "frequency": 5},
-    "shampoo_pinv": FIRST
+    | {"muon_lr": 0.0015, "muon_decay": 0.2, "precondition_frequency": 5},
+    "shampoo_pinv": FIRST_RATES
     | SHORT_MOMENTUM
     | {"num_iterations": 3375, "muon_lr": 0.01, "muon_decay": 0.1, "matrix_beta2": 0.9},
 }
@@ -32,7 +32,7 @@ def root(factor: torch.Tensor) -> torch.Tensor:
     """Return factor^(-1/4) of symmetric matrices (..., d, d), whose eigenvalues are first moved up
     until all are positive."""
     identity = torch.eye(factor.size(-1), device=factor.device)
-    values, vectors = torch.linalg.eigh(factor + SMALLEST * identity)
+    values, vectors = eigh(factor + SMALLEST * identity)
     smallest = values[..., :1]
     values = torch.where(smallest < SMALLEST, values - smallest + SMALLEST, values)
     return vectors * values[..., None, :] ** -0.25 @ vectors.mT
@@ -41,7 +41,7 @@ def root(factor: torch.Tensor) -> torch.Tensor:
 def pseudoinverse_root(factor: torch.Tensor) -> torch.Tensor:
     """Return factor^(-1/4) of symmetric matrices (..., d, d), without eigenvalues that are not
     positive."""
-    values, vectors = torch.linalg.eigh(factor)
+    values, vectors = eigh(factor)
     values = torch.where(values > 0, values, torch.inf)
     return vectors * values[..., None, :] ** -0.25 @ vectors.mT
 

@@ -11,14 +11,14 @@ too low a rank. Then rounding chooses a part of its basis, and such runs differ.
 """
 
 import torch
-from muon import FIRST, HYPERBALL, average
+from muon import FIRST_RATES, HYPERBALL, average
 from norm_control import move
 
 EPS = 1e-8
 FIRST_EIGENVALUE = 0.1  # of KL-SOAP's estimates
 LARGEST_ROOT = 4000.0  # of 1 / sqrt(eigenvalue)
 RECORDS = {
-    "klsoap": FIRST
+    "klsoap": FIRST_RATES
     | HYPERBALL
     | {"num_iterations": 3125, "matrix_beta2": 0.9, "float32_gains": False}
 }
@@ -31,20 +31,29 @@ def grams(grad: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"left": grad @ grad.mT, "right": grad.mT @ grad}
 
 
+def eigh(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return eigenvalues (..., d) and eigenvectors of symmetric matrices (..., d, d). If the method
+    does not converge, as with factors of low rank, it is repeated in float64, as in the results."""
+    try:
+        return torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        return tuple(found.type_as(factor) for found in torch.linalg.eigh(factor.double()))
+
+
 def first_basis(factor: torch.Tensor) -> torch.Tensor:
     """Return the eigenvectors of symmetric matrices (..., d, d), the largest eigenvalue's first."""
     jitter = 1e-30 * torch.eye(factor.size(-1), device=factor.device)
-    return torch.linalg.eigh((factor + factor.mT) / 2 + jitter)[1].flip(-1)
+    return eigh((factor + factor.mT) / 2 + jitter)[1].flip(-1).contiguous()
 
 
 def next_basis(factor: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Return a basis nearer to the factor's eigenvectors, by a step of orthogonal iteration."""
-    return torch.linalg.qr(factor @ basis)[0]
+    return torch.linalg.qr(factor @ basis)[0].contiguous()
 
 
 def refreshes(now, hp) -> bool:
     """Say whether this step refreshes bases, or roots."""
-    return (now.step + 1) % hp.frequency == 0
+    return (now.step + 1) % hp.precondition_frequency == 0
 
 
 def soap(rows, lr: float, now, hp) -> None:

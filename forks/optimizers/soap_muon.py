@@ -10,7 +10,7 @@ a radius (around.py, norm_control.py). First steps are as undetermined as those 
 """
 
 import torch
-from muon import FIRST, average, nesterov, shape_factor
+from muon import FIRST_RATES, average, nesterov, shape_factor
 from norm_control import dot, move
 from soap import first_basis, grams, next_basis
 
@@ -20,7 +20,7 @@ LEAST, MOST = 0.45, 0.85
 LEAST_END, MOST_END = 1375 / 2900, 1625 / 2900
 AGREEMENT = 0.2  # cosine of SOAP's direction and the momentum up to which it takes the least
 SOAP_MUON = (
-    FIRST
+    FIRST_RATES
     | {"optimizer": "soap_muon", "adam_betas": (0.8, 0.99), "bias_correction": False}
     | {"muon_lr": 0.0375, "norm_control": "radius", "update_floor": 0.3825, "muon_decay": 0.0}
     | {"matrix_beta2": 0.9, "momentum_start": 0.85, "momentum_cooldown_steps": 200}
@@ -83,7 +83,9 @@ def learn_bases(rows, hp) -> None:
     """Let the factors take in the gradient, and the bases follow them. The largest eigenvalue comes
     first, and the second moments are sorted with it."""
     grad, state = rows.grad, rows.state
-    second = state.setdefault("exp_avg_sq", torch.zeros_like(grad))
+    if "exp_avg_sq" not in state:
+        state["exp_avg_sq"] = torch.zeros_like(grad)
+    second = state["exp_avg_sq"]
     for side, gram in grams(grad).items():
         factor = average(rows, f"{side} factor", gram, hp.matrix_beta2)
         basis = state.get(f"{side} basis")
@@ -110,12 +112,12 @@ def trust(direction, momentum, gradient, now) -> torch.Tensor:
     return (agreement * aligned.clamp(0, 1)).clamp(least, most)
 
 
-def soap_muon(rows, lr: float, now, hp, gated: bool = False) -> None:
-    """Step by SOAP-Muon. For attn_proj, which is `gated`, trust says how far the momentum moves to
+def soap_muon(rows, lr: float, now, hp) -> None:
+    """Step by SOAP-Muon. For the group attn_proj, a trust gate says how far the momentum moves to
     SOAP's direction."""
     momentum = nesterov(rows, rows.grad, now, hp)
     direction = soap_direction(rows, momentum, hp)
-    if gated:
+    if rows.name.startswith("attn_proj"):
         direction = momentum.lerp(direction, trust(direction, momentum, rows.grad, now))
         direction = direction * (schatten4(momentum, 1e-8) / schatten4(direction, 1e-8))
     update = polar(direction)

@@ -389,11 +389,13 @@ def test_fifty_steps_of_each_record_of_the_forks_on_the_sample(script, name, on_
     assert losses[-1] < losses[1] < (9 if tied else 6.5)
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("name", sorted(track3.catalog.RESULTS))
 def test_twenty_steps_of_the_optimizer_benchmark_on_the_sample(name, on_the_sample):
+    """Of `muonh` and `psgd`, the head does not begin at zero."""
     flags = f"--record {name} --num_iterations 20 --val_loss_every 10 {SHORT_VALIDATION}"
     losses = list(val_losses(on_the_sample(track3.Run, flags)).values())
-    assert losses[0] == pytest.approx(10.8258, abs=1e-3)
+    random_head = track3.RECORDS[name].init in ("normal", "psgd")
+    assert losses[0] == pytest.approx(10.8258, abs=0.3 if random_head else 1e-3)
     assert losses[-1] < losses[1] < 10
 
 
