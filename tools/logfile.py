@@ -17,6 +17,9 @@ STEP = re.compile(
 # Runs of one group may differ in these. The name of the script is one: its source is compared.
 OF_ONE_RUN = {"script", "seed", "run_id", "resume", "device"}
 OF_ONE_RUN |= {"val_loss_every", "save_every", "keep"}
+# Settings of the optimizer benchmark, whose runs differ in others.
+OF_BENCHMARK = {"context_len": "1024", "model_dim": "768", "num_layers": "12"}
+OF_BENCHMARK |= {"val_tokens": "10485760"}
 
 
 @cache
@@ -85,9 +88,10 @@ class Run:
 
     @property
     def known_deviation(self) -> float | None:
-        """The deviation of a loss that the optimizer benchmark takes as known, for its logs of
-        ours. Public logs do not say whose they are."""
-        return published()["adamw"]["deviation"] if "norm_control" in self.settings else None
+        """The deviation of a loss that the optimizer benchmark takes as known, for our runs of its
+        size. Public logs do not say whose they are."""
+        is_one = self.on_fineweb and OF_BENCHMARK.items() <= self.settings.items()
+        return published()["adamw"]["deviation"] if is_one else None
 
     @property
     def on_fineweb(self) -> bool:
