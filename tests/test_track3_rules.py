@@ -1,0 +1,214 @@
+"""forks/optimizers against tests/track3_reference.py in float64, at the steps of published runs;
+settings and first weights against the published ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train_gpt
+import train_gpt_track3 as track
+from track3_reference import RESULTS, Weight, fall, momentum_of_46, result, root
+from train_gpt_track3 import RECORDS, Optimizers, Run
+
+psgd, shampoo = track.catalog.psgd, track.catalog.shampoo
+SQUARE, OBLONG = (8, 8), (16, 4)  # channels, and those of all heads: q is 8x8, or 4x16
+# Where steps begin that cross a switch; and gradients about as small as some epsilon.
+SWITCHES = [("adamh", 246), ("muloco", 25), ("dynmuon", 124), ("muown", 3067)]
+SWITCHES += [("ema_nesterov", 496), ("ema_nesterov", 2394), ("tail_ema", 2712), ("row_floor", 2682)]
+SWITCHES += [("soap_muon", s) for s in (296, 1371, 1621, 1945, 2696)]
+SMALL = [("normuon", 1e-15), ("contra_muon", 1e-11), ("shampoo", 1e-6), ("shampoo_pinv", 1e-15)]
+SMALL += [("soap_muon", 1e-7), ("soap_muon", 1e-9), ("dynmuon", 0.1)]
+CASES = [(name, 0, *case) for name in RESULTS for case in ((1, SQUARE), (1e-8, OBLONG))]
+CASES += [(name, first, 1, OBLONG) for name, first in SWITCHES]
+CASES += [(name, 0, scale, SQUARE) for name, scale in SMALL]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def preset(optimizers, expected: dict, scale: float, hp) -> None:
+    """Give SOAP its factors and bases. Otherwise the factors of tall and wide matrices have too low
+    a rank in the first steps, and rounding chooses a part of their bases."""
+    highest = 3999.0 if scale < 1 else 0.1**-0.5  # of KL-SOAP's roots: soon they would be > 4000
+    for rows in [rows for group, rows in optimizers.groups if group.row_ndim == 2]:
+        for i, side in enumerate(("left", "right")):
+            basis, d = torch.eye(rows.own.size(i - 2)), rows.own.size(i - 2)
+            factor = basis * d * (scale * (highest if hp.optimizer == "klsoap" else 1)) ** 2
+            given = {"factor": factor, "basis": basis, "root": torch.linspace(0.9, 1, d) * highest}
+            for key, value in given.items():
+                rows.state[f"{side} {key}"] = value.expand(1, rows.total, *value.shape).clone()
+            for weight in (expected[p] for p in rows.places):
+                weight.q, weight.roots = [*weight.q, basis], [*weight.roots, given["root"]]
+                weight.past[f"factor{i}"], weight.second = [(factor, 0)], 0 * weight.w
+        rows.state |= {key: torch.zeros_like(rows.own) for key in ("exp_avg", "exp_avg_sq")}
+
+
+def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="", error=1e-9):
+    """Make steps from `first` on with gradients of a scale, and compare weights `of` some names.
+    With a small scale, some weights and the first gradients are zero, as in published runs."""
+    hp = replace(hp, vocab_size=16, model_dim=shape[0], num_heads=1, head_dim=shape[1])
+    model = track.GPT(replace(hp, num_layers=1, batch_seqs=1, seq_len=524288))
+    model.forward, names = lambda *args: None, {p: name for name, p in model.named_parameters()}
+    optimizers, generator, expected = Optimizers(model, model.hp), torch.Generator(), {}
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    for p, name in names.items():
+        p.data.copy_(torch.linspace(0.1, 4, len(p)).diag() @ draw(*p.shape))
+        if scale < 1 and name.endswith(("mlp_proj.weight", "q.weight")):
+            p.data[: 1 if "q" in name else None] = 0
+        weight = expected[p] = Weight(p.detach().clone())
+        weight.first_step, weight.steady = first, draw(*p.shape)
+        weight.probes = {s: draw(2, *p.shape) for s in range(first, first + count)}
+    if given and hp.optimizer in ("soap", "klsoap", "soap_muon"):
+        preset(optimizers, expected, scale, hp)
+
+    def probes(rows, now, hp):
+        return torch.stack([expected[p].probes[now.step] for p in rows.places], 1)[:, None]
+
+    patch.setattr(psgd, "probes", probes)
+    for s in range(first, first + count):
+        now = Run.moment(s, model.hp)
+        model(now)
+        for p, name in names.items():
+            p.grad = scale * (expected[p].steady + draw(*p.shape)) * (scale == 1 or s > first)
+            if name.endswith(of):
+                expected[p].step(name, reference, s, p.grad.clone())
+        optimizers.step(now)
+    for p, name in names.items():
+        if name.endswith(of):
+            rest, way = (expected[p].w - x for x in (p.detach(), expected[p].initial))
+            assert rest.abs().max() < error * way.abs().max() + 1e-15, name
+
+
+@pytest.mark.parametrize(("record", "first", "scale", "shape"), CASES)
+def test_all_weights_are_those_of_the_reference(record, first, scale, shape, monkeypatch):
+    compare(RECORDS[record], RESULTS[record], first, scale, shape, monkeypatch)
+
+
+@pytest.mark.parametrize("record", ["soap", "klsoap", "soap_muon"])
+def test_first_bases_are_those_of_the_first_gradient(record, monkeypatch):
+    """In its bases, a gradient is diagonal but for rounding, which SOAP divides by 1e-8."""
+    case, of = (RECORDS[record], RESULTS[record], 0, 1, SQUARE), ("q.weight", "attn_proj.weight")
+    compare(*case, monkeypatch, given=False, of=of, error=1e-6 if record == "soap" else 1e-9)
+
+
+@pytest.mark.parametrize("changes", [{"outer": 3}, {"ahead": (0.3, 3, 9), "tail": (5, 4)}])
+def test_what_goes_around_a_short_run(changes, monkeypatch):
+    reference = result(12, 0.035, "muon", 0.025, fall(12), **changes)
+    own = {"lookahead": (0.3, 3 / 12, 9 / 12), "tail_ema": (0.6, 5 / 12, 4 / 12)}
+    own = {"outer_period": 3} if "outer" in changes else own
+    hp = replace(RECORDS["muon_first"], schedule=(1.0, 0.7, 1.0, 0.0), num_iterations=12, **own)
+    compare(hp, reference, 0, 1, SQUARE, monkeypatch, count=12)
+
+
+@pytest.mark.parametrize("lowest", [0.5, 0.0, -1e-14, -0.5])
+def test_roots_of_factors_whose_lowest_eigenvalue_may_not_be_positive(lowest):
+    basis = torch.linalg.qr(torch.randn(6, 6))[0]
+    factor = basis @ torch.tensor([lowest, 0.6, 0.7, 0.8, 0.9, 1.0]).diag() @ basis.T
+    for function, eps in ((shampoo.root, 1e-12), (shampoo.pseudoinverse_root, 0)):
+        torch.testing.assert_close(function(factor), root(factor, eps), rtol=1e-9, atol=1e-9)
+
+
+def test_probes_are_noise_of_each_matrix_and_step_on_any_number_of_ranks():
+    hp, now, drawn = RECORDS["psgd"], Run.moment(3, RECORDS["psgd"]), []
+    for ranks in (1, 2):
+        params = [torch.nn.Parameter(torch.zeros(32, 48)) for _ in range(4)]
+        group = train_gpt.Group("", params, None, 0.0, 2)
+        parts = [train_gpt.Rows(group, params, rank, ranks, 1) for rank in range(ranks)]
+        drawn.append(torch.cat([psgd.probes(rows, now, hp)[:, 0] for rows in parts], 1))
+    later = psgd.probes(parts[0], Run.moment(4, hp), hp)[:, 0]
+    assert torch.equal(*drawn)
+    noise = torch.cat([drawn[0], later], 1).flatten(2).flatten(0, 1)
+    assert (noise @ noise.T / 1536 - torch.eye(12)).abs().max() < 0.15
+
+
+# -----------------------------------------------------------------------------
+# Settings and first weights
+
+KINDS = {"torch": "adamw muon_squared normuon_floor contra_muon", "normal": "muonh"}
+KINDS |= {"uniform": "adamh muloco klsoap soap", "rademacher": "soap_muon tail_ema row_floor"}
+KINDS |= {"psgd": "psgd", "muon": "muon muon_first spectral_descent ema_nesterov normuon dynmuon"}
+KINDS["muon"] += " muown shampoo shampoo_pinv"
+FLOAT32_GAINS = f"{KINDS['torch']} {KINDS['rademacher']} adamh muloco"
+
+
+@pytest.mark.parametrize("record", RESULTS)
+def test_settings_are_the_published_ones(record):
+    hp, reference = RECORDS[record], RESULTS[record]
+    found = hp.num_iterations, hp.outer_period, hp.float32_gains, hp.mean_loss
+    gains = record in FLOAT32_GAINS.split()
+    assert found == (reference.steps, reference.outer, gains, record == "psgd")
+    assert record in KINDS[hp.init].split()
+    assert hp.batch_seqs * hp.seq_len == 524288 and hp.context_len == 1024
+    ahead, tail = (
+        reference.ahead or (0, 0, 0),
+        (0.6, *reference.tail) if reference.tail else (0,) * 3,
+    )
+    for (share, *ends), expected in ((hp.lookahead, ahead), (hp.tail_ema, tail)):
+        assert [share, *(end * reference.steps for end in ends)] == pytest.approx(expected)
+
+    # Rates and momentum. adamh's rule replaces the rate in the warm-up.
+    for s in (0, 1, 249, 250, *range(299, reference.steps, 100), 1488, 1700, reference.steps - 1):
+        now = Run.moment(s, hp)
+        found = {"embed": now.lr * hp.embed_lr, "lm_head": now.lr * hp.head_lr}
+        found |= {"vector": now.lr * hp.scalar_lr, "blocks": now.matrix_lr * hp.muon_lr}
+        for kind, rate in found.items():
+            if kind != "blocks" or record != "adamh" or s >= 250:
+                assert rate == pytest.approx(reference.rate(kind, s), rel=1e-12), (s, kind)
+        if reference.late:
+            assert now.momentum == pytest.approx(momentum_of_46(s), rel=1e-12)
+
+
+# n: normal with variance 0.33 / fan_in; t: with variance 1 / (3 fan_in); u: uniform with bound
+# 1 / sqrt(fan_in). A number is a factor. k and v are as q; the bias of fc as that of q.
+COLUMNS = [f"{name}.weight" for name in ("q", "fc", "attn_proj", "mlp_proj", "lm_head")]
+COLUMNS += [f"{name}.bias" for name in ("q", "attn_proj", "mlp_proj", "lm_head")]
+FIRST_WEIGHTS = {
+    "muon": "n n 0 0 0 0 0 0 0",
+    "torch": "u u 0 0 0 u 0 0 0",
+    "uniform": "u 1.5u 1.25u 3u 0 u 0 0 0",
+    "normal": "n 1.5n 1.25n 3n n 0 0 0 0",
+    "psgd": "t 1.5t 1.25t 3t u u u u u",
+    "rademacher": "u u 0 0 0 u 0 0 0",
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_WEIGHTS)
+def test_first_weights_have_the_published_distributions(kind):
+    hp = replace(RECORDS["muon"], init=kind, model_dim=256, num_layers=4, vocab_size=1024)
+    cells = dict(zip(COLUMNS, FIRST_WEIGHTS[kind].split(), strict=True))
+    for name, p in track.GPT(replace(hp, num_heads=2)).named_parameters():
+        in_block, own = name.startswith("blocks"), kind == "rademacher"
+        if name.endswith("gains"):
+            assert ((p - 1).abs() == (0.125 if in_block and own else 0)).all()
+        elif name == "embed.weight":
+            assert p.std().item() == pytest.approx(1, rel=0.02)
+        else:
+            scale = (1024 if "mlp_proj" in name else 256) ** -0.5
+            scale *= 1 - 0.1 * int(name.split(".")[1]) if own and "fc.w" in name else 1
+            name = name.replace(".k.", ".q.").replace(".v.", ".q.").replace("fc.bias", "q.bias")
+            cell = next(cells[column] for column in COLUMNS if name.endswith(column))
+            scale *= float(cell[:-1] or 1)
+            std = scale * {"n": 0.33, "t": 1 / 3, "u": 1 / 3, "0": 0}[cell[-1]] ** 0.5
+            assert p.std().item() == pytest.approx(std, rel=4 / (2 * p.numel()) ** 0.5)
+            highest = p.abs().max().item() / scale
+            assert 0.95 < highest <= 1 if cell[-1] == "u" else highest > 2 or cell == "0"
+
+
+def test_signs_of_gains_are_mirrored_and_later_layers_are_pairs():
+    hp = replace(RECORDS["row_floor"], model_dim=12800, vocab_size=16, num_layers=12)
+    signs = torch.stack(track.first_weights.signs(hp))
+    extra = signs.unflatten(1, (100, 128)).sum(2) / 2  # plus signs beyond 64, of each head
+    assert (extra[6::2] == -extra[7::2]).all()
+    assert extra[:6].std().item() == pytest.approx(32**0.5, rel=0.1)
+    assert extra[6::2].std().item() == pytest.approx(8**0.5, rel=0.1)
+    assert (signs @ signs.T / 12800 - torch.eye(12)).abs().max() < 0.05
+    for block in track.GPT(replace(hp, model_dim=8, num_heads=1, head_dim=8)).blocks:
+        assert (block.norm1.gains + block.norm2.gains == 2).all()
