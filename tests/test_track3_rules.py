@@ -17,8 +17,9 @@ SQUARE, OBLONG = (8, 8), (16, 4)  # channels, and those of all heads: q is 8x8, 
 SWITCHES = [("adamh", 246), ("muloco", 25), ("dynmuon", 124), ("muown", 3067)]
 SWITCHES += [("ema_nesterov", 496), ("ema_nesterov", 2394), ("tail_ema", 2712), ("row_floor", 2682)]
 SWITCHES += [("soap_muon", s) for s in (296, 1371, 1621, 1945, 2696)]
-SMALL = [("normuon", 1e-15), ("contra_muon", 1e-11), ("shampoo", 1e-6), ("shampoo_pinv", 1e-15)]
-SMALL += [("soap_muon", 1e-7), ("soap_muon", 1e-9), ("dynmuon", 0.1)]
+SMALL = [("normuon", 1e-15), ("contra_muon", 1e-11), ("shampoo", 1e-6), ("shampoo", 1e-14)]
+SMALL += [("soap_muon", 1e-7), ("soap_muon", 1e-9), ("dynmuon", 0.1), ("muown", 1e-13)]
+SMALL += [("shampoo_pinv", 1e-15)]
 CASES = [(name, 0, *case) for name in RESULTS for case in ((1, SQUARE), (1e-8, OBLONG))]
 CASES += [(name, first, 1, OBLONG) for name, first in SWITCHES]
 CASES += [(name, 0, scale, SQUARE) for name, scale in SMALL]
@@ -26,6 +27,7 @@ CASES += [(name, 0, scale, SQUARE) for name, scale in SMALL]
 
 @pytest.fixture(autouse=True)
 def float64():
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -85,6 +87,9 @@ def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="
         if name.endswith(of):
             rest, way = (expected[p].w - x for x in (p.detach(), expected[p].initial))
             assert rest.abs().max() < error * way.abs().max() + 1e-15, name
+    for rows in [rows for _, rows in optimizers.groups if "left" in rows.state]:  # psgd balances it
+        factors = torch.stack([expected[p].q[0] for p in rows.places])
+        torch.testing.assert_close(rows.state["left"][0], factors, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("record", "first", "scale", "shape"), CASES)
@@ -97,6 +102,21 @@ def test_first_bases_are_those_of_the_first_gradient(record, monkeypatch):
     """In its bases, a gradient is diagonal but for rounding, which SOAP divides by 1e-8."""
     case, of = (RECORDS[record], RESULTS[record], 0, 1, SQUARE), ("q.weight", "attn_proj.weight")
     compare(*case, monkeypatch, given=False, of=of, error=1e-6 if record == "soap" else 1e-9)
+
+
+@pytest.mark.parametrize("record", ["soap_muon", "tail_ema", "row_floor"])
+def test_trust_has_limits_until_the_published_steps(record):
+    """From the momentum itself, which deserves all trust, to noise that deserves none."""
+    momentum, noise, gradient = torch.randn(3, 16, 4)
+    weight, found, expected = Weight(momentum), [], []
+    for weight.s in (0, 1374, 1375, 1376, 1500, 1624, 1625, 1626):
+        now = Run.moment(weight.s, RECORDS[record])
+        for share in (0, 0.5, 1, 2, -9):
+            case, weight.g = (momentum + share * noise, momentum), gradient + momentum
+            found.append(track.catalog.soap_muon.trust(*case, weight.g, now).item())
+            expected.append(weight.trust(*case))
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert {0.0, 0.45, 0.85, 1.0} < set(expected)
 
 
 @pytest.mark.parametrize("changes", [{"outer": 3}, {"ahead": (0.3, 3, 9), "tail": (5, 4)}])
