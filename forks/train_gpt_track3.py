@@ -4,9 +4,9 @@
     ./run.sh forks/train_gpt_track3.py --record soap-demo    # the same optimizer, small, on a CPU
 
 The benchmark fixes the model, the data, the batch and one backward pass a step. Optimizer, schedule
-and first weights are free. The records here are results of github.com/KellerJordan/modded-nanogpt,
-records/track_3_optimization. The optimizers are in forks/optimizers, with their results' settings;
-forks/README.md has a table, and shows how to add one.
+and first weights are free. The records are results of github.com/KellerJordan/modded-nanogpt,
+records/track_3_optimization. Their optimizers and settings are in forks/optimizers; forks/README.md
+has a table, and shows how to add one.
 """
 
 import sys
@@ -34,9 +34,8 @@ from train_gpt import Group, UserError
 
 @dataclass(frozen=True)
 class Hyperparameters(t.Hyperparameters):
-    """train_gpt.py's settings, and those of the benchmark. A schedule is four numbers: its length,
-    in num_iterations; the share of it in which the rate falls; the power of that fall; the last
-    factor. So a shorter run has the same schedule."""
+    """train_gpt.py's settings, and those of the benchmark. A schedule is four numbers: its length
+    in num_iterations, the share of it in which rates fall, the fall's power, the last factor."""
 
     optimizer: str = "muon"  # of hidden matrices, a name in catalog.OPTIMIZERS
     schedule: tuple[float, float, float, float] = (1.0, 0.7, 1.0, 0.0)  # of learning rates
@@ -75,8 +74,7 @@ MUON = Hyperparameters(
 )
 RECORDS = {name: replace(MUON, **settings) for name, settings in catalog.RESULTS.items()}
 # The settings that make train_gpt.py's demo small: sizes, steps and data.
-DEMO = vars(t.RECORDS["demo"]).items()
-SMALL = {name: value for name, value in DEMO if value != getattr(t.Hyperparameters(), name)}
+SMALL = {k: v for k, v in vars(t.RECORDS["demo"]).items() if v != getattr(t.Hyperparameters(), k)}
 for name, hp in list(RECORDS.items()):
     steps = {key: value for key, value in vars(hp).items() if key.endswith("_steps") and value}
     for key, value in steps.items():
@@ -95,8 +93,7 @@ def rate(step: int, schedule: tuple, hp: Hyperparameters) -> float:
 
 
 class Moment(t.Moment):
-    """train_gpt.py's scheduled values, and those of the benchmark, with five times as many
-    validations in the last tenth."""
+    """All scheduled values at a step. The last tenth has five times as many validations."""
 
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)
@@ -116,9 +113,8 @@ class Moment(t.Moment):
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for illegal settings, and for settings that have no effect here."""
     t.check(hp)
-    if hp.optimizer not in catalog.OPTIMIZERS:
-        known = ", ".join(catalog.OPTIMIZERS)
-        raise UserError(f"--optimizer {hp.optimizer}: must be one of {known}")
+    if hp.optimizer not in (known := catalog.OPTIMIZERS):
+        raise UserError(f"--optimizer {hp.optimizer}: must be one of {', '.join(known)}")
     absent = "layers", "window_rule", "window_min", "window_step", "init_bound", "fp8"
     for name in (*absent, "cooldown_frac", "lr_final"):
         if getattr(hp, name) != getattr(MUON, name):
@@ -136,8 +132,7 @@ def check(hp: Hyperparameters) -> None:
         if value != usual:
             reader = f"--optimizer {hp.optimizer} with --norm_control {hp.norm_control}"
             raise UserError(f"--{name} {value}: {reader} does not read it: leave it at {usual}")
-    # Tools check settings, too: they may look at a run of a GPU on a machine without one.
-    trains = hasattr(sys.modules["__main__"], "Run") and hp.device == "auto"
+    trains = hasattr(sys.modules["__main__"], "Run") and hp.device == "auto"  # it is no tool
     tokens = hp.batch_seqs * hp.seq_len
     if trains and tokens > 10**5 and not torch.cuda.is_available():
         size = f"{hp.num_iterations} steps of {tokens} tokens need a GPU"
