@@ -16,8 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 import train_gpt_track3 as track
+from logfile import read_log
 from reference import relative_error
 from runs import Program, console_of, error_of, rows
+from script import sources
 from train_gpt import HERE, train_step
 from train_gpt_track3 import RECORDS, Hyperparameters, Optimizers, Run
 
@@ -125,6 +127,7 @@ def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():
         ("--record psgd-demo --grad_clip 1", "--grad_clip: with --norm_control hyperball, an"),
         ("--record psgd-demo --matrix_beta2 0.9", "--matrix_beta2 0.9: --optimizer psgd with"),
         ("--record soap-demo --muon_decay 0.1", "--muon_decay 0.1: --optimizer soap with --norm_"),
+        ("--record muown-demo --muon_decay 0.1", "--muon_decay 0.1: --optimizer muown with"),
         ("--record muon-demo --floor_rows on", "--floor_rows on: --optimizer muon with --norm_co"),
         ("--optimizer sopa", "--optimizer sopa: must be one of adamw, adamh, muon, "),
         (
@@ -209,8 +212,12 @@ def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(flags, tmp_path, capsys):
+    """The log of the run has the sources of all optimizers, as a bundle has."""
     words = [*flags, "--run_id", "it", "--context_len", "128", "--save_every", "2"]
     console_of([*words, "--num_iterations", "2"], tmp_path, main)
+    optimizers = {path.name for path in (HERE / "forks/optimizers").glob("*.py")}
+    assert optimizers <= read_log(tmp_path / "logs/it.txt").files.keys()
+    assert optimizers <= {path.name for path in sources(Path(track.__file__))}
     words += ["--num_iterations", "2", "--resume", "on", "--optimizer", "normuon"]
     status, err = error_of(words, capsys, main)
     assert status == 1 and "saved by train_gpt_track3.py without this" in err

@@ -1,7 +1,8 @@
-"""Adam for hidden matrices (arXiv 1412.6980), and Adam for gains and biases as in results 44 to 46.
+"""Adam for hidden matrices (arXiv 1412.6980), and Adam without correction of the bias, for gains
+and biases in results 44 to 46.
 
-2  adamw  5625 steps, 3.2790 (1 run)
-4  adamh  4875 steps, 3.2741 (5 runs), pull request 272: Adam on the hyperball
+    2  adamw  5625 steps, 3.2790 (1 run)
+    4  adamh  4875 steps, 3.2741 (5 runs), pull request 272: Adam on the hyperball
 """
 
 from muon import FIRST_RATES, HYPERBALL, SHORT_MOMENTUM, TORCH, average

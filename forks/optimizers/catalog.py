@@ -23,6 +23,7 @@ UNREAD = {
     "matrix_beta2": ["muon", "dynmuon", "muown", "psgd"],
     "momentum_damped": ["adamw", "adamh", "soap", "klsoap", "shampoo", "shampoo_pinv", "psgd"],
     "norm_control": ["adamw", "muown"],
+    "muon_decay": ["muown"],
     "precondition_frequency": OPTIMIZERS.keys() - {"soap", "klsoap", "shampoo", "shampoo_pinv"},
 }
 READ_WITH = {  # --norm_control

@@ -6,7 +6,7 @@ import math
 
 import torch
 from muon import FIRST_RATES, nesterov, polar, shape_factor, steps
-from norm_control import move
+from norm_control import move, size
 
 P_FIRST, P_LAST = 0.25, -0.25
 MIDDLE, WIDTH = 0.04, 0.04  # where p is 0, and how slowly it falls, as shares of the schedule
@@ -27,15 +27,15 @@ def spectral_power(x: torch.Tensor, p: float) -> torch.Tensor:
     polar(x) = UV'. A series of two terms for (xx')^(p/2) around the identity makes it US^pV'."""
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
-    size = torch.linalg.matrix_norm(x, keepdim=True) + 1e-7
-    x = x / size
+    length = size(x) + 1e-7
+    x = x / length
     powered = polar(x)
     if abs(p) > 1e-12:
         identity = torch.eye(x.size(-2), device=x.device)
         rest = x @ x.mT - identity
         half = p / 2
         series = identity + half * rest + half * (half - 1) / 2 * rest @ rest
-        powered = series @ powered.type_as(series) * size**p
+        powered = series @ powered.type_as(series) * length**p
     return powered.mT if tall else powered
 
 

@@ -64,14 +64,14 @@ def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
     return rows.state[name].lerp_(value, 1 - beta)
 
 
-def nesterov(rows, gradient: torch.Tensor, now, hp) -> torch.Tensor:
-    """Return Nesterov's momentum of gradients (messages, n, rows, cols), an average of them if
-    hp.momentum_damped, else a sum."""
-    if hp.momentum_damped:
-        return gradient.lerp(average(rows, "momentum", gradient, now.momentum), now.momentum)
-    total = rows.state.get("momentum", 0) * now.momentum + gradient
-    rows.state["momentum"] = total
-    return gradient + now.momentum * total
+def nesterov(rows, gradient: torch.Tensor, now, hp, orthogonalise=torch.positive) -> torch.Tensor:
+    """Return Nesterov's momentum of gradients (messages, n, rows, cols), as train_gpt.py's Muon
+    has it, orthogonalised if a function is given."""
+    if "momentum" not in rows.state:
+        rows.state["momentum"] = torch.zeros_like(gradient)
+    momentum = torch.full((), now.momentum, device=gradient.device)  # a number would recompile
+    damped = hp.momentum_damped
+    return t.muon_updates(gradient, rows.state["momentum"], momentum, damped, orthogonalise)
 
 
 def polar(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def shape_factor(x: torch.Tensor) -> float:
 
 def muon(rows, lr: float, now, hp) -> None:
     """Step by Muon."""
-    update = polar(nesterov(rows, rows.grad, now, hp))
+    update = nesterov(rows, rows.grad, now, hp, polar)
     move(rows, update * shape_factor(update), lr, hp)
 
 

@@ -43,7 +43,7 @@ def equalised(rows, update: torch.Tensor, hp) -> torch.Tensor:
 
 def normuon(rows, lr: float, now, hp) -> None:
     """Step by NorMuon."""
-    update = polar(nesterov(rows, rows.grad, now, hp))
+    update = nesterov(rows, rows.grad, now, hp, polar)
     move(rows, equalised(rows, update * shape_factor(update), hp), lr, hp)
 
 
