@@ -965,44 +965,23 @@ class Group:
     rule: Callable
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
-    # When gradients are complete, in the last micro-batch. "forward": after the forward pass;
-    # "layer": when the backward pass has passed their layer; "end": at its end.
-    complete: str = "end"
-    # The rule is called after so many steps: see `learning`. More than one add up in float32.
-    steps: int = 1
-
-
-def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
-    """Return the groups, in the order in which weights are updated."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
-    tables = list(model.value_embeds.parameters())
-    scalars = [p for p in model.parameters() if p.ndim == 1]
-    return [
-        Group("head", [model.lm_head.weight], adam, hp.head_lr, 1, complete="forward"),
-        Group("muon", matrices[::-1], muon, hp.muon_lr, 2, complete="layer"),
-        Group("embed", [model.embed.weight], adam, hp.embed_lr, 1),
-        Group("values", tables, adam, hp.embed_lr, 1),
-        Group("scalar", scalars, adam, hp.scalar_lr, 0),
-    ]
+    steps: int = 1  # between calls of the rule: see `learning`. Gradients of several add up
 
 
 class Rows:
     """Parameters of one group whose rows have one shape, as views of one tensor, `weights`. A
     backward pass makes new gradients; `collect` adds them to their places in another, `sums`.
 
-    Both are (messages, parts, n, *row_shape): a message is what ranks send at once, and each rank
+    Both are (messages, ranks, n, *row_shape): a message is what ranks send at once, and each rank
     owns a part of it. On 8 ranks, the 44 matrices of 2025-01-26 with 768 x 768 numbers are (6, 8,
     1, 768, 768). The parameters' rows follow each other; padding stays zero. From now on, nothing
     may rebind a parameter's .data, as model.to() does: the parameter would no longer learn.
     """
 
-    grad: Tensor  # in the rule: this rank's part of the mean gradient, as rows.own
-
     def __init__(self, group: Group, params: list[nn.Parameter], rank, world_size, micro_batches):
-        self.parts, self.part = world_size, rank
+        self.rank, self.world_size = rank, world_size
         self.state: dict[str, Tensor] = {}  # the update rule's
-        self.works = []  # messages on their way
-        self.missing = Counter()  # by message that is not sent yet: gradients to come
+        self.works = []  # collectives that are under way
         row_shape = params[0].shape[params[0].ndim - group.row_ndim :]
         row_len = math.prod(row_shape)
         self.name = f"{group.name} {'x'.join(map(str, row_shape))}"
@@ -1012,27 +991,33 @@ class Rows:
         for p in params:
             starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
         self.total = starts.pop()
-        # Messages that leave during the backward pass have 8 rows, or one for each rank.
-        size = max(8, world_size) if group.complete == "layer" and world_size > 1 else self.total
-        n = -(-min(size, self.total) // (self.parts * spacing)) * spacing
-        size = n * self.parts
+        # Messages of matrices have 8 rows, or one for each rank, and leave one after the other.
+        size = max(8, world_size) if group.row_ndim == 2 and world_size > 1 else self.total
+        n = -(-min(size, self.total) // (world_size * spacing)) * spacing
+        size = n * world_size
         messages = -(-self.total // size)
-        self.weights = params[0].detach().new_zeros(messages, self.parts, n, *row_shape)
-        adds_up = group.steps * micro_batches > 1
-        self.sums = torch.zeros_like(self.weights, dtype=torch.float32 if adds_up else None)
-        self.own = self.weights[:, self.part]
+        self.weights = params[0].detach().new_zeros(messages, world_size, n, *row_shape)
+        self.passes = group.steps * micro_batches  # backward passes whose gradients add up
+        several = torch.float32 if self.passes > 1 else None
+        self.sums = torch.zeros_like(self.weights, dtype=several)
+        self.own = self.weights[:, rank]
         self.places, self.messages_of = {}, {}
         for p, start in zip(params, starts, strict=True):
             stop = start + p.numel() // row_len
             p.data = self.weights.flatten(0, 2)[start:stop].view(p.shape).copy_(p.detach())
             self.places[p] = self.sums.flatten(0, 2)[start:stop].view(p.shape)
             self.messages_of[p] = range(start // size, -(-stop // size))
-        self.addresses = [p.data_ptr() for p in params]
+            if world_size > 1:
+                p.register_post_accumulate_grad_hook(self.arrived)
         self.clear()
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self.received = self.sums[:, self.part]  # this rank's part of the sum over all ranks
+        self.wait()
+        self.grad = self.sums[:, self.rank]  # this rank's part: in a rule, of the mean gradient
+        self.missing = Counter()  # by message: gradients to come until it is sent
+        for messages in self.messages_of.values():
+            self.missing.update([*messages] * self.passes)
         self.empty = set(self.places)  # parameters without a gradient; their places hold old ones
         for p in self.places:
             p.grad = None
@@ -1053,67 +1038,67 @@ class Rows:
             p.grad = None
 
     def arrived(self, p: nn.Parameter) -> None:
-        """Send the messages that a gradient completes. All ranks run this in the same order."""
+        """Send what a gradient completes, within the backward pass, which calls this. All ranks do
+        so in the same order."""
+        self.missing.subtract(self.messages_of[p])
         for message in self.messages_of[p]:
-            if message in self.missing:
-                self.missing[message] -= 1
-                if self.missing[message] == 0:
-                    self.collect()
-                    self.send(message)
+            if self.missing[message] == 0:
+                self.collect()
+                self.send(message)
 
     def send(self, message: int) -> None:
-        """Begin to sum a message's gradients over all ranks, in the weights' dtype."""
-        del self.missing[message]
+        """Begin to sum a message's gradients over all ranks, in the weights' dtype: each rank gets
+        the sum of its part."""
+        self.missing[message] = 0
         sent = self.sums[message].to(self.weights.dtype)
-        own = sent[self.part]
+        own = sent[self.rank]
         self.works.append(reduce_scatter(own, sent.flatten(0, 1), async_op=True))
         if own.dtype != self.sums.dtype:  # bfloat16 rows are tables, which have one message
-            self.received = own[None]
+            self.grad = own[None]
 
     def send_rest(self) -> None:
-        """Send the messages that are not sent yet. A gradient that has not come is zero."""
+        """Send what is not sent yet. A gradient that has not come is zero."""
         self.collect()
         for p in self.empty:
             self.places[p].zero_()
-        for message in list(self.missing):
-            self.send(message)
-
-    def wait(self) -> None:
-        """Wait for the messages on their way."""
-        for work in self.works:
-            work.wait()
-        self.works = []
+        for message, count in self.missing.items():
+            if count > 0 and self.world_size > 1:
+                self.send(message)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Begin to collect the parts of all ranks, (messages, parts, n, ...), of which this one is
+        """Begin to collect the parts of all ranks, (messages, ranks, n, ...), of which this one is
         own (messages, n, ...). Weights are collected in their place."""
-        if self.parts == 1:
+        if self.world_size == 1:
             return own[:, None]
         if own is self.own:
             for weights, part in zip(self.weights, own, strict=True):
                 self.works.append(all_gather(weights.flatten(0, 1), part, async_op=True))
             return self.weights
-        parts = own.new_empty(self.parts, *own.shape)
+        parts = own.new_empty(self.world_size, *own.shape)
         self.works.append(all_gather(parts.flatten(0, 1), own.contiguous(), async_op=True))
         return parts.transpose(0, 1)
+
+    def wait(self) -> None:
+        """Wait for what is sent and gathered."""
+        for work in self.works:
+            work.wait()
+        self.works = []
 
 
 class Optimizers:
     """Applies the update rules to all parameters. All ranks make a step in this order:
 
-    1. Gradients are sent when they are complete: the head's before the last backward pass begins,
-       the matrices' during that pass, from the last layer to the first, the others' at its end.
+    1. The last backward pass sends gradients when they are complete: the head's, the matrices' from
+       the last layer to the first, then the others'.
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
     3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
     """
 
-    groups_of = Late(lambda: parameter_groups)  # a fork may have others
-
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
         self.groups: list[tuple[Group, Rows]] = []
-        groups = self.groups_of(model, hp)
+        groups = self.parameter_groups(model, hp)
         for name, p in model.named_parameters():
             count = sum(p is other for group in groups for other in group.params)
             if count != 1:
@@ -1125,21 +1110,24 @@ class Optimizers:
             for params in by_shape.values():
                 rows = Rows(group, params, rank, world_size, hp.batch_seqs // world_size)
                 self.groups.append((group, rows))
-                if group.complete == "layer" and world_size > 1:
-                    for p in params:
-                        p.register_post_accumulate_grad_hook(rows.arrived)
+
+    @staticmethod
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+        """Return the groups, in the order in which weights are updated."""
+        matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
+        tables = list(model.value_embeds.parameters())
+        scalars = [p for p in model.parameters() if p.ndim == 1]
+        return [
+            Group("head", [model.lm_head.weight], adam, hp.head_lr, 1),
+            Group("muon", matrices[::-1], muon, hp.muon_lr, 2),
+            Group("embed", [model.embed.weight], adam, hp.embed_lr, 1),
+            Group("values", tables, adam, hp.embed_lr, 1),
+            Group("scalar", scalars, adam, hp.scalar_lr, 0),
+        ]
 
     def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
         """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
         return self.groups
-
-    def before_last_backward(self, now: Moment) -> None:
-        """Count what the last backward pass will bring, and send what is complete before it."""
-        for group, rows in self.learning(now):
-            if self.world_size > 1:
-                rows.missing = Counter(itertools.chain(*rows.messages_of.values()))
-            if group.complete == "forward":
-                rows.send_rest()
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
@@ -1153,16 +1141,16 @@ class Optimizers:
             squares = torch.zeros((), device=learning[0][1].own.device)
             for _, rows in learning:
                 rows.wait()
-                norm = torch.linalg.vector_norm(rows.received, dtype=torch.float32)
-                squares += norm.square()
+                squares += torch.linalg.vector_norm(rows.grad, dtype=torch.float32).square()
             norms = [all_reduce_(squares).sqrt() * grad_scale]
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
         sent = []
         for group, rows in learning:
-            if [p.data_ptr() for p in rows.places] != rows.addresses:
+            storage = rows.weights.untyped_storage().data_ptr()
+            if any(p.untyped_storage().data_ptr() != storage for p in rows.places):
                 raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
             rows.wait()
-            rows.grad = rows.received.mul_(grad_scale)
+            rows.grad.mul_(grad_scale)
             # A rule returns None, or an update and a function that applies it: see above muon.
             update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
             sent.append((rows, rows.gather(update), apply))
@@ -1195,7 +1183,7 @@ class Optimizers:
             for key, value in saved.get(rows.name, {}).items():
                 padded = value.new_zeros(math.prod(shape), *value.shape[1:])
                 padded[: rows.total] = value
-                own = padded.unflatten(0, shape)[:, rows.part]
+                own = padded.unflatten(0, shape)[:, self.rank]
                 rows.state[key] = own.contiguous().to(rows.weights.device, copy=True)
 
 
@@ -1635,10 +1623,8 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
     (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
     grad_clip the gradient's norm. Dividing by batch_seqs comes last: grad_s is for one sequence."""
     loss = torch.zeros((), device=inputs.device)
-    for i, (input_seq, target_seq) in enumerate(zip(inputs, targets, strict=True), 1):
+    for input_seq, target_seq in zip(inputs, targets, strict=True):
         micro_loss = model(input_seq, target_seq, now)
-        if i == len(inputs):
-            optimizers.before_last_backward(now)
         micro_loss.backward()
         for _, rows in optimizers.groups:
             rows.collect()

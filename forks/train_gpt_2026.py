@@ -1232,33 +1232,6 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
         cautious_adam_(*parts, step, lr, betas, hp.adam_eps, decay)
 
 
-def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
-    """Return the groups, in the order in which weights are updated."""
-    own = adam_table(hp)
-    members = {name: [] for name in hp.group_names}
-    for name, (pattern, elsewhere) in hp.group_names.items():
-        found = [p for key, p in model.named_parameters() if re.fullmatch(pattern, key)]
-        members[name if name in own else elsewhere] += found
-    lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
-    groups = []
-    for name, params in members.items():
-        if name in hp.muon_groups:
-            rule = partial(muon, factor=hp.muon_groups[name])
-            groups.append(Group(name, params[::-1], rule, hp.muon_lr, 2, complete="layer"))
-            continue
-        row = own.get(name, {})
-        lr = row.get("lr", lrs.get(name, hp.scalar_lr))
-        betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
-        rule = partial(adam, betas=betas, decay=row.get("decay", 0.0))
-        complete = "forward" if name == "head" and not hp.tied_frac else "end"
-        row_ndim = 1 if name in lrs else 0
-        groups.append(Group(name, params, rule, lr, row_ndim, complete, hp.adam_every))
-    if hp.tied_frac:
-        # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
-        groups.sort(key=lambda group: group.name not in hp.muon_groups)
-    return groups
-
-
 class Optimizers(t.Optimizers):
     """train_gpt.py's Optimizers, with groups that wait.
 
@@ -1267,7 +1240,31 @@ class Optimizers(t.Optimizers):
     copy. After the split it learns on its own, from a copy of the head's state.
     """
 
-    groups_of = t.Late(lambda: parameter_groups)
+    @staticmethod
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+        """Return the groups, in the order in which weights are updated."""
+        own = adam_table(hp)
+        members = {name: [] for name in hp.group_names}
+        for name, (pattern, elsewhere) in hp.group_names.items():
+            found = [p for key, p in model.named_parameters() if re.fullmatch(pattern, key)]
+            members[name if name in own else elsewhere] += found
+        lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
+        groups = []
+        for name, params in members.items():
+            if name in hp.muon_groups:
+                rule = partial(muon, factor=hp.muon_groups[name])
+                groups.append(Group(name, params[::-1], rule, hp.muon_lr, 2))
+                continue
+            row = own.get(name, {})
+            lr = row.get("lr", lrs.get(name, hp.scalar_lr))
+            betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
+            rule = partial(adam, betas=betas, decay=row.get("decay", 0.0))
+            row_ndim = 1 if name in lrs else 0
+            groups.append(Group(name, params, rule, lr, row_ndim, hp.adam_every))
+        if hp.tied_frac:
+            # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
+            groups.sort(key=lambda group: group.name not in hp.muon_groups)
+        return groups
 
     def learning(self, now: Moment) -> list:
         """Return the groups that learn at a moment."""

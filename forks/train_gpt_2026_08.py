@@ -519,24 +519,22 @@ class GPT(record_89.GPT):
 # Optimizers, and the class that tools use
 
 
-def parameter_groups(model: GPT, hp: Hyperparameters) -> list:
-    """Return the groups, in the order in which weights are updated: matrices learn by ANVIL, and
-    value tables in the rhythm of the n-gram table."""
-    groups = base.parameter_groups(model, hp)
-    for group in groups:
-        if group.name in hp.muon_groups and hp.optimizer == "anvil":
-            group.rule = partial(anvil, factor=hp.muon_groups[group.name])
-        if group.name == "values" and hp.ngram_rows:
-            group.rule = partial(table_adam, **group.rule.keywords)
-    return groups
-
-
 class Optimizers(record_89.Optimizers):
     """train_gpt_2026_07.py's Optimizers, which also let the n-gram table learn, average the last
     weights, and keep where the sweeps of sequences stand. A sequence of the batch has a sweep of
     its own, so it does not matter how many ranks there are."""
 
-    groups_of = t.Late(lambda: parameter_groups)
+    @staticmethod
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list:
+        """Return the groups, in the order in which weights are updated: matrices learn by ANVIL,
+        value tables in the rhythm of the n-gram table."""
+        groups = base.Optimizers.parameter_groups(model, hp)
+        for group in groups:
+            if group.name in hp.muon_groups and hp.optimizer == "anvil":
+                group.rule = partial(anvil, factor=hp.muon_groups[group.name])
+            if group.name == "values" and hp.ngram_rows:
+                group.rule = partial(table_adam, **group.rule.keywords)
+        return groups
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)

@@ -256,34 +256,33 @@ def at_matrix_rate(rule, rows, lr: float, now: Moment, hp: Hyperparameters):
     return rule(rows, hp.muon_lr * now.matrix_lr, now, hp)
 
 
-def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
-    """Return the groups, in the order in which weights are updated."""
-    of_matrices = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
-    adamw = partial(t.adam, decay=hp.adam_decay)
-    matrices, projections, vectors = [], [], {}
-    for name, p in reversed(list(model.named_parameters())):
-        if p.ndim == 1:
-            vectors.setdefault(adam.beta2_of(name, hp), []).append(p)
-        elif name.startswith("blocks"):
-            (projections if "attn_proj" in name else matrices).append(p)
-    groups = [
-        Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1, complete="forward"),
-        Group("muon", matrices, of_matrices, hp.muon_lr, 2, complete="layer"),
-        Group("attn_proj", projections, of_matrices, hp.muon_lr, 2, complete="layer"),
-        Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1),
-    ]
-    for beta2, params in vectors.items():
-        of_vectors = adamw if hp.bias_correction else partial(adam.uncorrected_adam, beta2=beta2)
-        groups.append(Group(f"vector {beta2}", params, of_vectors, hp.scalar_lr, 0))
-    for group in groups:
-        group.rule = partial(around.with_pieces, group.rule)
-    return groups
-
-
 class Optimizers(around.Optimizers):
     """train_gpt.py's optimizers, with those of the benchmark."""
 
-    groups_of = t.Late(lambda: parameter_groups)
+    @staticmethod
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+        """Return the groups, in the order in which weights are updated."""
+        of_matrices = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
+        adamw = partial(t.adam, decay=hp.adam_decay)
+        matrices, projections, vectors = [], [], {}
+        for name, p in reversed(list(model.named_parameters())):
+            if p.ndim == 1:
+                vectors.setdefault(adam.beta2_of(name, hp), []).append(p)
+            elif name.startswith("blocks"):
+                (projections if "attn_proj" in name else matrices).append(p)
+        groups = [
+            Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1),
+            Group("muon", matrices, of_matrices, hp.muon_lr, 2),
+            Group("attn_proj", projections, of_matrices, hp.muon_lr, 2),
+            Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1),
+        ]
+        for beta2, params in vectors.items():
+            uncorrected = partial(adam.uncorrected_adam, beta2=beta2)
+            rule = adamw if hp.bias_correction else uncorrected
+            groups.append(Group(f"vector {beta2}", params, rule, hp.scalar_lr, 0))
+        for group in groups:
+            group.rule = partial(around.with_pieces, group.rule)
+        return groups
 
 
 class Run(t.Run):

@@ -164,10 +164,9 @@ def test_a_micro_batch_makes_no_dense_gradient_of_a_table_and_no_logits_of_a_seq
     hp = replace(tiny, vocab_size=640, head_dim=32)
     hp = hp if script is train_gpt else with_bigrams(hp)
     model, tokens = script.GPT(hp), torch.randint(0, 640, (385,))
-    optimizers = script.Optimizers(model, hp)
+    script.Optimizers(model, hp)
     with NewShapes() as watch:
         loss = model(tokens[:-1].int(), tokens[1:], script.Moment(0, hp))
-        optimizers.before_last_backward(script.Moment(0, hp))
         loss.backward()
     assert watch.shapes.count((640, hp.model_dim)) == 2
     assert not {(777, hp.model_dim), (640, hp.num_heads * hp.head_dim)} & set(watch.shapes)

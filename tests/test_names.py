@@ -90,9 +90,6 @@ CLASSES = {"model_class": "GPT", "optimizers_class": "Optimizers", "moment": "Mo
 
 @pytest.mark.parametrize("fork", [train_gpt_2026, train_gpt_track3])
 def test_what_a_fork_of_a_fork_assigns_to_it_is_what_its_run_uses(fork, monkeypatch):
-    optimizers = fork.Optimizers
     for attribute, name in (CLASSES | {"check": "check"}).items():
         monkeypatch.setattr(fork, name, Raises())
         assert getattr(fork.Run, attribute) is getattr(fork, name)
-    monkeypatch.setattr(fork, "parameter_groups", Raises())
-    assert optimizers.groups_of is fork.parameter_groups

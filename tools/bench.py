@@ -103,7 +103,7 @@ def model_flops(
                 visible = 1 + torch.arange(len(mask[0]), device=row.device) - mask[0]
             pairs[name] += visible.sum().item() * len(row) / len(visible)
     seen = sum(pairs[layer.mask] for layer in model.layers)
-    groups = run_class.optimizers_class.groups_of(model, model.hp)
+    groups = run_class.optimizers_class.parameter_groups(model, model.hp)
     matrices = [
         p for group in groups if group.name in ("head", "muon", "attn_proj") for p in group.params
     ]

@@ -26,7 +26,7 @@ def probes(rows, now, hp) -> torch.Tensor:
     cols)."""
     messages, parts, n, *shape = rows.weights.shape
     device = rows.weights.device
-    numbers = torch.arange(messages * parts * n).view(messages, parts, n)[:, rows.part]
+    numbers = torch.arange(messages * parts * n).view(messages, parts, n)[:, rows.rank]
     drawn = []
     for number in numbers.flatten().tolist():
         seed = hash((hp.seed, now.step, number, *shape))

@@ -251,7 +251,7 @@ def test_each_parameter_learns_by_the_published_numbers():
         model = GPT(replace(RECORD, canonical_mask=False))
     names = {p: exact.without_numbers(key) for key, p in model.named_parameters()}
     learning = set()
-    for group in script.parameter_groups(model, RECORD):
+    for group in script.Optimizers.parameter_groups(model, RECORD):
         for key in {names[p] for p in group.params}:
             learning.add(key)
             if key in reading.FACTOR:
@@ -283,7 +283,6 @@ def play(hp, first: int, count: int, randomize) -> tuple[dict, dict, dict]:
             of_both = model.get_parameter(read)
             grad = hp.batch_seqs * grad
             of_both.grad = grad if of_both.grad is None else of_both.grad + grad
-        optimizers.before_last_backward(now)
         for _, rows in optimizers.groups:
             rows.collect()
         optimizers.step(now)
@@ -431,7 +430,6 @@ def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
     rows = [192, 144, 192, 288, 192, 144, 288]  # of q, k and v in layers 0, 1, 2, 3, 5, 8, 10
     assert calls == [(count, 96) for count in rows]
     largest = torch.stack([mlp.largest for mlp in mlps])
-    optimizers.before_last_backward(now)
     model.ngrams.learn = lambda now: None
     optimizers.step(now)
     scales = torch.stack([mlp.scale for mlp in mlps])

@@ -134,7 +134,7 @@ def test_each_parameter_learns_by_the_published_numbers(name):
     with torch.device("meta"):
         model = GPT(RECORDS[name])
     names = {p: exact.without_numbers(key) for key, p in model.named_parameters()}
-    groups = train_gpt_2026.parameter_groups(model, RECORDS[name])
+    groups = train_gpt_2026.Optimizers.parameter_groups(model, RECORDS[name])
     learning = {names[p]: group for group in groups for p in group.params}
     assert learning.keys() == (newest.ADAM | newest.NORMUON).keys()
     for key, group in learning.items():

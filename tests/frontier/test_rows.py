@@ -9,7 +9,7 @@ import torch
 
 import train_gpt_2026
 from frontier import reference_2026 as exact
-from train_gpt_2026 import GPT, RECORDS, Moment, Optimizers, parameter_groups
+from train_gpt_2026 import GPT, RECORDS, Moment, Optimizers
 
 FULL = {
     "A": RECORDS["2025-08-23_SparseAttnGate"],
@@ -213,7 +213,6 @@ def test_whole_steps_equal_the_float64_reading(name, first, count, randomize):
             of_both = model.get_parameter(read)
             grad = hp.batch_seqs * grad
             of_both.grad = grad if of_both.grad is None else of_both.grad + grad
-        optimizers.before_last_backward(now)
         optimizers.step(now)
         gradients.append({key: grad.double() for key, grad in of_step.items()})
     play = exact.play_a if name == "A" else partial(exact.play, ROW[name])
@@ -231,7 +230,7 @@ def test_each_parameter_learns_by_the_published_numbers(name):
         model = GPT(FULL[name])
     names = {p: exact.without_numbers(key) for key, p in model.named_parameters()}
     learning = set()
-    for group in parameter_groups(model, FULL[name]):
+    for group in Optimizers.parameter_groups(model, FULL[name]):
         for key in {names[p] for p in group.params}:
             learning.add(key)
             if key in exact.NORMUON_B:
