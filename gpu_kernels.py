@@ -152,7 +152,7 @@ def fused_chunk_loss(head, x, targets, scale, shares=None):
     """Compute chunk_loss of a head of train_gpt.py, or of forks/train_gpt_2026.py with its form.
     cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap."""
     form = getattr(head, "form", (2 * head.softcap, 0.0, head.softcap / 2))
-    fp8_scales = (head.x_s, head.w_s, head.grad_s) if head.in_fp8(x.device) else None
+    fp8_scales = head.fp8_scales if head.in_fp8(x.device) else None
     return FusedLoss.apply(x, head.weight, targets, shares, form, scale, fp8_scales)
 
 
@@ -353,7 +353,7 @@ class AllFP8MLP(torch.autograd.Function):
 # By the plain function's name: the twin, and digests of the plain functions that it was written
 # for. A fork may edit these by less than `fault` detects; its twin is then not used.
 TWINS = {
-    "chunk_loss": (fused_chunk_loss, ("a7f7b29d21b4", "e35019a216ef")),
+    "chunk_loss": (fused_chunk_loss, ("be555bbadecc", "bc90127d8c73")),
     "fp8_mlp": (AllFP8MLP.apply, ("b87edc7de2b2",)),
     "fp8_relu2_mlp": (FusedFP8MLP.apply, ("f3c343130c4c",)),
     "relu2_mlp": (FusedMLP.apply, ("d618c7ed1e58",)),

@@ -479,32 +479,6 @@ class FP8Linear(torch.autograd.Function):
         return grad_x, grad_w, None, None, None  # autograd casts to the inputs' dtypes
 
 
-class CastedLinear(nn.Linear):
-    """A linear layer without bias whose weight is cast to its input's dtype when used. With
-    use_fp8, in training, on hardware with FP8, it is an FP8Linear with these scales. On a CPU with
-    fast bfloat16, float32 inputs are cast to that."""
-
-    def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
-        # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
-        super().__init__(in_features, out_features, bias=False)
-        self.use_fp8 = use_fp8
-        self.x_s, self.w_s, self.grad_s = x_s, w_s, grad_s
-
-    def in_fp8(self, device: torch.device) -> bool:
-        """Say whether the layer is an FP8Linear now, on a device."""
-        return self.use_fp8 and self.training and fp8_supported(device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features), in bfloat16 if it is in use, else x's
-        dtype."""
-        if self.in_fp8(x.device):
-            out = FP8Linear.apply(x.flatten(0, -2), self.weight, self.x_s, self.w_s, self.grad_s)
-            return out.view(*x.shape[:-1], -1)
-        if self.use_fp8 and self.training and x.dtype == torch.float32:
-            x = x.bfloat16() if bfloat16_is_fast(x.device) else x
-        return F.linear(x, self.weight.type_as(x))
-
-
 # -----------------------------------------------------------------------------
 # Model: masks, attention, layers, and the head with its loss
 
@@ -631,10 +605,10 @@ class CausalSelfAttention(nn.Module):
         self.eps = hp.norm_eps
         self.mixes_first = layer.values == "first"
         # q, k and v are one weight: one matmul makes all three.
-        qkv = CastedLinear(hp.model_dim, 3 * width).weight.detach() * hp.init_bound
+        qkv = nn.Linear(hp.model_dim, 3 * width, bias=False).weight.detach() * hp.init_bound
         self.qkv_w = nn.Parameter(qkv.view(3, width, hp.model_dim))
         self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
-        self.c_proj = CastedLinear(width, hp.model_dim)
+        self.c_proj = nn.Linear(width, hp.model_dim, bias=False)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
@@ -654,7 +628,8 @@ class CausalSelfAttention(nn.Module):
         q = rotate_normed(q, *rotary, self.eps)  # (1, H, T, D)
         k = rotate_normed(k, *rotary, self.eps)
         out = self.attend(q, k, v.transpose(1, 2), mask, self.scale)
-        return self.c_proj(out.transpose(1, 2).flatten(2)), first_v
+        out = out.transpose(1, 2).flatten(2)  # (1, T, H * D)
+        return F.linear(out, self.c_proj.weight.type_as(out)), first_v
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -674,9 +649,9 @@ class MLP(nn.Module):
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
+        self.c_fc = nn.Linear(hp.model_dim, 4 * hp.model_dim, bias=False)
         self.c_fc.weight.data *= hp.init_bound
-        self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
+        self.c_proj = nn.Linear(4 * hp.model_dim, hp.model_dim, bias=False)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -706,28 +681,54 @@ class Block(nn.Module):
         return x + self.mlp(norm(x, self.eps)), first_v
 
 
-class Head(CastedLinear):
-    """Turns the trunk's output into logits and their loss, in chunks of tokens: the logits of a
-    sequence take 9.9 GB in float32. Each chunk's backward pass follows its forward pass."""
+class WithGradients(torch.autograd.Function):
+    """A loss (), as a function of tensors whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *tensors):
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, *(grad * gradient for gradient in ctx.gradients)
+
+
+class Head(nn.Linear):
+    """Turns the trunk's output into logits and their loss. In training, its matmuls are in FP8 on
+    GPUs that have it, and in bfloat16 on CPUs that are fast in that."""
 
     def __init__(self, hp: Hyperparameters):
         rows = -(-hp.vocab_size // 128) * 128
-        super().__init__(hp.model_dim, rows, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
+        super().__init__(hp.model_dim, rows, bias=False)
         nn.init.zeros_(self.weight)
+        self.fp8 = hp.fp8
+        self.fp8_scales = hp.x_s, hp.w_s, hp.grad_s
         self.softcap = hp.logit_softcap
         self.grad_scale = None  # factor on the gradient of a sequence's summed loss; None: its mean
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: they are cap *
-        tanh(logit / cap), plus the constant cap, which softmax does not see."""
-        return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()  # as CPUs want
-
-    def chunk_len(self, device: torch.device) -> int:
-        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient. 8192
-        cost 1.3 % of a step, but the newest fork with 16384 does not fit a card of 24 GB."""
-        if device.type == "cpu":
-            return 256
-        return 8192 if memory_is_small(device) else 16384
+    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
+        """Return the mean loss () of x (T, C) and targets (T, ...), a chunk of tokens after the
+        other: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients are
+        made at once, too. `more` goes to chunk_loss, of which a fork may have another."""
+        total, grads_x, grads = 0, [], []
+        size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
+        params = list(self.parameters())
+        for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
+            part = part.detach().requires_grad_(x.requires_grad)
+            loss = self.chunk_loss(part, part_targets, scale, *more)
+            if x.requires_grad:
+                grad_x, *new = torch.autograd.grad(loss, [part, *params])
+                grads_x.append(grad_x)
+                if grads:
+                    torch._foreach_add_(grads, new)
+                else:
+                    grads = new
+            total = total + loss.detach()
+        mean = total / (scale * len(x))
+        if not x.requires_grad:
+            return mean
+        return WithGradients.apply(mean, [torch.cat(grads_x), *grads], x, *params)
 
     @compiled
     @has_twin
@@ -735,32 +736,30 @@ class Head(CastedLinear):
         """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64."""
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
-    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
-        """Return the mean loss () of x (T, C) and targets (T, ...). In training, also add the
-        gradients of the head's parameters to their .grad; backward() on the loss brings that of x.
-        `more` goes to chunk_loss, of which a fork may have another."""
-        total, grads = 0, []
-        size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
-        for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
-            part = part.detach().requires_grad_(x.requires_grad)
-            # torch.compile refuses a bfloat16 weight, as forks have, that has a float32 gradient.
-            sums, self.weight.grad = self.weight.grad, None
-            loss = self.chunk_loss(part, part_targets, scale, *more)
-            self.weight.grad = sums
-            if x.requires_grad:
-                loss.backward()
-                grads.append(part.grad)
-            total = total + loss.detach()
-        mean = total / (scale * len(x))
-        if not x.requires_grad:
-            return mean
-        # The loss depends on x by 0 times link. The hook replaces link's gradient by the chunks'.
-        link = x.view_as(x)
-        link.register_hook(lambda grad: torch.cat(grads))
-        mean = mean + 0 * link[0, 0]
-        message = "call backward() on the loss itself"  # the weights have their gradients already
-        mean.register_hook(lambda grad: torch._assert_async(grad == 1, message))
-        return mean
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: they are cap *
+        tanh(logit / cap), plus the constant cap, which softmax does not see."""
+        return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()  # as CPUs want
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T (T, padded vocabulary) of x (T, C), in bfloat16 if that or FP8 is in
+        use, else in x's dtype."""
+        if self.in_fp8(x.device):
+            return FP8Linear.apply(x, self.weight, *self.fp8_scales)
+        if self.fp8 and self.training and x.dtype == torch.float32 and bfloat16_is_fast(x.device):
+            x = x.bfloat16()
+        return F.linear(x, self.weight.type_as(x))
+
+    def in_fp8(self, device: torch.device) -> bool:
+        """Say whether matmuls are in FP8 now, on a device."""
+        return self.fp8 and self.training and fp8_supported(device)
+
+    def chunk_len(self, device: torch.device) -> int:
+        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient. 8192
+        cost 1.3 % of a step, but the newest fork with 16384 does not fit a card of 24 GB."""
+        if device.type == "cpu":
+            return 256
+        return 8192 if memory_is_small(device) else 16384
 
 
 def look_up(tokens: Tensor, table: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ part of the vocabulary, its targets and other tokens in turn. The rule is that o
 github.com/KellerJordan/modded-nanogpt, with a sequence in place of a rank."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -73,19 +74,21 @@ class Head(record_89.Head):
 
     def loss_of_rows(self, chosen: Tensor, *arguments) -> Tensor:
         """Return weighted_loss(*arguments) as if the chosen rows (n,) of the weight were the whole
-        weight. Their gradient is added at their places."""
+        weight."""
         whole = self.weight
         self.weight = nn.Parameter(F.embedding(chosen, whole.detach()))
         self.weight.grad_dtype = whole.grad_dtype
+        self.weight.register_post_accumulate_grad_hook(partial(self.add_gradient, chosen))
         try:
-            loss = self.weighted_loss(*arguments)
-            grad = self.weight.grad
+            return self.weighted_loss(*arguments)
         finally:
             self.weight = whole
-        if whole.grad is None:
-            whole.grad = torch.zeros_like(whole, dtype=grad.dtype)
-        whole.grad.index_add_(0, chosen, grad)
-        return loss
+
+    def add_gradient(self, chosen: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the chosen rows (n,) at their places, in the backward pass."""
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight, dtype=rows.grad.dtype)
+        self.weight.grad.index_add_(0, chosen, rows.grad)
 
 
 def plan(shards: list[np.ndarray], hp: base.Hyperparameters, moments: list) -> Iterator[tuple]:

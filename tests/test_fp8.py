@@ -12,7 +12,7 @@ import torch
 import reference
 import train_gpt
 from reference import relative_error
-from train_gpt import CastedLinear, Head, fp8_supported, to_fp8
+from train_gpt import Head, Hyperparameters, fp8_supported, to_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**19  # the record's scales
@@ -26,10 +26,11 @@ def fp8_on_a_cpu(monkeypatch) -> None:
 
 def layer(tokens=256, width=128, vocab=512, weight_std=0.05, grad_std=2.0**-17):
     generator = torch.Generator().manual_seed(0)
-    linear = CastedLinear(width, vocab, use_fp8=True, x_s=X_S, w_s=W_S, grad_s=GRAD_S)
-    linear.weight.data = weight_std * torch.randn(vocab, width, generator=generator)
+    scales = {"x_s": X_S, "w_s": W_S, "grad_s": GRAD_S}
+    head = Head(Hyperparameters(model_dim=width, vocab_size=vocab, **scales))
+    head.weight.data = weight_std * torch.randn(vocab, width, generator=generator)
     x = torch.randn(tokens, width, generator=generator).requires_grad_()
-    return linear, x, grad_std * torch.randn(tokens, vocab, generator=generator)
+    return head, x, grad_std * torch.randn(tokens, vocab, generator=generator)
 
 
 def saturated(x, scale, dtype):
@@ -38,16 +39,16 @@ def saturated(x, scale, dtype):
 
 
 def test_forward_and_backward_equal_float64_to_the_rounding_of_float8():
-    linear, x, grad = layer()
-    out = linear(x)
+    head, x, grad = layer()
+    out = head(x)
     out.backward(grad.bfloat16())
-    x64, w64, g64 = x.detach().double(), linear.weight.detach().double(), grad.double()
-    assert saturated(x, X_S, E4M3) == saturated(linear.weight, W_S, E4M3) == 0
+    x64, w64, g64 = x.detach().double(), head.weight.detach().double(), grad.double()
+    assert saturated(x, X_S, E4M3) == saturated(head.weight, W_S, E4M3) == 0
     assert saturated(grad, GRAD_S, E5M2) == 0
     assert out.dtype == torch.bfloat16
     assert relative_error(out, x64 @ w64.T) < 0.04  # two e4m3 operands
     assert relative_error(x.grad, g64 @ w64) < 0.065  # e5m2 and e4m3
-    assert relative_error(linear.weight.grad, g64.T @ x64) < 0.065
+    assert relative_error(head.weight.grad, g64.T @ x64) < 0.065
 
 
 def test_values_over_the_range_clamp_and_stay_finite():
@@ -56,23 +57,23 @@ def test_values_over_the_range_clamp_and_stay_finite():
     assert to_fp8(x, 2.0, E5M2).float().tolist() == [2048, -2048, 57344, -57344, 6]
     assert (x * 2).to(E5M2).float().isinf().sum() == 2  # what the cast alone would do
 
-    linear, x, grad = layer(grad_std=0.1)  # 0.1 * 2^19 saturates about 27 % of the gradient
+    head, x, grad = layer(grad_std=0.1)  # 0.1 * 2^19 saturates about 27 % of the gradient
     share = saturated(grad, GRAD_S, E5M2)
     assert 0.2 < share < 0.35
-    linear(x).backward(grad.bfloat16())
-    assert x.grad.isfinite().all() and linear.weight.grad.isfinite().all()
+    head(x).backward(grad.bfloat16())
+    assert x.grad.isfinite().all() and head.weight.grad.isfinite().all()
     clamped = grad.clamp(-57344 / GRAD_S, 57344 / GRAD_S).double()
-    expected = clamped @ linear.weight.detach().double()
+    expected = clamped @ head.weight.detach().double()
     assert relative_error(x.grad, expected) < 0.08
 
 
-def test_outside_fp8_training_it_is_a_linear_layer_in_its_input_s_dtype():
-    linear, x, _ = layer()
-    linear.eval()
-    assert torch.equal(linear(x), x @ linear.weight.T)
-    plain, x = CastedLinear(16, 32), torch.randn(5, 3, 16, dtype=torch.bfloat16)
-    assert plain(x).dtype == torch.bfloat16
-    torch.testing.assert_close(plain(x), x @ plain.weight.bfloat16().T)
+def test_outside_fp8_training_products_are_in_the_input_s_dtype():
+    head, x, _ = layer()
+    head.eval()
+    assert torch.equal(head(x), x @ head.weight.T)
+    x = x.bfloat16()
+    assert head(x).dtype == torch.bfloat16
+    torch.testing.assert_close(head(x), x @ head.weight.bfloat16().T)
 
 
 def test_fp8_is_for_gpus_from_compute_capability_8_9_on(monkeypatch):
@@ -96,11 +97,9 @@ def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny):
     )
 
 
-def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding(tiny):
+def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding():
     tokens = 304  # chunks of 256 and 48
-    linear, x, _ = layer(tokens)
-    head = Head(replace(tiny, logit_softcap=15.0, fp8=True))
-    head.weight.data = linear.weight.data
+    head, x, _ = layer(tokens)
     targets = torch.randint(0, 512, (tokens,), generator=torch.Generator().manual_seed(0))
     inputs, weight = x.detach().bfloat16().requires_grad_(), head.weight
     loss = head.loss(inputs, targets)
@@ -122,15 +121,15 @@ def test_on_a_cpu_with_fast_bfloat16_it_is_in_that_and_only_in_training(monkeypa
     """Products of what bfloat16 rounds, forward and backward. Tests in float64 stay that."""
     monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    linear, x, grad = layer()
-    out = linear(x)
+    head, x, grad = layer()
+    out = head(x)
     out.backward(grad.bfloat16())
-    x64, w64, g64 = (part.detach().bfloat16().double() for part in (x, linear.weight, grad))
+    x64, w64, g64 = (part.detach().bfloat16().double() for part in (x, head.weight, grad))
     expected = x64 @ w64.T, g64 @ w64, g64.T @ x64
-    for found, right in zip((out, x.grad, linear.weight.grad), expected, strict=True):
+    for found, right in zip((out, x.grad, head.weight.grad), expected, strict=True):
         assert 1e-4 < relative_error(found.detach(), right) < 2e-3  # of the result's rounding
     assert (out.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
-    assert linear.eval()(x).dtype == torch.float32
-    assert linear.train().double()(x.double()).dtype == torch.float64
-    linear.use_fp8 = False
-    assert linear.float()(x).dtype == torch.float32
+    assert head.eval()(x).dtype == torch.float32
+    assert head.train().double()(x.double()).dtype == torch.float64
+    head.fp8 = False
+    assert head.float()(x).dtype == torch.float32

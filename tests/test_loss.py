@@ -102,10 +102,13 @@ def test_compiled_loss_equals_float64(shares, compile_with, monkeypatch):
     assert relative_error(head.weight.grad, grad_w) < 1e-6
 
 
-def test_a_scaled_loss_is_refused_because_its_gradient_is_made_in_the_forward_pass():
-    x, head, targets = case(train_gpt, 8)
-    with pytest.raises(RuntimeError, match="call backward.. on the loss itself"):
-        (head.loss(x, targets) / 8).backward()
+def test_a_scaled_loss_has_scaled_gradients_though_its_forward_pass_makes_them():
+    x, head, targets = case(train_gpt, 600)
+    grads = [
+        torch.autograd.grad(head.loss(x, targets) / divisor, [x, head.weight]) for divisor in (1, 8)
+    ]
+    for whole, eighth in zip(*grads, strict=True):
+        assert whole.any() and torch.equal(whole / 8, eighth)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,8 @@ def with_bigrams(tiny, **changed):
 
 @pytest.mark.parametrize("script", [train_gpt, train_gpt_2026])
 def test_a_micro_batch_makes_no_dense_gradient_of_a_table_and_no_logits_of_a_sequence(script, tiny):
-    """Not even for a moment. The head's gradient, which is dense, is made once for each chunk."""
+    """Not even for a moment. The head's gradient, which is dense, is made once for each chunk, and
+    once more by backward()."""
     hp = replace(tiny, vocab_size=640, head_dim=32)
     hp = hp if script is train_gpt else with_bigrams(hp)
     model, tokens = script.GPT(hp), torch.randint(0, 640, (385,))
@@ -168,7 +172,7 @@ def test_a_micro_batch_makes_no_dense_gradient_of_a_table_and_no_logits_of_a_seq
     with NewShapes() as watch:
         loss = model(tokens[:-1].int(), tokens[1:], script.Moment(0, hp))
         loss.backward()
-    assert watch.shapes.count((640, hp.model_dim)) == 2
+    assert watch.shapes.count((640, hp.model_dim)) == 3
     assert not {(777, hp.model_dim), (640, hp.num_heads * hp.head_dim)} & set(watch.shapes)
     logits = [shape for shape in watch.shapes if shape[-1:] == (640,)]
     assert logits and max(shape[0] for shape in logits) == 256 < 384

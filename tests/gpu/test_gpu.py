@@ -21,7 +21,7 @@ import train_gpt_track3 as track3
 from conftest import at_window
 from runs import val_losses
 from sample import Decoder
-from train_gpt import HERE, RECORDS, CastedLinear, Moment
+from train_gpt import HERE, RECORDS, Head, Moment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_WindowWarmup"]
@@ -83,7 +83,7 @@ def test_flex_attention_equals_sdpa_with_gradients(window, rule):
 
 def test_fp8_linear_equals_float64():
     needs_fp8()
-    layer = CastedLinear(768, 50304, True, RECORD.x_s, RECORD.w_s, RECORD.grad_s).cuda()
+    layer = Head(RECORD).cuda()
     x = torch.randn(2048, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer.weight.data.normal_(0, 0.05)
     grad = 2.0**-17 * torch.randn(2048, 50304, device="cuda", dtype=torch.bfloat16)
