@@ -660,7 +660,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: add an earlier layer's output and the embeddings x0, apply attention and MLP."""
+    """One layer: add the embeddings x0, apply attention and MLP."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -669,11 +669,9 @@ class Block(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0
         self.eps = hp.norm_eps
 
-    def forward(self, x, x0, value, skip, rotary, mask) -> tuple[Tensor, Tensor | None]:
-        """Map x (1, T, C) to (1, T, C), and first_v. skip is None, or (weight, earlier output)."""
+    def forward(self, x, x0, value, rotary, mask) -> tuple[Tensor, Tensor | None]:
+        """Map x (1, T, C) to (1, T, C), and first_v, as attention returns it."""
         first_v = None
-        if skip is not None:
-            x = x + skip[0] * skip[1]
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
             out, first_v = self.attn(norm(x, self.eps), value, rotary, mask)
@@ -733,7 +731,8 @@ class Head(nn.Linear):
     @compiled
     @has_twin
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64."""
+        """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64. On a
+        GPU, unless this or what it calls is edited, its twin in gpu_kernels.py does so."""
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
     def logits(self, x: Tensor) -> Tensor:
@@ -788,21 +787,25 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
         self.lm_head = Head(hp)
 
-    def tables(self) -> list[nn.Module]:
-        """Return the vocabulary tables that are bfloat16 on CUDA."""
-        return [self.embed, self.value_embeds]
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
+        """Return the mean loss () of tokens (T,), whole blocks, and targets (T,) int64."""
+        return self.lm_head.loss(self.hidden(input_seq, now), target_seq)
 
-    def save_pieces(self, path: Path) -> None:
-        """Save, on each rank, what a fork's ranks share, beside the checkpoint of this path."""
-
-    def load_pieces(self, path: Path | None, weights_only: bool) -> None:
-        """Load what save_pieces has saved, or without a path begin it anew."""
-
-    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
-        x = look_up(input_seq, self.embed.weight)
-        tables = self.value_embeds["embed"].items()
-        return x, {name: look_up(input_seq, table.weight) for name, table in tables}
+    def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
+        """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
+        masks = self.masks(input_seq, now)
+        rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
+        x, values = self.embedded(input_seq)
+        # Four layers are a graph: between graphs, the gradients of x0 and of outputs that several
+        # layers read are added by kernels of their own. With one graph for all layers, no gradient
+        # could be sent before the backward pass ends. Graphs of one layer save 1 to 2 GB in
+        # validation.
+        streams, count = {"x": x}, len(self.blocks)
+        layers_per_graph = 1 if memory_is_small(x.device) else 4
+        for start in range(0, count, layers_per_graph):
+            stop = min(start + layers_per_graph, count)
+            streams = self.run_layers(start, stop, streams, values, rotary, masks)
+        return streams["x"]
 
     @torch.no_grad()
     def masks(self, input_seq: Tensor, now: Moment) -> dict:
@@ -816,30 +819,18 @@ class GPT(nn.Module):
         """Return the rotary_table of tokens at positions (T,). Here it is the same at all steps."""
         return rotary_table(position[:, None], rotary_frequencies(self.hp, position.device))
 
-    def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
-        """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
-        masks = self.masks(input_seq, now)
-        rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
-        x, values = self.embedded(input_seq)
-        return self.trunk(x, values, rotary, masks)
-
-    def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
-        """Map embeddings (T, C), and rows of value tables by name, to the head's input (T, C). Four
-        layers are a graph: between graphs, the gradients of x0 and of outputs that several layers
-        read are added by kernels of their own. With one graph for all layers, no gradient could be
-        sent before the backward pass ends. Graphs of one layer save 1 to 2 GB in validation."""
-        streams = {"x": x}
-        layers_per_graph = 1 if memory_is_small(x.device) else 4
-        for start in range(0, len(self.blocks), layers_per_graph):
-            stop = min(start + layers_per_graph, len(self.blocks))
-            streams = self.run_layers(start, stop, streams, values, rotary, masks)
-        return streams["x"]
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the embeddings (T, C) of tokens (T,), and their rows of each value table."""
+        x = look_up(input_seq, self.embed.weight)
+        tables = self.value_embeds["embed"].items()
+        return x, {name: look_up(input_seq, table.weight) for name, table in tables}
 
     @compiled
     def run_layers(self, start: int, stop: int, streams: dict, values, rotary, masks) -> dict:
         """Run the layers from start to stop. `streams` are tensors (1, T, C) by name: x, and what
-        later layers read: x0, "output 0" and so on, and the first v. The layer num_layers - 1 - i
-        of the second half adds a skip weight times the output of layer i."""
+        later layers read: x0, "output 0" and so on, and the first v. The first layer begins with
+        embeddings (T, C), the last one ends with the head's input (T, C). The layer num_layers - 1
+        - i of the second half adds a skip weight times the output of layer i."""
         streams = dict(streams)
         if start == 0:
             streams["x"] = streams["x0"] = norm(streams["x"], self.hp.norm_eps)[None]
@@ -848,11 +839,9 @@ class GPT(nn.Module):
         for i in range(start, stop):
             values_of = self.layers[i].values
             value = streams.get("first v") if values_of == "first" else values.get(values_of)
-            skip = None
             if i >= count // 2:
-                skip = self.skip_weights[i - count // 2], streams.pop(f"output {count - 1 - i}")
-            mask = masks.get(self.layers[i].mask)
-            x, first_v = self.blocks[i](x, x0, value, skip, rotary, mask)
+                x = x + self.skip_weights[i - count // 2] * streams.pop(f"output {count - 1 - i}")
+            x, first_v = self.blocks[i](x, x0, value, rotary, masks.get(self.layers[i].mask))
             if first_v is not None:
                 streams["first v"] = first_v
             if i < count // 2:
@@ -860,9 +849,15 @@ class GPT(nn.Module):
         streams["x"] = norm(x, self.hp.norm_eps)[0] if stop == count else x
         return streams
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
-        """Return the mean loss () of tokens (T,), whole blocks, and targets (T,) int64."""
-        return self.lm_head.loss(self.hidden(input_seq, now), target_seq)
+    def tables(self) -> list[nn.Module]:
+        """Return the vocabulary tables that are bfloat16 on CUDA."""
+        return [self.embed, self.value_embeds]
+
+    def save_pieces(self, path: Path) -> None:
+        """Save, on each rank, what a fork's ranks share, beside the checkpoint of this path."""
+
+    def load_pieces(self, path: Path | None, weights_only: bool) -> None:
+        """Load what save_pieces has saved, or without a path begin it anew."""
 
 
 # -----------------------------------------------------------------------------
@@ -873,7 +868,7 @@ class GPT(nn.Module):
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def zeropower_via_newtonschulz5(G, steps=5, coefficients=None, margin=1.0, eps=1e-7):
+def zeropower_via_newtonschulz5(G, coefficients=NEWTON_SCHULZ, margin=1.0, eps=1e-7):
     """Return G (..., rows, cols) with its singular values replaced by values near 1; zero stays
     zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon. A step is
     X <- a X + (b A + c A^2) X with A = X X^T. Adding within the matmuls halves the rounding."""
@@ -883,7 +878,7 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients=None, margin=1.0, eps=1
     X = X.mT if tall else X
     size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
     X = X / (margin * size + eps)
-    for a, b, c in (coefficients or NEWTON_SCHULZ)[:steps]:
+    for a, b, c in coefficients:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A.mT, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
@@ -1687,14 +1682,13 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     reads a step's values during the next step. An .item() in a step would break this."""
     device, rank, world_size = start_device(hp.device)
     on_gpu = device.type == "cuda"
-    last_step = hp.num_iterations
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
     # Data and model come before the log: a mistake in them does not use up the run's name.
-    moments = [run.moment(step, hp) for step in range(last_step + 1)]
+    moments = [run.moment(step, hp) for step in range(hp.num_iterations + 1)]
     val_batch = validation_batch(hp, rank, world_size, device)
-    planned = plan_batches(hp.train_files, hp, last_step, run.plan, moments)
+    planned = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
     model = build(run, hp, device)
 
     log = Log(hp, rank)
@@ -1703,7 +1697,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     log.seconds = saved.get("seconds", 0.0)
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
-    if first_step == last_step:
+    if first_step == hp.num_iterations:
         return log(f"the run {log.run_id} is finished")
     optimizers = run.optimizers_class(model, hp, rank, world_size)
 
@@ -1740,17 +1734,18 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
             signal.signal(number, note_signal)
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
     log.ended = clock(device)
-    for step in range(first_step, last_step + 1):  # steps made so far
-        now, last, new = moments[step], step == last_step, step > first_step
-        leave = log.stop and not last and now.can_stop
-        validate = now.validate and (new or step == 0)
-        due = last or leave or (hp.save_every and step % hp.save_every == 0)
-        save = hp.keep and new and due
+    for now in moments[first_step:]:
+        step = now.step  # steps made so far
+        last = step == hp.num_iterations
+        leave = log.stop and now.can_stop and not last
+        validate = now.validate and (step > first_step or step == 0)
+        save = last or leave or (hp.save_every and step % hp.save_every == 0)
+        save = save and hp.keep and step > first_step
         if validate or save or leave:
             log.end_step()
             if validate:
                 loss = evaluate(model, val_batch, now, device, log.note_validation)
-                log(f"step:{step}/{last_step} val_loss:{loss:.5f} {log.times(step)}")
+                log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times(step)}")
                 log.write_row({"step": step, "val_loss": loss}, loss)
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
@@ -1781,16 +1776,16 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
     if leave:
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        words = [f"{HERE}/run.sh", show(script_of(run)), "--record", record, *flags]
-        command = shlex.join([*words, "--run_id", log.run_id, "--resume", "on"])
-        saving = f"saved; go on with {command}" if hp.keep else "not saved"
+        command = [f"{HERE}/run.sh", show(script_of(run)), "--record", record, *flags]
+        command += ["--run_id", log.run_id, "--resume", "on"]
+        saving = f"saved; go on with {shlex.join(command)}" if hp.keep else "not saved"
         log(f"stopped by {number.name} after step {step}: {saving}")
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(128 + number)
     if on_gpu:
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+        peaks = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+        log("peak memory allocated: {} MiB reserved: {} MiB".format(*peaks))
 
 
 def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:

@@ -22,7 +22,7 @@ COEFFICIENTS = (
 
 def orthogonalise(G: Tensor) -> Tensor:
     """Orthogonalise as zeropower_via_newtonschulz5, by these iterations."""
-    return t.zeropower_via_newtonschulz5(G, len(COEFFICIENTS), COEFFICIENTS, margin=1.05, eps=1e-6)
+    return t.zeropower_via_newtonschulz5(G, COEFFICIENTS, margin=1.05, eps=1e-6)
 
 
 @t.compiled

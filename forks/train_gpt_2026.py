@@ -1148,7 +1148,7 @@ POLAR_EXPRESS = (
 
 def polar_express(G: Tensor) -> Tensor:
     """Orthogonalise as zeropower_via_newtonschulz5, with singular values nearer to 1."""
-    return t.zeropower_via_newtonschulz5(G, 5, POLAR_EXPRESS, margin=1.02, eps=1e-6)
+    return t.zeropower_via_newtonschulz5(G, POLAR_EXPRESS, margin=1.02, eps=1e-6)
 
 
 @t.compiled

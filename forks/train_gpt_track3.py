@@ -238,12 +238,13 @@ class GPT(t.GPT):
         """Return the rotary_table of tokens at positions (T,); each context begins at 0."""
         return super().rotary(position % self.hp.context_len, now)
 
-    def trunk(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
-        """Map embeddings (T, C) to the head's input (T, C)."""
-        x = self.norm1(x)[None]  # (1, T, C): attention wants a batch axis
-        for block in self.blocks:
+    def run_layers(self, start: int, stop: int, streams: dict, values, rotary, masks) -> dict:
+        """Run the layers from start to stop: map x, at first embeddings (T, C), to (1, T, C), at
+        last to the head's input (T, C)."""
+        x = streams["x"] if start else self.norm1(streams["x"])[None]
+        for block in self.blocks[start:stop]:
             x = block(x, rotary, masks["long"])
-        return self.norm2(x)[0]
+        return {"x": self.norm2(x)[0] if stop == len(self.blocks) else x}
 
 
 # -----------------------------------------------------------------------------

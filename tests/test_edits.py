@@ -90,10 +90,10 @@ def mlp(m, hp):
 
 
 def block(m, hp):
-    """Without attention, but with a skip connection."""
+    """Without attention."""
     layer = drawn(m.Block(hp, m.Layer("none")))
-    x, x0, skip = (randn(1, 8, 32) + i for i in range(3))
-    return m.compiled(layer.forward)(x, x0, None, (0.5, skip), None, None)[:1]
+    x, x0 = (randn(1, 8, 32) + i for i in range(2))
+    return m.compiled(layer.forward)(x, x0, None, None, None)[:1]
 
 
 def layers(m, hp):
@@ -154,7 +154,7 @@ EDITS = [
     (attention, "v = self.lambdas[0] * v", "v = self.lambdas[1] * v"),
     (mlp, "F.relu(", "F.gelu("),
     (block, "return x + self.mlp(", "return x - self.mlp("),
-    (layers, "self.skip_weights[i - count // 2], ", "-self.skip_weights[i - count // 2], "),
+    (layers, "x = x + self.skip_weights[", "x = x - self.skip_weights["),
     (chunk, "2 * self.softcap * self(x)", "2 * self.softcap * self(2 * x)"),
     (chunk, "return scale * F.cross_entropy(", "return scale * 2 * F.cross_entropy("),
     (chunk, "return F.linear(x, self.weight.type_as(x))\n", "return F.linear(x, -self.weight)\n"),

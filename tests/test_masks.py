@@ -127,7 +127,8 @@ def check_flex_attention(backend: str, tiny, randomize) -> None:
                 first = first_visible(tokens, torch.tensor(size), hp.window_rule)
                 masks[name] = block_lists(first)
             rotary = model.rotary(torch.arange(length), now)
-            found = flexible.trunk(*flexible.embedded(tokens), rotary, masks)
+            x, values = flexible.embedded(tokens)
+            found = flexible.run_layers(0, 2, {"x": x}, values, rotary, masks)["x"]
             torch.testing.assert_close(found, model.hidden(tokens, now), rtol=0, atol=1e-4)
 
 

@@ -77,7 +77,7 @@ def nesterov(rows, gradient: torch.Tensor, now, hp, orthogonalise=torch.positive
 def polar(x: torch.Tensor) -> torch.Tensor:
     """Orthogonalise (..., rows, cols) by twelve iterations, which bring singular values close to 1.
     In bfloat16 on a GPU."""
-    return t.zeropower_via_newtonschulz5(x, 12, ((2.0, -1.5, 0.5),) * 12)
+    return t.zeropower_via_newtonschulz5(x, ((2.0, -1.5, 0.5),) * 12)
 
 
 def shape_factor(x: torch.Tensor) -> float:

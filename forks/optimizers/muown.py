@@ -57,7 +57,7 @@ def muown(rows, lr: float, now, hp) -> None:
     of_length = (rows.grad * direction).sum(-1, keepdim=True)  # the gradient of the length
     of_direction = length / norm * (rows.grad - direction * of_length)
     momentum = nesterov(rows, of_direction, now, hp)
-    update = t.zeropower_via_newtonschulz5(momentum, 12, POLAR_EXPRESS)
+    update = t.zeropower_via_newtonschulz5(momentum, POLAR_EXPRESS)
     scale = DIRECTION_SCALE * max(height, width) ** 0.5
     direction = direction * norm - lr * scale * update
 
