@@ -54,7 +54,7 @@ class Head(record_89.Head):
         """Return where in the sweep the sequences of the first batch begin, (sequences,)."""
         return torch.arange(sequences) * len(self.weight) // sequences
 
-    def loss(self, x, targets, shares=(1.0,), prefix: float = 0.0, candidates: int = 0) -> Tensor:
+    def loss(self, x, targets, shares=(1.0,), prefix=0.0, candidates=0) -> Tensor:  # overrides
         """Return what train_gpt_2026_07.py's returns, of a softmax of so many candidates, 0: of
         all tokens. A prefix that is no candidate has no share."""
         if not candidates:

@@ -244,7 +244,7 @@ def read_layer(row: str, hp: Hyperparameters) -> Layer:
     return hp.layer_class(window, **given)
 
 
-def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
+def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:  # overrides
     """Return the layers in use: num_layers of --layers, half from each end. UserError for rows that
     are wrong, or that name a layer which is not below them."""
     rows = hp.layers.split(",")
@@ -332,7 +332,7 @@ def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
     return table
 
 
-def check(hp: Hyperparameters) -> None:
+def check(hp: Hyperparameters) -> None:  # overrides
     """Raise UserError for settings that are not allowed, alone or together."""
     t.check(hp)
     layer_table(hp)
@@ -589,7 +589,7 @@ def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
     return stage_table(hp)[: sum(step >= start for start in stage_starts(hp))]
 
 
-def get_lr(step: int, hp: Hyperparameters) -> float:
+def get_lr(step: int, hp: Hyperparameters) -> float:  # overrides
     """Return the multiplier on every learning rate: a linear rise to the stage's, then a linear
     fall to lr_final. With exact stages, a stage's holds from the first step after its start."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
@@ -600,7 +600,7 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
     return rise * (fall * stage.lr + (1 - fall) * hp.lr_final)
 
 
-def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
+def get_muon_momentum(step: int, hp: Hyperparameters) -> float:  # overrides
     """Return Muon's momentum at the step: a linear ramp, then flat, then a ramp back if there is a
     cooldown."""
     ramp = min(step / hp.momentum_warmup_steps, 1.0)
@@ -653,7 +653,7 @@ class Moment(t.Moment):
         self.can_stop = self.step % hp.adam_every == 0  # a checkpoint has no gradients
 
     @property
-    def graph_key(self) -> tuple:
+    def graph_key(self) -> tuple:  # overrides
         """Each sequence length and each number of targets is compiled once more. A new window
         compiles nothing."""
         return self.seq_len, len(self.targets), self.tied, self.adam
@@ -663,7 +663,7 @@ class Moment(t.Moment):
 # Model: paired heads, gates, bigrams, YaRN, several targets a token, a tied head
 
 
-def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
+def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:  # overrides
     """Return the mask of train_gpt.py's first_visible. The rule "distance" rounds the window down
     to whole blocks, and lets a token see that many tokens before itself."""
     if rule == "distance":
@@ -673,7 +673,7 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
 
 
 @t.compiled
-def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:
+def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:  # overrides
     """Return the masks of input_seq (T,) for windows (), by name. Where heads are paired, a token
     has two positions: a document begins at the first, and windows count positions."""
     masks = {}
@@ -720,7 +720,7 @@ def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
     return frequency, factor
 
 
-def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor: Tensor) -> Tensor:
+def rotate_normed(x, cos: Tensor, sin: Tensor, eps: float, factor: Tensor) -> Tensor:  # overrides
     """Return what train_gpt.py's function of this name returns, times a factor ()."""
     return t.rotate_normed(x, cos, sin, eps) * factor
 
@@ -837,7 +837,7 @@ class CausalSelfAttention(nn.Module):
 class MLP(t.MLP):
     """train_gpt.py's MLP, with a factor on its output."""
 
-    def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:  # overrides
         """Map x (..., C) to (..., C), times post () if there is one. It multiplies the last weight,
         as in attention."""
         w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
@@ -939,7 +939,7 @@ class Head(t.Head):
 
     @t.compiled
     @has_twin
-    def chunk_loss(self, x, targets, scale: float, shares: Tensor | None = None) -> Tensor:
+    def chunk_loss(self, x, targets, scale, shares: Tensor | None = None) -> Tensor:  # overrides
         """Return scale times the summed loss () of the next token. With shares (K,) and targets
         (T, K) of next_targets, its gradient is that of the losses of all targets, times their
         shares; a target of -1 has no share."""
@@ -950,7 +950,7 @@ class Head(t.Head):
         shown = -scale * chances[:, 0].sum()
         return learned + (shown - learned).detach()
 
-    def loss(self, x: Tensor, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:
+    def loss(self, x, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:  # overrides
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K
         shares, the gradients are those of the losses of K targets, times their shares."""
         if shares == (1.0,):
@@ -961,7 +961,7 @@ class Head(t.Head):
         """Return what `loss` returns, for targets (T, K) with as many shares."""
         return super().loss(x, columns, torch.stack([number(share, x) for share in shares]))
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:  # overrides
         """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
         a, b, c = self.form
         return a * self(x).float().add_(b).div_(c).sigmoid_()
@@ -1006,7 +1006,7 @@ class GPT(t.GPT):
         self.tied = False  # whether training looks embeddings up in the head
         self.frequencies: dict[tuple, tuple] = {}  # of rotary, by the windows so far
 
-    def tables(self) -> list[nn.Module]:
+    def tables(self) -> list[nn.Module]:  # overrides
         """Return the vocabulary tables that are bfloat16 on CUDA."""
         tables = [self.embed, self.value_embeds]
         if self.bigram_embed is not None:
@@ -1015,7 +1015,7 @@ class GPT(t.GPT):
             tables.append(self.lm_head)
         return tables
 
-    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # overrides
         """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
         each value table by its name, and of the bigram table by "bigram"."""
         x = t.look_up(input_seq, (self.lm_head if self.tied else self.embed).weight)
@@ -1039,7 +1039,7 @@ class GPT(t.GPT):
         return x, rows
 
     @torch.no_grad()
-    def masks(self, input_seq: Tensor, now: Moment) -> dict:
+    def masks(self, input_seq: Tensor, now: Moment) -> dict:  # overrides
         """Return the masks of input_seq (T,), by Layer.mask."""
         windows = {}
         for name in sorted({layer.mask for layer in self.layers} - {"none"}):
@@ -1047,7 +1047,7 @@ class GPT(t.GPT):
             windows[name] = torch.tensor(window)
         return make_masks(input_seq, windows, self.hp.window_rule)
 
-    def rotary(self, position: Tensor, now: Moment) -> dict[bool, tuple]:
+    def rotary(self, position: Tensor, now: Moment) -> dict[bool, tuple]:  # overrides
         """Return the rotary tables of tokens at positions (T,), by whether heads are paired: cos
         and sin (T, 1, head_dim / 2), or (T, 2, head_dim / 2) for two positions a token; and YaRN's
         factor () on q."""
@@ -1072,7 +1072,7 @@ class GPT(t.GPT):
         return tables
 
     @t.compiled
-    def run_layers(self, start: int, stop: int, streams: dict, more, rotary, masks) -> dict:
+    def run_layers(self, start, stop: int, streams: dict, more, rotary, masks) -> dict:  # overrides
         """Run the layers from start to stop. `streams` are x and what later layers read, (1, T, C),
         by name. Return them with those of these layers added."""
         streams = dict(streams)
@@ -1123,7 +1123,7 @@ class GPT(t.GPT):
             return streams["x"]
         return streams["x"] - self.backout_lambda[0] * streams["backout"]
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:  # overrides
         """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64. In
         training, its gradients are those of all targets of the moment: see Head.loss."""
         if not self.training:
@@ -1187,7 +1187,7 @@ def new_second_moment(grad: Tensor) -> Tensor:
     return grad.new_zeros(*grad.shape[:-2], *((height, 1) if height >= width else (1, width)))
 
 
-def muon(rows, lr: float, now: Moment, hp: Hyperparameters, factor: float | None = None):
+def muon(rows, lr, now: Moment, hp: Hyperparameters, factor: float | None = None):  # overrides
     """Step by Muon. With muon_beta2 it is NorMuon. With muon_decay, weights decay cautiously, by
     muon_decay * lr^2. The factor on lr is hp.muon_mul's for the shape, if none is given."""
     orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
@@ -1216,7 +1216,7 @@ def cautious_adam_(weight, grad, first, second, step, lr: Tensor, betas, eps: fl
     weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay: float) -> None:
+def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # overrides
     """Step by PyTorch's Adam, or by cautious_adam_. On a CPU, parts of 65536 numbers are updated
     one after the other, because they stay in the cache."""
     if hp.adam_rule == "torch":
@@ -1241,7 +1241,7 @@ class Optimizers(t.Optimizers):
     """
 
     @staticmethod
-    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
         """Return the groups, in the order in which weights are updated."""
         own = adam_table(hp)
         members = {name: [] for name in hp.group_names}
@@ -1266,12 +1266,12 @@ class Optimizers(t.Optimizers):
             groups.sort(key=lambda group: group.name not in hp.muon_groups)
         return groups
 
-    def learning(self, now: Moment) -> list:
+    def learning(self, now: Moment) -> list:  # overrides
         """Return the groups that learn at a moment."""
         groups = [row for row in self.groups if now.adam or row[0].steps == 1]
         return [row for row in groups if not (now.tied and row[0].name == "embed")]
 
-    def step(self, now: Moment) -> list[Tensor]:
+    def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment: see train_gpt.py."""
         rows_of = {group.name: rows for group, rows in self.groups}
         head, embed = rows_of["head"], rows_of["embed"]  # of one shape, if they are ever tied
@@ -1299,7 +1299,7 @@ class Run(t.Run):
     plan = t.Late(lambda: plan)
 
     @staticmethod
-    def read_per_token(hp: Hyperparameters) -> float:
+    def read_per_token(hp: Hyperparameters) -> float:  # overrides
         """Return how many tokens are read for each that trains. If sequences begin with documents,
         those in between are skipped: 3 % or, with cut documents, up to 60 % (in the public logs,
         424.7M tokens are read from 7 shards)."""

@@ -92,12 +92,12 @@ class Hyperparameters(base.Hyperparameters):
     muon_groups: ClassVar = {"muon": None, "pairs": 1.0}
 
     @property
-    def most_targets(self) -> int:
+    def most_targets(self) -> int:  # overrides
         """The largest number of targets that a token has in any stage."""
         return super().most_targets + (self.prefix > 0)
 
 
-def check(hp: Hyperparameters) -> None:
+def check(hp: Hyperparameters) -> None:  # overrides
     """Raise UserError for settings that are not allowed, alone or together."""
     base.check(hp)
     layers = base.layer_table(hp)
@@ -156,7 +156,7 @@ class Moment(base.Moment):
         self.prefix = hp.prefix * share  # loss weight of the next token's prefix
 
     @property
-    def graph_key(self) -> tuple:
+    def graph_key(self) -> tuple:  # overrides
         """A prefix is one more target, for which the loss is compiled once more."""
         return *super().graph_key, self.prefix > 0
 
@@ -254,11 +254,11 @@ class CausalSelfAttention(base.CausalSelfAttention):
         self.qk_w = nn.Parameter(weights[:2].reshape(-1, rows, hp.model_dim))
         self.v_w = nn.Parameter(weights[2])
 
-    def qkv_weights(self) -> Tensor:
+    def qkv_weights(self) -> Tensor:  # overrides
         """Return the weights of q, k and v, (3, H * D, C)."""
         return torch.cat([self.qk_w.view(2, *self.v_w.shape), self.v_w[None]])
 
-    def attend(self, q, k, v, mask: tuple | Tensor, scale: float, *shares) -> Tensor:
+    def attend(self, q, k, v, mask: tuple | Tensor, scale: float, *shares) -> Tensor:  # overrides
         """Attend. With `shares`, w1 and w2 of `composed`, heads are composed, too."""
         k = base.offset_keys(k) if self.offsets_keys else k
         out = t.attend(q, k, v, mask, scale)
@@ -266,7 +266,7 @@ class CausalSelfAttention(base.CausalSelfAttention):
             out = out + base.recomputed_if_small(composed, *shares, q, k, v, mask, scale)
         return out
 
-    def forward(self, x, value, rotary, mask, post, numbers: dict[str, Tensor]) -> Tensor:
+    def forward(self, x, value, rotary, mask, post, numbers) -> Tensor:  # overrides
         """Map x (1, T, C) to (1, T, C), as train_gpt_2026.py's. `numbers` (1, T, H) are a mixer's:
         alpha, gate, and w1 and w2 of composed heads."""
         q, k, v = self.projected(x, value)
@@ -303,7 +303,7 @@ class MLP(base.MLP):
         self.register_buffer("scale", torch.ones(()))  # of squares, in FP8
         self.register_buffer("largest", torch.zeros(()), persistent=False)  # one in this step
 
-    def product(self, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    def product(self, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:  # overrides
         """Return relu2_mlp of x (..., C)."""
         if not (self.training and getattr(self.fp8_product, "in_use", bool)()):  # without kernels
             return super().product(x, w_in, w_out)
@@ -325,7 +325,7 @@ class Block(base.Block):
         if layer.mudd:
             self.residual_lambda = self.post_lambda = None
 
-    def forward(self, x, added, value, rotary, mask, source, numbers: dict[str, Tensor]) -> Tensor:
+    def forward(self, x, added, value, rotary, mask, source, numbers) -> Tensor:  # overrides
         """Map x (1, T, C) to (1, T, C). `numbers` are a mixer's."""
         if "keep" not in numbers:
             return super().forward(x, added, value, rotary, mask, source, numbers)
@@ -366,7 +366,7 @@ class Head(base.Head):
         super().__init__(hp)
         self.vocab_size, self.prefixes = hp.vocab_size, None
 
-    def loss(self, x, targets: Tensor, shares=(1.0,), prefix: float = 0.0) -> Tensor:
+    def loss(self, x, targets: Tensor, shares=(1.0,), prefix: float = 0.0) -> Tensor:  # overrides
         """Return what train_gpt_2026.py's returns. `prefix` is the share of the prefix's loss."""
         if not prefix:
             return super().loss(x, targets, shares)
@@ -433,12 +433,12 @@ class GPT(base.GPT):
             made["end"] |= dict.fromkeys(late, [-0.5])
         return {name: numbers for name, numbers in made.items() if numbers}
 
-    def tables(self) -> list[nn.Module]:
+    def tables(self) -> list[nn.Module]:  # overrides
         """Return what is bfloat16 on CUDA. There, as in the public records, a mixer's constants of
         2 and more never move: Adam's steps are smaller than half of their last bit."""
         return [*super().tables(), self.mixers]
 
-    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # overrides
         """Return what train_gpt_2026.py's returns, with signs on the rows of bigrams."""
         x, more = super().embedded(input_seq)
         if self.hp.bigram_signs and "bigram" in more:
@@ -452,7 +452,7 @@ class GPT(base.GPT):
         row = F.pad((input_seq[1:] ^ input_seq[:-1]) % len(self.signs), (1, 0))
         return bigram * self.signs[row].type_as(bigram)
 
-    def layer_output(self, i: int, streams: dict[str, Tensor], more, rotary, masks) -> Tensor:
+    def layer_output(self, i, streams, more, rotary, masks) -> Tensor:  # overrides
         """Return the output (1, T, C) of layer i. It makes the streams "start", the sum of x0 and
         bigrams; "numbers 0" and so on, by mixers; and "input", that of the layer of mudd."""
         layer, bigram = self.layers[i], more.get("bigram", 0)
@@ -481,7 +481,7 @@ class GPT(base.GPT):
         mask, source = masks.get(layer.mask), streams.get(f"source {layer.source}")
         return self.blocks[i](x, added, value, rotary[layer.rotary], mask, source, numbers)
 
-    def skip_factor(self, i: int, streams: dict[str, Tensor]) -> Tensor:
+    def skip_factor(self, i: int, streams: dict[str, Tensor]) -> Tensor:  # overrides
         """Return the factor (1, T, 1) on layer i's skip connection."""
         return torch.sigmoid(super().skip_factor(i, streams)) * self.numbers(i, streams)["skip"]
 
@@ -493,7 +493,7 @@ class GPT(base.GPT):
         named = self.mixers[f"{made}"].named(streams[f"numbers {made}"])
         return {name.split()[0]: part for name, part in named.items() if name.split()[1] == f"{i}"}
 
-    def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:
+    def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:  # overrides
         """Return x (1, T, C) before the last norm."""
         x = super().end(streams, more)
         if "end" in self.mixers:
@@ -501,7 +501,7 @@ class GPT(base.GPT):
                 x = x + number * (streams[name] if name in streams else more[name])
         return x
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:  # overrides
         """Return what train_gpt_2026.py's returns. In training, prefixes are targets, too."""
         if not self.training:
             return super().forward(input_seq, target_seq, now)
@@ -518,7 +518,7 @@ class Optimizers(base.Optimizers):
     of a step on all ranks. (Public ranks each take that of their last sequence.)"""
 
     @torch.no_grad()
-    def step(self, now: Moment) -> list[Tensor]:
+    def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment, and the scales of squares in FP8."""
         norms = super().step(now)
         mlps = [part for part in self.model.modules() if isinstance(part, MLP)]

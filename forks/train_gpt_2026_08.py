@@ -61,16 +61,16 @@ class Layer(record_89.Layer):
     }
 
     @property
-    def rotary(self) -> tuple[bool, bool]:
+    def rotary(self) -> tuple[bool, bool]:  # overrides
         """The name of its tables, of those that GPT.rotary returns."""
         return self.narrow, self.paired
 
     @property
-    def adds(self) -> tuple[str, ...]:
+    def adds(self) -> tuple[str, ...]:  # overrides
         """Names of the streams that a mixer adds a share of, after attention."""
         return ("x0",) * self.embed + ("bigram",) * self.bigram
 
-    def under(self, hp: "Hyperparameters") -> "Layer":
+    def under(self, hp: "Hyperparameters") -> "Layer":  # overrides
         """Return the layer without what these settings turn off."""
         narrow, values = (on and hp.narrow_heads for on in (self.narrow, self.narrow_values))
         return replace(super().under(hp), narrow=narrow, narrow_values=values)
@@ -143,7 +143,7 @@ class Hyperparameters(record_89.Hyperparameters):
     stage_class: ClassVar = Stage
 
 
-def check(hp: Hyperparameters) -> None:
+def check(hp: Hyperparameters) -> None:  # overrides
     """Raise UserError for settings that are not allowed, alone or together."""
     record_89.check(hp)
     layers = base.layer_table(hp)
@@ -267,7 +267,7 @@ class Moment(record_89.Moment):
         self.fast_share = hp.anvil_share if mixes else 1.0  # of it, in the mixture
 
     @property
-    def graph_key(self) -> tuple:
+    def graph_key(self) -> tuple:  # overrides
         """The loss of each number of candidates is compiled once more."""
         return *super().graph_key, self.candidates
 
@@ -286,7 +286,7 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
         if layer.narrow:
             self.scale = hp.narrow_scale
 
-    def qkv_weights(self) -> list[Tensor]:
+    def qkv_weights(self) -> list[Tensor]:  # overrides
         """Return the weights of q, k and v, each (H, D, C) or narrower. Of q and k, the channels
         that rotate are the first half of both halves, with half RoPE."""
         *qk, v = super().qkv_weights().unflatten(1, self.head_shape)
@@ -296,7 +296,7 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
             v = v[:, : v.size(1) // 2]
         return [*qk, v]
 
-    def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
+    def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:  # overrides
         """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C) and a table's rows."""
         parts = self.qkv_weights()
         qkv_w = self.lambdas[0] * torch.cat([part.flatten(0, 1) for part in parts])
@@ -311,7 +311,7 @@ class CausalSelfAttention(record_89.CausalSelfAttention):
             v = v + value[..., : v.size(-1)]
         return q, k, v
 
-    def output_weights(self) -> Tensor:
+    def output_weights(self) -> Tensor:  # overrides
         """Return the weights of the output, (C, H * D), for as many channels as values have."""
         weights = super().output_weights()
         if self.layer.narrow_values:
@@ -349,7 +349,7 @@ class Block(record_89.Block):
             self.residual_lambda = nn.Parameter(torch.full((2,), hp.residual_lambda))
             self.post_lambda = nn.Parameter(torch.ones(2))
 
-    def forward(self, x, added, value, rotary, mask, source, numbers) -> tuple[Tensor, Tensor]:
+    def forward(self, x, added, value, rotary, mask, source, numbers) -> tuple:  # overrides
         """Map x (1, T, C) to (1, T, C), twice."""
         keep, post, out = self.residual_lambda, self.post_lambda, None
         if self.attn is not None:
@@ -381,14 +381,14 @@ class GroupMixer(record_89.Mixer):
         self.group_size = hp.model_dim // hp.mudd_groups
         self.group_w = nn.Parameter(torch.zeros(len(self.bias), hp.mudd_groups, width))
 
-    def forward(self, x: Tensor, scale: float = record_89.MIXER_SCALE) -> Tensor:
+    def forward(self, x: Tensor, scale: float = record_89.MIXER_SCALE) -> Tensor:  # overrides
         """Map x (1, T, C) to all numbers of all channels, (1, T, n * C)."""
         of_groups = F.linear(self.hidden(x), self.group_w.flatten(0, 1).type_as(x))
         of_groups = (scale * of_groups).type_as(x).unflatten(-1, self.group_w.shape[:2])
         numbers = super().forward(x, scale)[..., None] + of_groups
         return numbers.flatten(2).repeat_interleave(self.group_size, dim=-1)
 
-    def named(self, numbers: Tensor) -> dict[str, Tensor]:
+    def named(self, numbers: Tensor) -> dict[str, Tensor]:  # overrides
         """Return the numbers (1, T, C) of all channels by their names."""
         return dict(zip(self.names, numbers.chunk(len(self.names), dim=-1), strict=True))
 
@@ -420,7 +420,7 @@ class GPT(record_89.GPT):
         """The mask of the last validation, which is made when it is needed first."""
         return CanonicalMask(len(self.lm_head.weight))
 
-    def mixer_constants(self) -> dict[str, dict[str, list[float]]]:
+    def mixer_constants(self) -> dict[str, dict[str, list[float]]]:  # overrides
         """Return what train_gpt_2026_07.py's returns. The end mixes all value tables' rows, what
         the last MLP reads, and what late attention does, too."""
         made = super().mixer_constants()
@@ -433,13 +433,13 @@ class GPT(record_89.GPT):
         return made
 
     @torch.no_grad()
-    def masks(self, input_seq: Tensor, now: Moment) -> dict:
+    def masks(self, input_seq: Tensor, now: Moment) -> dict:  # overrides
         """Return the masks of input_seq (T,), by Layer.mask."""
         if self.training and self.hp.attention_border:
             input_seq = with_borders(input_seq, self.hp.attention_border)
         return super().masks(input_seq, now)
 
-    def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:
+    def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:  # overrides
         """Return the rotary tables of tokens at positions (T,), by Layer.rotary. Those of narrow
         heads follow the short window."""
         tables = {}
@@ -457,7 +457,7 @@ class GPT(record_89.GPT):
             tables |= {(narrow, paired): table for paired, table in made.items()}
         return tables
 
-    def layer_output(self, i: int, streams: dict[str, Tensor], *more) -> Tensor:
+    def layer_output(self, i: int, streams: dict[str, Tensor], *more) -> Tensor:  # overrides
         """Return the output (1, T, C) of layer i, and make the stream "read": what the last MLP
         reads."""
         x, read = super().layer_output(i, streams, *more)
@@ -471,13 +471,13 @@ class GPT(record_89.GPT):
             table = self.embed.weight
             self.ngrams.share(rank, parts, table.device, table.dtype)
 
-    def save_pieces(self, path: Path) -> None:
+    def save_pieces(self, path: Path) -> None:  # overrides
         """Save this rank's piece of the n-gram table, and wait for those of others."""
         if self.ngrams is not None:
             self.ngrams.save(path)
             t.all_reduce_(torch.zeros(1, device=self.embed.weight.device)).item()
 
-    def load_pieces(self, path: Path | None, weights_only: bool) -> None:
+    def load_pieces(self, path: Path | None, weights_only: bool) -> None:  # overrides
         """Load this rank's rows of the n-gram table; without a path, zeros."""
         if self.ngrams is not None:
             self.share_ngrams()
@@ -486,7 +486,7 @@ class GPT(record_89.GPT):
             else:
                 self.ngrams.load(path, weights_only)
 
-    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # overrides
         """Return what train_gpt_2026_07.py's returns. "bigram" is the sum of a bigram's and a
         trigram's row of the n-gram table, each with signs."""
         x, more = super().embedded(input_seq)
@@ -502,7 +502,7 @@ class GPT(record_89.GPT):
         """Return the sum (T, C) of rows (2, T, C) times those rows (2, T) of the table of signs."""
         return (rows * self.signs[signs.long()].type_as(rows)).sum(0)
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:  # overrides
         """Return what train_gpt_2026_07.py's returns. In training, of a sampled softmax; in the
         last validation, without tokens that cannot follow."""
         if not self.training:
@@ -525,7 +525,7 @@ class Optimizers(record_89.Optimizers):
     its own, so it does not matter how many ranks there are."""
 
     @staticmethod
-    def parameter_groups(model: GPT, hp: Hyperparameters) -> list:
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list:  # overrides
         """Return the groups, in the order in which weights are updated: matrices learn by ANVIL,
         value tables in the rhythm of the n-gram table."""
         groups = base.Optimizers.parameter_groups(model, hp)
@@ -550,7 +550,7 @@ class Optimizers(record_89.Optimizers):
         head.offsets = offsets.chunk(self.world_size)[self.rank].to(head.weight.device, copy=True)
 
     @torch.no_grad()
-    def step(self, now: Moment) -> list[Tensor]:
+    def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment, and the n-gram table when its cycle ends."""
         norms = super().step(now)
         ngrams = self.model.ngrams
@@ -562,7 +562,7 @@ class Optimizers(record_89.Optimizers):
             tail_average.average(self.groups, now, self.hp)
         return norms
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:  # overrides
         """Return all states, and the offsets of all sequences, on rank 0's CPU."""
         saved, offsets = super().state_dict(), self.model.lm_head.offsets
         if self.world_size > 1:
@@ -570,7 +570,7 @@ class Optimizers(record_89.Optimizers):
             t.all_gather(offsets, own)
         return saved | {"sampled softmax": {"offsets": offsets.cpu()}}
 
-    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
+    def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:  # overrides
         """Load state that any number of ranks saved, or begin anew with {}."""
         super().load_state_dict(saved)
         first = {"offsets": self.model.lm_head.first_offsets(self.hp.batch_seqs)}

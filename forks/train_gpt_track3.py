@@ -110,7 +110,7 @@ class Moment(t.Moment):
             self.validate = self.validate or self.step % -(-hp.val_loss_every // 5) == 0
 
 
-def check(hp: Hyperparameters) -> None:
+def check(hp: Hyperparameters) -> None:  # overrides
     """Raise UserError for illegal settings, and for settings that have no effect here."""
     t.check(hp)
     if hp.optimizer not in (known := catalog.OPTIMIZERS):
@@ -206,7 +206,7 @@ class Head(t.Head):
         self.bias = nn.Parameter(torch.zeros(self.out_features))
         self.grad_scale = None if hp.mean_loss else hp.batch_seqs
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:  # overrides
         """Return the logits (T, padded vocabulary) of x (T, C), in float32."""
         return capped(self(x) + self.bias, self.softcap)
 
@@ -228,17 +228,17 @@ class GPT(t.GPT):
 
     @torch.no_grad()
     @t.compiled
-    def masks(self, input_seq: Tensor, now: t.Moment) -> dict:
+    def masks(self, input_seq: Tensor, now: t.Moment) -> dict:  # overrides
         """Return the mask of input_seq (T,): causal, and within each context."""
         position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
         return {"long": t.make_mask(position - position % self.hp.context_len)}
 
     @t.compiled
-    def rotary(self, position: Tensor, now: t.Moment) -> tuple[Tensor, Tensor]:
+    def rotary(self, position: Tensor, now: t.Moment) -> tuple[Tensor, Tensor]:  # overrides
         """Return the rotary_table of tokens at positions (T,); each context begins at 0."""
         return super().rotary(position % self.hp.context_len, now)
 
-    def run_layers(self, start: int, stop: int, streams: dict, values, rotary, masks) -> dict:
+    def run_layers(self, start, stop, streams: dict, values, rotary, masks) -> dict:  # overrides
         """Run the layers from start to stop: map x, at first embeddings (T, C), to (1, T, C), at
         last to the head's input (T, C)."""
         x = streams["x"] if start else self.norm1(streams["x"])[None]
@@ -261,7 +261,7 @@ class Optimizers(around.Optimizers):
     """train_gpt.py's optimizers, with those of the benchmark."""
 
     @staticmethod
-    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
         """Return the groups, in the order in which weights are updated."""
         of_matrices = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
         adamw = partial(t.adam, decay=hp.adam_decay)

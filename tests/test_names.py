@@ -1,12 +1,16 @@
 """Names are looked up when they are called: what a fork assigns to train_gpt.py, a run uses."""
 
+import ast
 import inspect
 import sys
+from pathlib import Path
 
 import pytest
 
 import train_gpt
 import train_gpt_2026
+import train_gpt_2026_07
+import train_gpt_2026_08
 import train_gpt_track3
 
 # Names that a fork cannot assign, each with its reason.
@@ -93,3 +97,33 @@ def test_what_a_fork_of_a_fork_assigns_to_it_is_what_its_run_uses(fork, monkeypa
     for attribute, name in (CLASSES | {"check": "check"}).items():
         monkeypatch.setattr(fork, name, Raises())
         assert getattr(fork.Run, attribute) is getattr(fork, name)
+
+
+FORKS = train_gpt.HERE / "forks"
+FOLDERS = train_gpt.HERE, FORKS, FORKS / "optimizers"
+
+
+def defined(body: list, kind: type) -> dict:
+    """Return what a part of a source defines of a kind, by name."""
+    return {node.name: node for node in body if isinstance(node, kind)}
+
+
+@pytest.mark.parametrize(
+    "module", [train_gpt_2026, train_gpt_2026_07, train_gpt_2026_08, train_gpt_track3]
+)
+def test_a_fork_says_of_each_function_whether_it_overrides_another(module):
+    """One of a class before it in the forks, or of train_gpt.py."""
+    source = inspect.getsource(module)
+    tree = ast.parse(source)
+    functions = defined(tree.body, ast.FunctionDef)
+    overriding = [node for name, node in functions.items() if hasattr(train_gpt, name)]
+    for name, node in defined(tree.body, ast.ClassDef).items():
+        # object is last. torch may lie in a folder of the project, too.
+        bases = getattr(module, name).__mro__[1:-1]
+        bases = [b for b in bases if Path(inspect.getfile(b)).parent in FOLDERS]
+        methods = defined(node.body, ast.FunctionDef)
+        methods.pop("__init__", None)
+        overriding += [f for key, f in methods.items() if any(key in vars(b) for b in bases)]
+    assert len(overriding) > 5
+    marked = [n for n, line in enumerate(source.split("\n"), 1) if line.endswith(":  # overrides")]
+    assert marked == sorted(node.body[0].lineno - 1 for node in overriding)

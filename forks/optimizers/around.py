@@ -90,7 +90,7 @@ class Optimizers(t.Optimizers):
                 look_ahead(rows, args[-1], self.hp)
                 rows.wait()
 
-    def step(self, now) -> list[torch.Tensor]:
+    def step(self, now) -> list[torch.Tensor]:  # overrides
         """Update all groups, and return what train_gpt.py's step does."""
         self.begun = False
         return super().step(now)
