@@ -84,16 +84,6 @@ class UserError(ValueError):
     """An error shown in one line, without a traceback: what is wrong, where, and what to do."""
 
 
-class Late:
-    """A name that is looked up when it is used, because a fork may assign t.GPT = MyGPT."""
-
-    def __init__(self, find: Callable):
-        self.find = find
-
-    def __get__(self, instance, owner):
-        return self.find()
-
-
 # -----------------------------------------------------------------------------
 # Settings: each is a flag, and the comment behind it is the flag's help
 
@@ -319,8 +309,6 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     if len(planned) < num_batches:
         found = f"{pattern} has {len(planned)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
         remedy = "add longer shards (cached_fineweb.py N fetches N of FineWeb) or --epochs 0"
-        if plan is not consecutive and not any(END_OF_TEXT in tokens for tokens in shards):
-            remedy = f"a sequence begins with a document, and no token is {END_OF_TEXT}"
         raise UserError(f"{found}, the run reads {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         is_read = any(tokens is other for other, _ in planned)
@@ -595,7 +583,8 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, and with extra values mixed into v."""
 
-    attend = Late(lambda: attend)  # tools/sample.py gives layers one that caches keys and values
+    # tools/sample.py gives layers one that caches keys and values.
+    attend = staticmethod(lambda *arguments: attend(*arguments))
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -684,12 +673,12 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, loss, gradients, *tensors):
-        ctx.gradients = gradients
+        ctx.save_for_backward(*gradients)
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx, grad):
-        return None, None, *(grad * gradient for gradient in ctx.gradients)
+        return None, None, *(gradient.mul_(grad) for gradient in ctx.saved_tensors)
 
 
 class Head(nn.Linear):
@@ -713,7 +702,6 @@ class Head(nn.Linear):
         size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
         params = list(self.parameters())
         for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
-            part = part.detach().requires_grad_(x.requires_grad)
             loss = self.chunk_loss(part, part_targets, scale, *more)
             if x.requires_grad:
                 grad_x, *new = torch.autograd.grad(loss, [part, *params])
@@ -1496,15 +1484,16 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
 
 
 class Run:
-    """What a fork that imports this file replaces, in a subclass, as by `model_class = MyGPT`."""
+    """What a fork that imports this file replaces, in a subclass, as by `model_class = MyGPT`. Here
+    names are looked up when they are called, because a fork may also assign train_gpt.GPT."""
 
     records: dict[str, Hyperparameters] = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    model_class = Late(lambda: GPT)
-    optimizers_class = Late(lambda: Optimizers)
-    moment = Late(lambda: Moment)
-    check = Late(lambda: check)
-    plan = Late(lambda: consecutive)
+    model_class = staticmethod(lambda hp: GPT(hp))
+    optimizers_class = staticmethod(lambda *arguments: Optimizers(*arguments))
+    moment = staticmethod(lambda step, hp: Moment(step, hp))
+    check = staticmethod(lambda hp: check(hp))
+    plan = staticmethod(lambda *arguments: consecutive(*arguments))
     read_per_token = staticmethod(lambda hp: 1.0)  # tokens read, at most, for each that trains
 
 

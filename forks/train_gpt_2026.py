@@ -558,15 +558,18 @@ def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyp
 def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
     """Plan the batches of these moments, as train_gpt.py's `consecutive` does. With
     hp.align_to_documents, each sequence begins with a document."""
-    step = 0
+    step, has_documents = 0, False
     for tokens in shards:
         documents = np.flatnonzero(tokens == END_OF_TEXT)
+        has_documents = has_documents or len(documents) > 0
         lengths = np.diff(documents, append=len(tokens))
         position = 0
         while found := next_batch(tokens, documents, lengths, position, moments[step], hp):
             sequences, position = found
             yield tokens, sequences
             step += 1
+    if hp.align_to_documents and not has_documents:
+        raise UserError(f"a sequence begins with a document, and no token is {END_OF_TEXT}")
 
 
 # -----------------------------------------------------------------------------
@@ -856,8 +859,8 @@ class Block(nn.Module):
     so a layer without attention adds neither. Whatever differs between layers is an argument.
     """
 
-    attention_class = t.Late(lambda: CausalSelfAttention)
-    mlp_class = t.Late(lambda: MLP)
+    attention_class = CausalSelfAttention
+    mlp_class = MLP
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -970,8 +973,8 @@ class Head(t.Head):
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
 
-    block_class = t.Late(lambda: Block)
-    head_class = t.Late(lambda: Head)
+    block_class = Block
+    head_class = Head
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
@@ -1292,11 +1295,11 @@ class Run(t.Run):
 
     records = RECORDS
     default_record = "2026-03-06_SimplifyHC"
-    model_class = t.Late(lambda: GPT)
-    optimizers_class = t.Late(lambda: Optimizers)
-    moment = t.Late(lambda: Moment)
-    check = t.Late(lambda: check)
-    plan = t.Late(lambda: plan)
+    model_class = GPT
+    optimizers_class = Optimizers
+    moment = Moment
+    check = staticmethod(check)
+    plan = staticmethod(plan)
 
     @staticmethod
     def read_per_token(hp: Hyperparameters) -> float:  # overrides

@@ -294,7 +294,7 @@ def fp8_relu2_mlp(x, w_in, w_out, scale: Tensor | None) -> tuple[Tensor, Tensor]
 class MLP(base.MLP):
     """train_gpt_2026.py's MLP. In training, forward matmuls are in FP8 if the kernel is in use."""
 
-    fp8_product = t.Late(lambda: fp8_relu2_mlp)
+    fp8_product = staticmethod(fp8_relu2_mlp)
     room = 1.8  # for the largest square to grow in the next step
 
     def __init__(self, hp: Hyperparameters):
@@ -316,8 +316,8 @@ class Block(base.Block):
     """train_gpt_2026.py's layer, without factors on x0 and bigrams: mixers make them. In the layer
     of mudd, a mixer makes all factors. Without sublayer_lambdas, those of other layers are 1."""
 
-    attention_class = t.Late(lambda: CausalSelfAttention)
-    mlp_class = t.Late(lambda: MLP)
+    attention_class = CausalSelfAttention
+    mlp_class = MLP
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__(hp, layer)
@@ -384,8 +384,8 @@ class Head(base.Head):
 class GPT(base.GPT):
     """The language model of these records."""
 
-    block_class = t.Late(lambda: Block)
-    head_class = t.Late(lambda: Head)
+    block_class = Block
+    head_class = Head
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
@@ -538,10 +538,10 @@ class Run(base.Run):
 
     records = RECORDS
     default_record = "2026-07-17_FP8DownProjection"
-    model_class = t.Late(lambda: GPT)
-    optimizers_class = t.Late(lambda: Optimizers)
-    moment = t.Late(lambda: Moment)
-    check = t.Late(lambda: check)
+    model_class = GPT
+    optimizers_class = Optimizers
+    moment = Moment
+    check = staticmethod(check)
 
 
 if __name__ == "__main__":

@@ -337,8 +337,8 @@ class Block(record_89.Block):
     """train_gpt_2026_07.py's layer, which may lack attention or the MLP, or have two MLPs. x0 and
     n-grams are also added in layers without attention. It also returns what the MLPs read."""
 
-    attention_class = t.Late(lambda: CausalSelfAttention)
-    mlp_class = t.Late(lambda: MLP)
+    attention_class = CausalSelfAttention
+    mlp_class = MLP
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__(hp, layer)
@@ -405,8 +405,8 @@ def with_borders(tokens: Tensor, distance: int) -> Tensor:
 class GPT(record_89.GPT):
     """The language model of record 92."""
 
-    block_class = t.Late(lambda: Block)
-    head_class = t.Late(lambda: Head)
+    block_class = Block
+    head_class = Head
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
@@ -582,11 +582,11 @@ class Run(record_89.Run):
 
     records = RECORDS
     default_record = "2026-08-30_ANVIL2"
-    model_class = t.Late(lambda: GPT)
-    optimizers_class = t.Late(lambda: Optimizers)
-    moment = t.Late(lambda: Moment)
-    check = t.Late(lambda: check)
-    plan = t.Late(lambda: plan)
+    model_class = GPT
+    optimizers_class = Optimizers
+    moment = Moment
+    check = staticmethod(check)
+    plan = staticmethod(plan)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """One layer: attention with normalised, rotated q and k, then an MLP with ReLU squared."""
 
-    attend = t.Late(lambda: t.attend)  # as in train_gpt.py
+    attend = staticmethod(t.attend)
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -290,10 +290,10 @@ class Run(t.Run):
     """A run of the benchmark."""
 
     records, default_record = RECORDS, "muon"
-    model_class = t.Late(lambda: GPT)
-    optimizers_class = t.Late(lambda: Optimizers)
-    moment = t.Late(lambda: Moment)
-    check = t.Late(lambda: check)
+    model_class = GPT
+    optimizers_class = Optimizers
+    moment = Moment
+    check = staticmethod(check)
 
 
 if __name__ == "__main__":

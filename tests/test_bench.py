@@ -31,7 +31,8 @@ def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sigh
     now = at_window(256, hp)
     tokens = torch.randint(0, 500, (1, 384), generator=torch.Generator().manual_seed(0))
     tokens[:, [0, 37, 300]] = train_gpt.END_OF_TEXT
-    matmul, attention = bench.model_flops(train_gpt.Run, model, tokens, now)
+    groups = train_gpt.Optimizers.parameter_groups(model, hp)
+    matmul, attention = bench.model_flops(model, groups, tokens, now)
     with FlopCounterMode(display=False) as counter:
         model(tokens[0], tokens[0], now).backward()
     counts = counter.get_flop_counts()["Global"].items()

@@ -16,7 +16,6 @@ import train_gpt_track3
 # Names that a fork cannot assign, each with its reason.
 EXCEPTIONS = {
     "compiled": "it decorates functions while the file is imported",
-    "Late": "it makes attributes of classes while the file is imported",
     "Hyperparameters": "the records are made of it while the file is imported",
     "RunSettings": "it is a part of Hyperparameters",
 }
@@ -87,16 +86,6 @@ def test_a_name_that_is_replaced_from_outside_is_what_the_demo_uses(demo, monkey
                 continue
             ignored.append(name)
     assert not ignored
-
-
-CLASSES = {"model_class": "GPT", "optimizers_class": "Optimizers", "moment": "Moment"}
-
-
-@pytest.mark.parametrize("fork", [train_gpt_2026, train_gpt_track3])
-def test_what_a_fork_of_a_fork_assigns_to_it_is_what_its_run_uses(fork, monkeypatch):
-    for attribute, name in (CLASSES | {"check": "check"}).items():
-        monkeypatch.setattr(fork, name, Raises())
-        assert getattr(fork.Run, attribute) is getattr(fork, name)
 
 
 FORKS = train_gpt.HERE / "forks"

@@ -56,7 +56,8 @@ def windows_of(runs: list[Timed], moment: int, steps: int) -> list[dict]:
         hp, now = run.hp, run.moments[run.steps[moment]]
         blocks, inputs = zip(*timed[i], strict=True)
         ms, inputs = median(blocks), torch.cat(inputs)
-        flops = model_flops(run.run_class, run.model, inputs, now)
+        groups = run.optimizers.parameter_groups(run.model, hp)
+        flops = model_flops(run.model, groups, inputs, now)
         flops = torch.tensor(flops, dtype=torch.float64, device=run.device)
         flops = train_gpt.all_reduce_(flops) * hp.batch_seqs / (RANKS * len(inputs))  # of a step
         matmul, attention = (1e-12 * flops).tolist()
@@ -84,10 +85,10 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def model_flops(
-    run_class: type[train_gpt.Run], model: train_gpt.GPT, inputs: Tensor, now: train_gpt.Moment
+    model: train_gpt.GPT, groups: list[train_gpt.Group], inputs: Tensor, now: train_gpt.Moment
 ) -> tuple[float, float]:
     """Return the operations in matmuls and in attention that a step on inputs (n, T) requires,
-    whatever the kernels compute.
+    whatever the kernels compute. `groups` are of the model's parameters.
 
     Matmuls: 6 per token and matrix element (2 forward, 4 backward), with the padded head, without
     embeddings. Attention: 12 * heads * head_dim per pair of a query and a key that is visible to it
@@ -103,7 +104,6 @@ def model_flops(
                 visible = 1 + torch.arange(len(mask[0]), device=row.device) - mask[0]
             pairs[name] += visible.sum().item() * len(row) / len(visible)
     seen = sum(pairs[layer.mask] for layer in model.layers)
-    groups = run_class.optimizers_class.parameter_groups(model, model.hp)
     matrices = [
         p for group in groups if group.name in ("head", "muon", "attn_proj") for p in group.params
     ]

@@ -8,7 +8,7 @@ import torch
 import bench
 from frontier.small_runs import C, D
 from test_sample import END, at_windows, model  # noqa: F401
-from train_gpt_2026 import Run
+from train_gpt_2026 import Optimizers
 
 
 @torch.no_grad()
@@ -30,4 +30,5 @@ def test_bench_counts_pairs_of_a_query_and_a_key_under_each_layers_window(model)
                 start = i
             expected += (i - max(start, i - window) + 1) * 4 // places * 12 * 8
     now = at_windows(model, 256)
-    assert bench.model_flops(Run, model, tokens, now)[1] == expected
+    groups = Optimizers.parameter_groups(model, model.hp)
+    assert bench.model_flops(model, groups, tokens, now)[1] == expected
