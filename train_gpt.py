@@ -710,6 +710,7 @@ class Head(nn.Linear):
                     torch._foreach_add_(grads, new)
                 else:
                     grads = new
+                del new  # and its memory, before the next chunk
             total = total + loss.detach()
         mean = total / (scale * len(x))
         if not x.requires_grad:
