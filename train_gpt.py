@@ -11,7 +11,7 @@ and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
     Schedules        learning rate, window and momentum as functions of the step
-    Numerics         compiled functions, FP8 matmuls, the linear layer that uses them
+    Numerics         compiled functions, FP8 matmuls, the linear layer
     Model            masks, attention, layers, and the head with its loss
     Optimizers       Muon and Adam as update rules, and how ranks share them
     Machine          devices, ranks, errors, the log, checkpoints
@@ -378,7 +378,7 @@ class Moment:
 
 
 # -----------------------------------------------------------------------------
-# Numerics: compiled functions, FP8 matmuls, the linear layer that uses them
+# Numerics: compiled functions, FP8 matmuls, the linear layer
 
 
 def compiled(function):
@@ -465,6 +465,18 @@ class FP8Linear(torch.autograd.Function):
         grad_x = scaled_matmul(grad, w, grad_s * w_s, torch.bfloat16)
         grad_w = scaled_matmul(grad.T, x, grad_s * x_s, torch.float32)
         return grad_x, grad_w, None, None, None  # autograd casts to the inputs' dtypes
+
+
+class CastedLinear(nn.Linear):
+    """A linear layer without bias whose weight is cast to its input's dtype when used."""
+
+    def __init__(self, in_features: int, out_features: int):
+        # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return F.linear(x, self.weight.type_as(x))
 
 
 # -----------------------------------------------------------------------------
@@ -594,10 +606,10 @@ class CausalSelfAttention(nn.Module):
         self.eps = hp.norm_eps
         self.mixes_first = layer.values == "first"
         # q, k and v are one weight: one matmul makes all three.
-        qkv = nn.Linear(hp.model_dim, 3 * width, bias=False).weight.detach() * hp.init_bound
+        qkv = CastedLinear(hp.model_dim, 3 * width).weight.detach() * hp.init_bound
         self.qkv_w = nn.Parameter(qkv.view(3, width, hp.model_dim))
         self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
-        self.c_proj = nn.Linear(width, hp.model_dim, bias=False)
+        self.c_proj = CastedLinear(width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
@@ -617,8 +629,7 @@ class CausalSelfAttention(nn.Module):
         q = rotate_normed(q, *rotary, self.eps)  # (1, H, T, D)
         k = rotate_normed(k, *rotary, self.eps)
         out = self.attend(q, k, v.transpose(1, 2), mask, self.scale)
-        out = out.transpose(1, 2).flatten(2)  # (1, T, H * D)
-        return F.linear(out, self.c_proj.weight.type_as(out)), first_v
+        return self.c_proj(out.transpose(1, 2).flatten(2)), first_v
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -638,9 +649,9 @@ class MLP(nn.Module):
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
-        self.c_fc = nn.Linear(hp.model_dim, 4 * hp.model_dim, bias=False)
+        self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
         self.c_fc.weight.data *= hp.init_bound
-        self.c_proj = nn.Linear(4 * hp.model_dim, hp.model_dim, bias=False)
+        self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -681,13 +692,13 @@ class WithGradients(torch.autograd.Function):
         return None, None, *(gradient.mul_(grad) for gradient in ctx.saved_tensors)
 
 
-class Head(nn.Linear):
+class Head(CastedLinear):
     """Turns the trunk's output into logits and their loss. In training, its matmuls are in FP8 on
     GPUs that have it, and in bfloat16 on CPUs that are fast in that."""
 
     def __init__(self, hp: Hyperparameters):
         rows = -(-hp.vocab_size // 128) * 128
-        super().__init__(hp.model_dim, rows, bias=False)
+        super().__init__(hp.model_dim, rows)
         nn.init.zeros_(self.weight)
         self.fp8 = hp.fp8
         self.fp8_scales = hp.x_s, hp.w_s, hp.grad_s
@@ -736,7 +747,7 @@ class Head(nn.Linear):
             return FP8Linear.apply(x, self.weight, *self.fp8_scales)
         if self.fp8 and self.training and x.dtype == torch.float32 and bfloat16_is_fast(x.device):
             x = x.bfloat16()
-        return F.linear(x, self.weight.type_as(x))
+        return super().forward(x)
 
     def in_fp8(self, device: torch.device) -> bool:
         """Say whether matmuls are in FP8 now, on a device."""

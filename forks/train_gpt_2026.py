@@ -746,12 +746,12 @@ class CausalSelfAttention(nn.Module):
         self.head_shape = hp.num_heads, hp.head_dim
         self.scale = hp.attn_scale or hp.head_dim**-0.5
         self.eps = hp.norm_eps
-        qkv = nn.Linear(hp.model_dim, 3 * width, bias=False).weight.detach().view(3, width, -1)
+        qkv = t.CastedLinear(hp.model_dim, 3 * width).weight.detach().view(3, width, -1)
         self.qkv_w = nn.Parameter(qkv * (hp.init_bound * hp.qkv_init))
         # Factors on the weights of qkv and of the output, or else on v and the value embedding.
         self.scales_projections = hp.scaled_projections
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0 if hp.scaled_projections else 0.5]))
-        self.c_proj = nn.Linear(width, hp.model_dim, bias=False)
+        self.c_proj = t.CastedLinear(width, hp.model_dim)
         if hp.out_init:
             self.c_proj.weight.data *= hp.init_bound * hp.out_init
         else:

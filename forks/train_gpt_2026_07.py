@@ -180,7 +180,7 @@ class Mixer(nn.Module):
         self.bias = nn.Parameter(torch.tensor(sum(constants.values(), [])) / MIXER_SCALE)
         self.hidden_w = self.out_w = None
         if width:
-            self.hidden_w = nn.Parameter(nn.Linear(hp.model_dim, width, bias=False).weight.detach())
+            self.hidden_w = nn.Parameter(t.CastedLinear(hp.model_dim, width).weight.detach())
             self.out_w = nn.Parameter(torch.zeros(len(self.bias), width))
 
     def forward(self, x: Tensor, scale: float | Tensor = MIXER_SCALE) -> Tensor:
