@@ -868,7 +868,7 @@ class GPT(nn.Module):
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def zeropower_via_newtonschulz5(G, coefficients=NEWTON_SCHULZ, margin=1.0, eps=1e-7):
+def zeropower_via_newtonschulz5(G, coefficients=None, margin=1.0, eps=1e-7):
     """Return G (..., rows, cols) with its singular values replaced by values near 1; zero stays
     zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon. A step is
     X <- a X + (b A + c A^2) X with A = X X^T. Adding within the matmuls halves the rounding."""
@@ -878,7 +878,7 @@ def zeropower_via_newtonschulz5(G, coefficients=NEWTON_SCHULZ, margin=1.0, eps=1
     X = X.mT if tall else X
     size = torch.linalg.matrix_norm(X, keepdim=True)  # Frobenius: >= the largest singular value
     X = X / (margin * size + eps)
-    for a, b, c in coefficients:
+    for a, b, c in coefficients or NEWTON_SCHULZ:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A.mT, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
