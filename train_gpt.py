@@ -713,6 +713,9 @@ class Head(CastedLinear):
         size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
         params = list(self.parameters())
         for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
+            # Apart from x, which depends on the weight, too, if embeddings are tied to it. A view,
+            # because torch's FlopCounterMode does not take a leaf here.
+            part = part.detach().requires_grad_(x.requires_grad).view_as(part)
             loss = self.chunk_loss(part, part_targets, scale, *more)
             if x.requires_grad:
                 grad_x, *new = torch.autograd.grad(loss, [part, *params])
