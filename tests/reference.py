@@ -1,10 +1,11 @@
 """The published models, written from their specification in plain float64; no code is shared.
 
 `year` is 2024 for the records of 2024-11-19 and 2024-11-24, whose models are the same, and 2025 for
-2025-01-26.
+2025-01-26, and for 2025-08-23, which has gates and another epsilon.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 2.0**-7).sqrt()
+def rms_norm(x: Tensor, epsilon: float = 2.0**-7) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
 
 
 def visible(tokens: Tensor, window: int, year: int) -> Tensor:
@@ -41,21 +42,34 @@ def visible(tokens: Tensor, window: int, year: int) -> Tensor:
     return (j <= i) & (document[:, None] == document[None, :]) & near
 
 
-def rope(x: Tensor, year: int) -> Tensor:
-    """x (T, heads, D). 2024: frequencies 10000^(-k / (D/2)); 2025: half of them from 1 to 1/1024,
-    both ends included, and half zero."""
-    t, _, d = x.shape
-    quarter = d // 4
-    frequencies = [1024.0 ** (-k / (quarter - 1)) for k in range(quarter)] + [0.0] * quarter
+def frequencies_of(year: int, width: int) -> list[float]:
+    """10000^(-k / (D/2)) in 2024; in 2025 a half of them, from 1 to 1/1024, both ends included."""
     if year == 2024:
-        frequencies = [10000.0 ** (-k / (d // 2)) for k in range(d // 2)]
-    out = torch.empty_like(x)
-    position = torch.arange(t, dtype=torch.float64)[:, None]
-    for k, frequency in enumerate(frequencies):
-        cos, sin = torch.cos(position * frequency), torch.sin(position * frequency)
-        out[:, :, k] = x[:, :, k] * cos + x[:, :, k + d // 2] * sin
-        out[:, :, k + d // 2] = -x[:, :, k] * sin + x[:, :, k + d // 2] * cos
+        return [10000.0 ** (-k / (width // 2)) for k in range(width // 2)]
+    return [1024.0 ** (-k / (width // 4 - 1)) for k in range(width // 4)]
+
+
+def rope(x: Tensor, frequencies: list[float], position: Tensor | None = None) -> Tensor:
+    """x (T, heads, D): channels d and d + D/2 turn as a pair, as many pairs as frequencies, by
+    `position` (T, heads), which is the token's in every head if it is not given."""
+    half = x.shape[-1] // 2
+    position = torch.arange(len(x))[:, None] if position is None else position
+    out = x.clone()
+    for d, frequency in enumerate(frequencies):
+        cos = torch.cos(position.double() * frequency)
+        sin = torch.sin(position.double() * frequency)
+        out[:, :, d] = x[:, :, d] * cos + x[:, :, d + half] * sin
+        out[:, :, d + half] = -x[:, :, d] * sin + x[:, :, d + half] * cos
     return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> list[Tensor]:
+    """q, k, v (T, heads, D) to a (T, D) for each head."""
+    heads = []
+    for h in range(q.shape[1]):
+        scores = scale * q[:, h] @ k[:, h].T
+        heads.append(torch.softmax(scores.masked_fill(~mask, -math.inf), 1) @ v[:, h])
+    return heads
 
 
 def soft_capped(logits: Tensor, cap) -> Tensor:
@@ -79,13 +93,14 @@ def loss(
     heads: int,
     year: int,
     layers: list[tuple] | None = None,
+    epsilon: float = 2.0**-7,
 ) -> Tensor:
     """Mean loss from float64 weights by their names; the long window is in tokens. Other layers
     than the year's are rows as in LAYERS."""
     masks = {"long": visible(tokens, window, year)}
     masks["half"] = visible(tokens, max(window // 2, 128), year)
-    x = x0 = rms_norm(w["embed.weight"][tokens])
-    t = len(tokens)
+    norm = partial(rms_norm, epsilon=epsilon)
+    x = x0 = norm(w["embed.weight"][tokens])
     outputs, first_v, layers = [], None, layers or LAYERS[year]
     for i, (kind, mixed, skip) in enumerate(layers):
         if skip is not None:
@@ -93,28 +108,26 @@ def loss(
         a, b = w[f"blocks.{i}.lambdas"]
         x = a * x + b * x0
         if kind is not None:
-            h = rms_norm(x)
-            q, k, v = (torch.stack([h @ m.T for m in w[f"blocks.{i}.attn.qkv_w"]])).view(
-                3, t, heads, -1
-            )
-            q, k = rope(rms_norm(q), year), rope(rms_norm(k), year)
+            h = norm(x)
+            q, k, v = ((h @ m.T).view(len(h), heads, -1) for m in w[f"blocks.{i}.attn.qkv_w"])
+            frequencies = frequencies_of(year, q.shape[-1])
+            q, k = rope(norm(q), frequencies), rope(norm(k), frequencies)
             c = w[f"blocks.{i}.attn.lambdas"]
             if mixed == "first":
                 first_v = v if first_v is None else first_v
                 v = (1 - c[0]) * v + c[0] * first_v
             elif mixed is not None:
                 table = w[f"value_embeds.embed.{mixed}.weight"]
-                v = c[0] * v + c[1] * table[tokens].view(t, heads, -1)
+                v = c[0] * v + c[1] * table[tokens].view(v.shape)
             else:
                 v = c[0] * v
             scale = 0.12 if year == 2025 else 1 / math.sqrt(q.shape[-1])
-            attended = []
-            for head in range(heads):
-                scores = scale * q[:, head] @ k[:, head].T
-                scores = scores.masked_fill(~masks[kind], -math.inf)
-                attended.append(torch.softmax(scores, 1) @ v[:, head])
-            x = x + torch.cat(attended, 1) @ w[f"blocks.{i}.attn.c_proj.weight"].T
-        h = rms_norm(x) @ w[f"blocks.{i}.mlp.c_fc.weight"].T
+            attended = torch.stack(attend(q, k, v, masks[kind], scale), 1)
+            if f"blocks.{i}.attn.gate" in w:  # each head's output times the sigmoid of 12 channels
+                gates = torch.sigmoid(h[:, :12] @ w[f"blocks.{i}.attn.gate"].T)
+                attended = attended * gates[:, :, None]
+            x = x + attended.flatten(1) @ w[f"blocks.{i}.attn.c_proj.weight"].T
+        h = norm(x) @ w[f"blocks.{i}.mlp.c_fc.weight"].T
         x = x + h.clamp(min=0).pow(2) @ w[f"blocks.{i}.mlp.c_proj.weight"].T
         outputs.append(x)
-    return softcapped_loss(rms_norm(x) @ w["lm_head.weight"].T, targets, CAP[year])
+    return softcapped_loss(norm(x) @ w["lm_head.weight"].T, targets, CAP[year])

@@ -129,24 +129,6 @@ def test_a_second_ctrl_c_leaves_at_once_if_a_second_has_passed(flags, tmp_path):
 # ---- ranks
 
 
-def rank_0_stopped(words: list[str]) -> None:
-    """Run main; a signal comes to one rank only."""
-    if os.environ["RANK"] == "0":
-        before_step(20, functools.partial(signal.raise_signal, signal.SIGTERM))
-    main(words)
-
-
-def test_another_number_of_ranks_takes_over(flags, whole, tmp_path):
-    """The first half runs on two ranks, the second on one; the reference runs on one."""
-    run = Program(flags, 2, rank_0_stopped)
-    assert run.end() == [143, 143], run.text("err")
-    assert "stopped by SIGTERM after step 2" in run.text("out")
-    out = console_of([*flags, *RESUME], tmp_path)
-    assert re.search(r"resumed at step 2\d\n", out)
-    loss = whole.rows[-1]["val_loss"]
-    assert outcome(tmp_path, LAST).rows[-1]["val_loss"] == pytest.approx(loss, abs=1.5e-4)
-
-
 def in_own_folder(words: list[str]) -> None:
     """Run main, where each rank has a folder of its own."""
     Path(os.environ["RANK"]).mkdir(exist_ok=True)

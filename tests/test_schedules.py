@@ -1,4 +1,5 @@
-"""The schedules, against the published tables and formulas evaluated in exact fractions."""
+"""The schedules, against the published tables and formulas evaluated in exact fractions. Windows of
+whole blocks at all steps are those of row A in tests/frontier/test_rows.py."""
 
 import math
 from dataclasses import replace
@@ -7,13 +8,6 @@ from fractions import Fraction
 import pytest
 
 from train_gpt import RECORDS, Moment, get_lr, get_window_size
-
-
-def test_block_window_is_the_least_multiple_of_128_that_covers_the_grown_span():
-    hp = RECORDS["2025-01-26_BatchSize"]
-    for step in range(1771):
-        grown = Fraction(1728 * step, 1770)
-        assert get_window_size(step, hp) == next(m for m in range(128, 4096, 128) if m >= grown)
 
 
 def test_token_window_grows_from_64_to_1792_in_steps_of_64():

@@ -2,7 +2,6 @@
 shows."""
 
 import importlib
-import math
 import re
 import shutil
 import sys
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt
 import train_gpt_track3 as track
 from logfile import read_log
-from reference import relative_error
+from reference import attend, frequencies_of, relative_error, rms_norm, rope
 from runs import Program, console_of, error_of, rows
 from script import sources
 from train_gpt import HERE, train_step
@@ -34,37 +33,23 @@ SIZES = {"vocab_size": 256, "model_dim": 32, "num_heads": 2, "head_dim": 16, "nu
 # Model
 
 
-def rms(x: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 2.0**-23).sqrt()
-
-
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of channels (T, D): pair i of the first D/4 by 1024^(-i / (D/4 - 1)) a token,
-    clockwise, as complex numbers; the other pairs not at all."""
-    pairs = x.size(1) // 2
-    rate = torch.tensor([1024 ** (-i / (pairs // 2 - 1)) for i in range(pairs // 2)])
-    rate = torch.cat([rate.double(), torch.zeros(pairs // 2)])
-    angle = torch.arange(len(x))[:, None] * rate
-    z = torch.complex(x[:, :pairs], x[:, pairs:]) * torch.exp(-1j * angle)
-    return torch.cat([z.real, z.imag], dim=1)
+rms = partial(rms_norm, epsilon=2.0**-23)
 
 
 def loss_of_context(w: dict, hp: Hyperparameters, tokens, targets) -> torch.Tensor:
     """Return the summed loss of one context, from float64 weights by their names."""
     x = rms(w["embed.weight"][tokens]) * w["norm1.gains"]
-    hidden = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+    visible = torch.ones(len(tokens), len(tokens)).tril().bool()
     for i in range(hp.num_layers):
         own = {n.removeprefix(f"blocks.{i}."): v for n, v in w.items() if f"blocks.{i}." in n}
 
         def linear(name, x, own=own):
             return x @ own[f"{name}.weight"].T + own[f"{name}.bias"]
 
-        h, heads = rms(x) * own["norm1.gains"], []
-        q, k, v = (linear(name, h).split(hp.head_dim, dim=1) for name in "qkv")
-        for a, b, c in zip(q, k, v, strict=True):
-            scores = 0.12 * turned(rms(a)) @ turned(rms(b)).T
-            heads.append(scores.masked_fill(hidden, -math.inf).softmax(1) @ c)
-        x = x + linear("attn_proj", torch.cat(heads, dim=1))
+        h = rms(x) * own["norm1.gains"]
+        q, k, v = (linear(name, h).view(len(h), hp.num_heads, -1) for name in "qkv")
+        q, k = (rope(rms(part), frequencies_of(2025, hp.head_dim)) for part in (q, k))
+        x = x + linear("attn_proj", torch.cat(attend(q, k, v, visible, 0.12), dim=1))
         x = x + linear("mlp_proj", linear("fc", rms(x) * own["norm2.gains"]).clamp(min=0) ** 2)
     logits = (rms(x) * w["norm2.gains"]) @ w["lm_head.weight"].T + w["lm_head.bias"]
     logits = 15 * logits / (logits**2 + 225).sqrt()

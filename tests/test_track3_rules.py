@@ -167,10 +167,8 @@ def test_settings_are_the_published_ones(record):
     assert found == (reference.steps, reference.outer, gains, record == "psgd")
     assert record in KINDS[hp.init].split()
     assert hp.batch_seqs * hp.seq_len == 524288 and hp.context_len == 1024
-    ahead, tail = (
-        reference.ahead or (0, 0, 0),
-        (0.6, *reference.tail) if reference.tail else (0,) * 3,
-    )
+    ahead = reference.ahead or (0, 0, 0)
+    tail = (0.6, *reference.tail) if reference.tail else (0, 0, 0)
     for (share, *ends), expected in ((hp.lookahead, ahead), (hp.tail_ema, tail)):
         assert [share, *(end * reference.steps for end in ends)] == pytest.approx(expected)
 

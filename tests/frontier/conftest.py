@@ -1,9 +1,9 @@
 """Shared by the frontier's tests; what they share with others is in tests/conftest.py."""
 
 import functools
-from dataclasses import replace
 
 import pytest
+import torch
 
 import reference
 import train_gpt
@@ -11,7 +11,6 @@ import train_gpt_2026
 from frontier import reference_2026
 from frontier.small_runs import main, outcome, small_flags
 from runs import console_of
-from train_gpt_2026 import Hyperparameters
 
 
 @pytest.fixture(autouse=True)
@@ -21,16 +20,21 @@ def elsewhere(tmp_path, monkeypatch) -> None:
 
 
 @pytest.fixture
-def bare(tiny) -> Hyperparameters:
-    """Return train_gpt.py's tiny settings as the fork's, with every technique off."""
-    return replace(Hyperparameters(**vars(tiny)), layers=train_gpt_2026.LAYERS_2025_SKIPS)
-
-
-@pytest.fixture
 def vocabulary_of_512(monkeypatch) -> None:
     """Let the last of 512 words begin a document."""
     for module in (train_gpt, train_gpt_2026, reference, reference_2026):
         monkeypatch.setattr(module, "END_OF_TEXT", 511)
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """Let all be computed in float64."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(usual)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 loss, update rules, schedules, batches.
 
 They are 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5, which is C with five
-value tables) and 2026-03-06 (D). The model of 2025-01-26, from which all descend, is in
+value tables) and 2026-03-06 (D). The model of row A, from which the others descend, is in
 reference.py.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import reference
+from reference import attend, rope
 
 END_OF_TEXT = 50256
 EPSILON = 2.0**-23  # of RMSNorm: float32's machine epsilon
@@ -26,7 +27,7 @@ GATE_CHANNELS = 12  # every gate reads 12 channels: the first of its input, but 
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
+    return reference.rms_norm(x, EPSILON)
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -34,17 +35,15 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
     return torch.sigmoid(x[:, :GATE_CHANNELS] @ weight.T)
 
 
-def yarn(windows: list[int], head_dim: int) -> tuple[list[float], float]:
-    """Frequencies of the D/4 channel pairs that turn, and attention's scale, after the long window
-    has been each of `windows` (in blocks of 128) in turn.
+def yarn(windows: list[int], pairs: int, scale: float = 0.1) -> tuple[list[float], float]:
+    """Frequencies of the channel pairs that turn, and attention's scale, after the window has been
+    each of `windows` (in blocks of 128) in turn.
 
-    They begin from 1 to 1/1024, both ends included, and .1. As the window grows from a to b,
+    Frequencies begin from 1 to 1/1024, both ends included. As the window grows from a to b,
     frequencies of less than one turn in the old window fall to a/b of what they were, those of more
     than 32 turns stay, those between are interpolated; the scale grows with the logarithm.
     """
-    pairs = head_dim // 4
     frequencies = [1024.0 ** (-j / (pairs - 1)) for j in range(pairs)]
-    scale = 0.1
     for old, new in zip(windows, windows[1:], strict=False):
         for j, frequency in enumerate(frequencies):
             turns = 128 * old * frequency / (2 * math.pi)
@@ -52,20 +51,6 @@ def yarn(windows: list[int], head_dim: int) -> tuple[list[float], float]:
             frequencies[j] = frequency * (stays + (1 - stays) * old / new)
         scale *= 1 + 0.2 * math.log(new / old)
     return frequencies, scale
-
-
-def rope(x: Tensor, frequencies: list[float], position: Tensor | None = None) -> Tensor:
-    """x (T, heads, D): channels d and d + D/2 turn as a pair, the first D/4 of each half, by
-    `position` (T, heads), which is the token's in every head if it is not given."""
-    half = x.shape[-1] // 2
-    position = torch.arange(len(x))[:, None] if position is None else position
-    out = x.clone()
-    for d, frequency in enumerate(frequencies):
-        cos = torch.cos(position.double() * frequency)
-        sin = torch.sin(position.double() * frequency)
-        out[:, :, d] = x[:, :, d] * cos + x[:, :, d + half] * sin
-        out[:, :, d + half] = -x[:, :, d] * sin + x[:, :, d + half] * cos
-    return out
 
 
 def keys_of_the_token_before(k: Tensor) -> Tensor:
@@ -87,12 +72,6 @@ def same_document_before(tokens: Tensor, places: int = 1) -> tuple[Tensor, Tenso
     return i, j, (j <= i) & (document[:, None] == document[None, :])
 
 
-def visible_blocks(tokens: Tensor, window: int) -> Tensor:
-    """Row A: the nearest window / 128 blocks of 128, the query's own included."""
-    i, j, allowed = same_document_before(tokens)
-    return allowed & (i // 128 - j // 128 < window // 128)
-
-
 def visible_places(tokens: Tensor, window: int, places: int = 1) -> Tensor:
     """From row B on: a place and the `window` places before it. A token is one, or two in a layer
     of paired heads."""
@@ -100,69 +79,34 @@ def visible_places(tokens: Tensor, window: int, places: int = 1) -> Tensor:
     return allowed & (i - j <= window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> list[Tensor]:
-    """q, k, v (T, heads, D) to a (T, D) for each head."""
-    heads = []
-    for h in range(q.shape[1]):
-        scores = scale * q[:, h] @ k[:, h].T
-        heads.append(torch.softmax(scores.masked_fill(~mask, -math.inf), 1) @ v[:, h])
-    return heads
+def project(x: Tensor, matrices, heads: int) -> list[Tensor]:
+    """q, k and v, each (T, heads, D), of x (T, C) and matrices that together make them."""
+    found = torch.cat([x @ matrix.T for matrix in matrices], 1)
+    return found.view(len(x), 3, heads, -1).unbind(1)
 
 
-def project(x: Tensor, qkv: Tensor, heads: int) -> list[Tensor]:
-    return [(x @ matrix.T).view(len(x), heads, -1) for matrix in qkv]
-
-
-def mlp(x: Tensor, w: dict[str, Tensor], layer: int) -> Tensor:
-    hidden = (x @ w[f"blocks.{layer}.mlp.c_fc.weight"].T).clamp(min=0).pow(2)
-    return hidden @ w[f"blocks.{layer}.mlp.c_proj.weight"].T
+def mlp(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    hidden = (x @ w[f"{name}.c_fc.weight"].T).clamp(min=0).pow(2)
+    return hidden @ w[f"{name}.c_proj.weight"].T
 
 
 def cross_entropies(capped: Tensor, targets: Tensor) -> Tensor:
     return torch.logsumexp(capped, 1) - capped[torch.arange(len(targets)), targets]
 
 
-# -----------------------------------------------------------------------------
-# Row A: the 2025-01-26 model with a gate on the output of each head
-
-LAYERS_A = reference.LAYERS[2025]  # window, value table, skip from
-
-
-def loss_a(
-    w: dict[str, Tensor], tokens: Tensor, targets: Tensor, window: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """What is trained, the sum over the sequence's tokens, and the mean loss. The long window is in
-    tokens, the short one is half its blocks and at least one."""
-    masks = {"long": visible_blocks(tokens, window)}
-    masks["half"] = visible_blocks(tokens, max(window // 128 // 2, 1) * 128)
-    x = x0 = rms_norm(w["embed.weight"][tokens])
-    n, outputs = len(LAYERS_A), []
-    for i, (kind, table, skip) in enumerate(LAYERS_A):
-        if skip is not None:
-            x = x + w["skip_weights"][i - (n - n // 2)] * outputs[skip]
-        a, b = w[f"blocks.{i}.lambdas"]
-        x = a * x + b * x0
-        if kind is not None:
-            u = rms_norm(x)
-            q, k, v = project(u, w[f"blocks.{i}.attn.qkv_w"], heads)
-            frequencies, _ = yarn([], q.shape[-1])
-            q, k = rope(rms_norm(q), frequencies), rope(rms_norm(k), frequencies)
-            own, from_table = w[f"blocks.{i}.attn.lambdas"]
-            v = own * v
-            if table is not None:
-                values = w[f"value_embeds.embed.{table}.weight"][tokens]
-                v = v + from_table * values.view(v.shape)
-            y = attend(q, k, v, masks[kind], scale=0.12)
-            # Each head's output times the sigmoid of 12 channels of the layer's normed input.
-            open_ = gate(u, w[f"blocks.{i}.attn.gate"])
-            y = torch.cat([open_[:, h, None] * y[h] for h in range(heads)], 1)
-            x = x + y @ w[f"blocks.{i}.attn.c_proj.weight"].T
-        x = x + mlp(rms_norm(x), w, i)
-        outputs.append(x)
-    # 30 * sigmoid(x / 7.5) is 15 * tanh(x / 15) + 15.
-    capped = reference.soft_capped(rms_norm(x) @ w["lm_head.weight"].T, 15.0)
-    losses = cross_entropies(capped, targets)
-    return losses.sum(), losses.mean()
+def loss(capped: Tensor, targets: Tensor, weights, before=None, share=0.0) -> tuple[Tensor, Tensor]:
+    """What is trained, the sum over tokens t and k of weight k * CE(logits t, target t + k), and
+    the mean loss of the next token. Logits (T, n) have columns for targets (T,). With prefixes of
+    targets, `before` (n,), of which -1 is none, a share of their loss is trained, too."""
+    trained = torch.zeros((), dtype=torch.float64)
+    for k, weight in enumerate(weights):
+        losses = cross_entropies(capped[: len(targets) - k], targets[k:])
+        trained = trained + float(weight) * losses.sum()
+    if before is not None:
+        known = before[targets] >= 0
+        of_prefixes = cross_entropies(capped[known], before[targets][known])
+        trained = trained + float(share) * of_prefixes.sum()
+    return trained, cross_entropies(capped, targets).mean()
 
 
 # -----------------------------------------------------------------------------
@@ -178,6 +122,10 @@ class Layer(NamedTuple):
     paired: bool = False  # the heads of a pair attend as one of twice the length
     skip: int | None = None  # the layer whose gated output is added to the input
     reads: int | None = None  # the layer whose output attention reads instead of the input
+    gate_reads_values: bool = False  # that of a value embedding
+    narrow: bool = False  # q and k have only the channels that turn
+    narrow_values: bool = False  # v has only the first half of its channels
+    mlps: int = 1
 
 
 LAYERS_B = [
@@ -198,7 +146,9 @@ TABLES_D = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
 LAYERS_C = [layer._replace(paired=i in (0, 2, 5, 9)) for i, layer in enumerate(LAYERS_B)]
 LAYERS_C5 = [layer._replace(table=TABLES_C5.get(i)) for i, layer in enumerate(LAYERS_C)]
 LAYERS_D = [
-    layer._replace(table=TABLES_D.get(i), reads=7 if i > 7 else None)
+    layer._replace(
+        table=TABLES_D.get(i), reads=7 if i > 7 else None, gate_reads_values=not layer.paired
+    )
     for i, layer in enumerate(LAYERS_C)
 ]
 BACKOUT = 7  # the layer whose output is taken out again at the end
@@ -239,7 +189,7 @@ NORMUON_C = NORMUON_B | {"blocks.attn.qkv_w": 1, "blocks.attn.c_proj.weight": 1}
 
 
 class Row(NamedTuple):
-    """A record from row B on. It has `steps` in three stages, and 40 more."""
+    """A record from row B on. It has `steps` in three stages, and an extension."""
 
     layers: list[Layer]
     steps: int
@@ -253,7 +203,8 @@ class Row(NamedTuple):
     caps: tuple[int, int, int] = (2048, 2048, 2048)  # longest part of a document, by stage
     bigrams: bool = True
     sublayer_lambdas: bool = False
-    gates_read_values: bool = False  # of unpaired layers
+    extension: int = 40  # steps
+    beta2: float = 0.95  # NorMuon's
 
 
 def thirds(steps: int) -> list[Fraction]:
@@ -294,7 +245,6 @@ D = C._replace(
     adam=ADAM_D,
     caps=(896, 2048, 2048),
     sublayer_lambdas=True,
-    gates_read_values=True,
 )
 
 # -----------------------------------------------------------------------------
@@ -339,39 +289,63 @@ def turns_of_pairs(tokens: int, heads: int) -> Tensor:
     return torch.tensor([[2 * t + h % 2 for h in range(heads)] for t in range(tokens)])
 
 
-def attention(
-    row: Row,
-    i: int,
-    w: dict[str, Tensor],
-    tokens: Tensor,
-    mask: Tensor,
-    turns: tuple[list[float], float],
-    heads: int,
-    x: Tensor,
-) -> Tensor:
-    """Of layer i: x (T, C) to (T, C)."""
-    layer, name, u = row.layers[i], f"blocks.{i}.attn", rms_norm(x)
-    frequencies, scale = turns
+def rotating(width: int) -> list[int]:
+    """The channels of a head that turn: in both halves the first half."""
+    return [d for d in range(width) if d % (width // 2) < width // 4]
+
+
+def composed(q, k, v, tokens: Tensor, scale: float, w1: Tensor, w2: Tensor) -> Tensor:
+    """All 36 pairs of a head g that attends and a head h whose values are read: (T, H, D)."""
+    i, j, allowed = same_document_before(tokens)
+    all_values = v.flatten(1)[:, None].expand(-1, q.shape[1], -1)
+    read = attend(q, k, all_values, allowed & (i - j < 112), scale)
+    w1 = w1 / (w1.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+    return w2[:, :, None] * sum(w1[:, g, None] * y for g, y in enumerate(read)).view(v.shape)
+
+
+def attention(layer: Layer, i, w, tokens, mask, turns, heads, c, x, added=None) -> Tensor:
+    """Of layer i: x (T, C) to (T, C). c are numbers of tokens, (T, 1) or (T, heads), that MLPs make
+    from May 2026 on, by their names, which end with the layer. `added` (T, C) goes to v."""
+    name, u, (frequencies, scale) = f"blocks.{i}.attn", rms_norm(x), turns
     on_qkv, on_o = w[f"{name}.lambdas"]
-    q, k, v = project(u, on_qkv * w[f"{name}.qkv_w"], heads)
+    if f"{name}.qkv_w" in w:
+        matrices = w[f"{name}.qkv_w"]
+    else:  # of two heads each: first those of q, then those of k
+        matrices = [*w[f"{name}.qk_w"], w[f"{name}.v_w"]]
+    q, k, v = project(u, [on_qkv * matrix for matrix in matrices], heads)
+    width = v.shape[2]
+    o = (on_o * w[f"{name}.c_proj.weight"]).view(-1, heads, width)
+    if layer.narrow:
+        q, k = q[:, :, rotating(width)], k[:, :, rotating(width)]
     position = turns_of_pairs(len(u), heads) if layer.paired else None
-    q = rope(rms_norm(q), frequencies, position)
-    k = rope(rms_norm(k), frequencies, position)
+    q, k = (rope(rms_norm(part), frequencies, position) for part in (q, k))
     if layer.shifted:
         k = keys_of_the_token_before(k)
-    if layer.table is not None:
+    if added is not None:
+        v = v + added.view(v.shape)
+    elif layer.table is not None:
         values, read = w[f"value_embeds.embed.{layer.table}.weight"][tokens], u
-        if row.gates_read_values and not layer.paired:
+        if layer.gate_reads_values:
             read = torch.cat([u[:, :6], values[:, :6]], 1)
         v = v + 2 * gate(read, w[f"{name}.value_gate"])[:, :, None] * values.view(v.shape)
+    if layer.narrow_values:
+        v, o = v[:, :, : width // 2], o[:, :, : width // 2]
     if layer.paired:
         y = attend(interleaved(q), interleaved(k), interleaved(v), mask, scale)
         y = [of_pair[::2] for of_pair in y] + [of_pair[1::2] for of_pair in y]
     else:
         y = attend(q, k, v, mask, scale)
-    open_ = gate(u, w[f"{name}.gate"])
-    y = torch.cat([open_[:, h, None] * y[h] for h in range(heads)], 1)
-    return y @ (on_o * w[f"{name}.c_proj.weight"]).T
+    y = torch.stack(y, 1)
+    if f"w1_{i}" in c:
+        y = y + composed(q, k, v, tokens, scale, c[f"w1_{i}"], c[f"w2_{i}"])
+    if f"alpha_{i}" in c:
+        along = (y * v).sum(2) / v.pow(2).sum(2).clamp(min=1e-8)
+        y = y - (torch.tanh(c[f"alpha_{i}"]) * along)[:, :, None] * v
+    if f"{name}.gate" in w:
+        y = y * gate(u, w[f"{name}.gate"])[:, :, None]
+    elif f"gate_{i}" in c:
+        y = y * c[f"gate_{i}"][:, :, None]
+    return torch.einsum("thd,chd->tc", y, o)
 
 
 def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, heads: int) -> Tensor:
@@ -379,7 +353,7 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
     reach = dict(zip(("long", "short"), windows(row, step), strict=True))
     kinds = {(layer.window, layer.paired) for layer in row.layers if layer.window}
     masks = {kind: visible_places(tokens, reach[kind[0]], 1 + kind[1]) for kind in kinds}
-    turns = rotary(row, step, w["blocks.0.attn.qkv_w"].shape[1] // heads)
+    turns = rotary(row, step, w["blocks.0.attn.qkv_w"].shape[1] // heads // 4)
 
     x = x0 = rms_norm(smear(w["embed.weight"][tokens], w["smear_gate"], w["smear_lambda"]))
     if row.bigrams:
@@ -395,7 +369,7 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
             x = x + open_ * outputs[layer.skip]
         if layer.window:
             mask = masks[layer.window, layer.paired]
-            attended = partial(attention, row, i, w, tokens, mask, turns, heads)
+            attended = partial(attention, layer, i, w, tokens, mask, turns, heads, {})
 
         if not row.sublayer_lambdas:
             x = w[f"{name}.lambdas"] * x + w[f"{name}.x0_lambda"] * x0
@@ -403,7 +377,7 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
                 x = x + w[f"{name}.bigram_lambda"] * bigram
             if layer.window:
                 x = x + attended(x)
-            x = x + mlp(rms_norm(x), w, i)
+            x = x + mlp(rms_norm(x), w, f"{name}.mlp")
         else:
             residual, post = w[f"{name}.residual_lambda"], w[f"{name}.post_lambda"]
             if layer.window:
@@ -411,23 +385,10 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
                 x = residual[0] * x + post[0] * attended(read) + w[f"{name}.x0_lambda"] * x0
                 if i > 0:
                     x = x + w[f"{name}.bigram_lambda"] * bigram
-            x = residual[-1] * x + post[-1] * mlp(rms_norm(x), w, i)
+            x = residual[-1] * x + post[-1] * mlp(rms_norm(x), w, f"{name}.mlp")
         outputs.append(x)
     x = rms_norm(x - w["backout_lambda"] * outputs[BACKOUT])
     return reference.soft_capped(x @ w["lm_head.weight"].T, (23.0, 5.0, 7.5))
-
-
-def loss(
-    row: Row, w: dict[str, Tensor], tokens: Tensor, targets: Tensor, step: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """What is trained at a step, the sum over tokens t and k of weight k * CE(logits t, target
-    t + k), and the mean loss of the next token."""
-    capped = capped_logits(row, w, tokens, step, heads)
-    trained = torch.zeros((), dtype=torch.float64)
-    for k, weight in enumerate(target_weights(row, step)):
-        losses = cross_entropies(capped[: len(targets) - k], targets[k:])
-        trained = trained + float(weight) * losses.sum()
-    return trained, cross_entropies(capped, targets).mean()
 
 
 # -----------------------------------------------------------------------------
@@ -474,19 +435,19 @@ def muon_step(p: Tensor, g: Tensor, state: dict, lr: float, momentum: float) -> 
     p -= lr * newton_schulz(nesterov(g, state, momentum))
 
 
-def normuon_step(
-    p: Tensor, g: Tensor, state: dict, lr: float, lr_factor: float, momentum: float
-) -> None:
-    """From row B on, one matrix. Each neuron, a row of the matrix stood upright, is divided by the
-    running root mean square of its updates (from 0, not corrected), and the whole brought back to
-    its old norm. Decay is of the learning rate squared, once with the matrix's factor, where update
-    and weight do not disagree: a zero update decays."""
-    x = polar_express(nesterov(g, state, momentum))
-    short_side = 1 if x.shape[0] >= x.shape[1] else 0
-    square = x.pow(2).mean(short_side, keepdim=True)
-    state["square"] = 0.95 * state.get("square", torch.zeros_like(square)) + 0.05 * square
+def equal_neurons(x: Tensor, state: dict, beta2: float) -> Tensor:
+    """Each neuron, a row of the matrix stood upright, is divided by the running root mean square of
+    its updates (from 0, not corrected), and the whole brought back to its old norm."""
+    square = x.pow(2).mean(1 if x.shape[0] >= x.shape[1] else 0, keepdim=True)
+    state["square"] = beta2 * state.get("square", 0 * square) + (1 - beta2) * square
     v = x / state["square"].clamp(min=1e-10).sqrt()
-    v = v * x.pow(2).sum().sqrt() / v.pow(2).sum().sqrt().clamp(min=1e-10)
+    return v * x.pow(2).sum().sqrt() / v.pow(2).sum().sqrt().clamp(min=1e-10)
+
+
+def normuon_step(p, g, state: dict, lr: float, lr_factor, momentum: float, beta2: float) -> None:
+    """From row B on, one matrix. Decay is of the learning rate squared, once with the matrix's
+    factor, where update and weight do not disagree: a zero update decays."""
+    v = equal_neurons(polar_express(nesterov(g, state, momentum)), state, beta2)
     agrees = (v * p >= 0).double()
     p -= lr_factor * lr * v + lr_factor * lr * 1.2 * lr * p * agrees
 
@@ -524,61 +485,51 @@ def without_numbers(name: str) -> str:
     return re.sub(r"\.\d+", "", name)
 
 
-def matrices(name: str, *tensors: Tensor) -> list[tuple]:
-    """A key and the single matrices of the tensors: q, k and v are one parameter but three."""
-    if not name.endswith("qkv_w"):
-        return [(name, *tensors)]
-    return [(f"{name}[{part}]", *(x[part] for x in tensors)) for part in range(3)]
+def rule_a(name: str, step: int) -> partial:
+    """Of row A, for a parameter at a step."""
+    m, momentum = float(multiplier_a(step)), float(ramp(step))
+    if name in ADAM_A:
+        return partial(adam_step, lr=m * ADAM_A[name], betas=(0.8, 0.95), decay=0.0)
+    return partial(muon_step, lr=0.05 * m, momentum=momentum)
 
 
-def play_a(w: dict[str, Tensor], gradients: list[dict[str, Tensor]], first: int) -> None:
-    """The steps first, first + 1, ... of row A."""
-    states = {}
-    for step, of_step in enumerate(gradients, first):
-        m, momentum = float(multiplier_a(step)), float(ramp(step))
-        for name, p in w.items():
-            if without_numbers(name) in ADAM_A:
-                lr, state = m * ADAM_A[without_numbers(name)], states.setdefault(name, {})
-                adam_step(p, of_step[name], state, lr, (0.8, 0.95), 0.0)
-                continue
-            for key, matrix, g in matrices(name, p, of_step[name]):
-                muon_step(matrix, g, states.setdefault(key, {}), 0.05 * m, momentum)
+def rule(row: Row, name: str, step: int) -> partial | None:
+    """From row B on: NorMuon acts on every step, Adam on odd ones with the sum of two gradients."""
+    m, momentum = float(multiplier(row, step)), float(momentum_of(row, step))
+    if name in row.normuon:
+        numbers = {"lr_factor": row.normuon[name], "momentum": momentum, "beta2": row.beta2}
+        return partial(normuon_step, lr=0.023 * m, **numbers)
+    factor, betas, decay = row.adam[name]
+    adam = partial(adam_step, lr=0.008 * m * factor, betas=betas, decay=0.005 * decay)
+    return None if step % 2 == 0 else adam
 
 
-def play(row: Row, w: dict[str, Tensor], gradients: list[dict[str, Tensor]], first: int) -> None:
-    """The steps first, first + 1, ... of rows B to D. NorMuon acts on every step, Adam on odd ones
-    with the sum of two gradients. Up to the row's split (an odd step) the embedding is the head:
-    its gradient is added to the head's, it is copied from the head after each update, and after the
-    last such it gets a copy of the head's moments and of their count."""
+def play(w: dict[str, Tensor], gradients: list[dict], first: int, rule, tied, after=None) -> None:
+    """The steps first, first + 1, ... rule(name, step) is that of a parameter by its name without
+    numbers; without one, gradients wait. While tied(step) holds, to an odd step, the embedding is
+    the head: its gradient is added to the head's, it is copied from the head after each update, and
+    after the last such it gets a copy of the head's moments and of their count."""
     states, waiting = {}, {}
     for step, of_step in enumerate(gradients, first):
-        m, momentum = float(multiplier(row, step)), float(momentum_of(row, step))
-        for name, p in w.items():
-            if without_numbers(name) in row.normuon:
-                factor = row.normuon[without_numbers(name)]
-                for key, matrix, g in matrices(name, p, of_step[name]):
-                    state = states.setdefault(key, {})
-                    normuon_step(matrix, g, state, 0.023 * m, factor, momentum)
-        if step % 2 == 0:
-            waiting = of_step
-            continue
-        summed = dict(of_step)
-        for name, g in waiting.items():
-            summed[name] = g + of_step[name]
-        waiting = {}
-        tied = is_tied(row, step)
-        if tied:
-            summed["lm_head.weight"] = summed["lm_head.weight"] + summed["embed.weight"]
-        for name, p in w.items():
-            if without_numbers(name) in row.adam and not (tied and name == "embed.weight"):
-                lr_factor, betas, decay_factor = row.adam[without_numbers(name)]
-                lr, state = 0.008 * m * lr_factor, states.setdefault(name, {})
-                adam_step(p, summed[name], state, lr, betas, 0.005 * decay_factor)
-        if tied:
+        for name, g in of_step.items():
+            waiting[name] = waiting.get(name, 0) + g
+        for name in list(waiting):
+            update = rule(without_numbers(name), step)
+            if update is None or (tied(step) and name == "embed.weight"):
+                continue
+            g = waiting.pop(name)
+            if tied(step) and name == "lm_head.weight":
+                g = g + waiting.pop("embed.weight")
+            # q, k and v, or q and k of pairs of heads, are one parameter but several matrices.
+            parts = zip(w[name], g, strict=True) if g.ndim == 3 else [(w[name], g)]
+            for k, (matrix, of_matrix) in enumerate(parts):
+                update(matrix, of_matrix, states.setdefault(f"{name} {k}", {}))
+        if tied(step) and step % 2 == 1:
             w["embed.weight"].copy_(w["lm_head.weight"])
-        if step == row.split:
-            head = states["lm_head.weight"]
-            states["embed.weight"] = {"t": head["t"], "m": head["m"] + 0, "v": head["v"] + 0}
+        if after:
+            after(w, step)
+        if tied(step) and not tied(step + 1):
+            states["embed.weight 0"] = {k: v + 0 for k, v in states["lm_head.weight 0"].items()}
 
 
 # -----------------------------------------------------------------------------
@@ -606,9 +557,8 @@ def windows_a(step: int) -> tuple[int, int]:
 
 
 # -----------------------------------------------------------------------------
-# Schedules of rows B to D: three stages, and 40 steps more
+# Schedules from row B on: three stages, and an extension
 
-EXTENSION = 40
 BLOCKS = [(3, 1), (7, 3), (11, 5), (13, 6)]  # long and short windows by stage
 
 
@@ -638,7 +588,7 @@ def multiplier(row: Row, step: int) -> Fraction:
 
 def momentum_of(row: Row, step: int) -> Fraction:
     """As in row A, and back to .85 over the last 50 of all steps."""
-    left = Fraction(row.steps + EXTENSION - step, 50)
+    left = Fraction(row.steps + row.extension - step, 50)
     return ramp(step) - Fraction(10, 100) * (1 - min(left, Fraction(1)))
 
 
@@ -646,14 +596,14 @@ def windows(row: Row, step: int) -> tuple[int, int]:
     """Long and short in tokens, or in places. The step after all is the last validation, with a
     long window of its own."""
     long, short = BLOCKS[stage(row, step)]
-    if step >= row.steps + EXTENSION:
+    if step >= row.steps + row.extension:
         long = 20
     return 128 * long, 128 * short
 
 
-def rotary(row: Row, step: int, head_dim: int = 128) -> tuple[list[float], float]:
+def rotary(row: Row, step: int, pairs: int = 32) -> tuple[list[float], float]:
     """Frequencies and attention's scale; the last validation's window does not change them."""
-    return yarn([long for long, _ in BLOCKS[: stage(row, step) + 1]], head_dim)
+    return yarn([long for long, _ in BLOCKS[: stage(row, step) + 1]], pairs)
 
 
 def target_weights(row: Row, step: int) -> list[Fraction]:

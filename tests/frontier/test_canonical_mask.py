@@ -11,12 +11,11 @@ import torch
 import train_gpt
 import train_gpt_2026_08 as script
 from canonical_mask import CanonicalMask
-from frontier import test_anvil2, test_rows
+from frontier.test_rows import SMALL, WORDS, drawn, sequence
 from gpt2 import gpt2_encoding
 from train_gpt import HERE, load_data_shard
 
 ENCODING = gpt2_encoding()
-TEXTS = [ENCODING.decode_single_token_bytes(token) for token in range(50256)]
 
 
 @pytest.fixture(scope="module")
@@ -65,29 +64,8 @@ def test_real_text_is_possible(mask):
 def test_made_up_text_of_all_kinds_is_possible(mask):
     """Words, contractions, numbers, white space of all kinds, other scripts, broken characters."""
     generator = random.Random(0)
-    parts = [
-        *"abcdefghijklmnopqrstuvwxyzEASN 019.,'\n\t-_ ",
-        "  ",
-        "'re",
-        "it's",
-        " I'll",
-        "é",
-        "中",
-    ]
-    parts += [
-        "日本",
-        "🙂",
-        "\u00a0",
-        "\u2003",
-        "\x1c",
-        "ß",
-        "½",
-        "Ⅷ",
-        "\u0301",
-        " the",
-        "ing",
-        "\ufffd",
-    ]
+    parts = [*"abcdefghijklmnopqrstuvwxyzEASN 019.,'\n\t-_ é中🙂ß½Ⅷ\u00a0\u2003\x1c\u0301\ufffd"]
+    parts += ["  ", "'re", "it's", " I'll", "日本", " the", "ing"]
     text = "".join(generator.choices(parts, k=40000))
     assert_possible(mask, np.array(ENCODING.encode(text, disallowed_special=())))
 
@@ -95,15 +73,15 @@ def test_made_up_text_of_all_kinds_is_possible(mask):
 def test_of_words_it_excludes_just_what_the_tokenizer_would_join(mask):
     """If there is one word, p and then x, they stay two tokens, or x is excluded."""
     generator = random.Random(1)
-    first = [i for i in range(256, 50256) if TEXTS[i].lstrip(b" ").isalpha()]
-    later = [i for i in range(50256) if TEXTS[i].isalpha()]
+    first = [i for i in range(256, 50256) if WORDS[i].lstrip(b" ").isalpha()]
+    later = [i for i in range(50256) if WORDS[i].isalpha()]
     excluded = 0
     for token in generator.sample(first, 300):
         hidden = set(hidden_after(mask, token).tolist())
-        others = generator.sample(later, 20) + [x for x in hidden if TEXTS[x].isalpha()][:20]
+        others = generator.sample(later, 20) + [x for x in hidden if WORDS[x].isalpha()][:20]
         for x in others:
-            found = ENCODING.encode_ordinary((TEXTS[token] + TEXTS[x]).decode())
-            assert (x in hidden) == (found != [token, x]), (TEXTS[token], TEXTS[x])
+            found = ENCODING.encode_ordinary((WORDS[token] + WORDS[x]).decode())
+            assert (x in hidden) == (found != [token, x]), (WORDS[token], WORDS[x])
             excluded += x in hidden
     assert excluded > 3000
 
@@ -111,9 +89,9 @@ def test_of_words_it_excludes_just_what_the_tokenizer_would_join(mask):
 @pytest.mark.parametrize("is_last", [False, True])
 def test_only_the_last_validation_excludes_them(is_last, randomize, vocabulary_of_512):
     """Its loss is that of all other tokens, in float64."""
-    hp = replace(test_anvil2.SMALL, ngram_rows=0, num_iterations=20)
-    model, now = randomize(script.GPT(hp)).eval(), script.Moment(20 if is_last else 10, hp)
-    inputs, targets = test_rows.sequence(512)
+    hp = replace(SMALL["August"], ngram_rows=0, num_iterations=20)
+    model, now = drawn(hp, randomize).eval(), script.Moment(20 if is_last else 10, hp)
+    inputs, targets = sequence(512)
     targets[:100] = 1  # of which some are excluded
     with torch.no_grad():
         logits = model.hidden(inputs, now).double() @ model.lm_head.weight.double().T

@@ -1,15 +1,19 @@
 """Settings that cannot be, alone or together, end with one line that names the flag."""
 
+import functools
 import re
 
 import pytest
 
 import train_gpt
-from frontier.small_runs import C, main
+import train_gpt_2026
+import train_gpt_2026_07 as july
+import train_gpt_2026_08 as august
+from frontier.small_runs import C
 from runs import error_of
 from train_gpt_2026 import LAYERS_HC
 
-BAD = f"""save_every 3;grad_clip 1;adam_every 0;logit_sigmoid 23 5 0;logit_sigmoid -1 5 1
+BAD_2026 = f"""save_every 3;grad_clip 1;adam_every 0;logit_sigmoid 23 5 0;logit_sigmoid -1 5 1
 tied_frac .5 --vocab_size 500;key_offset on --rope full
 yarn on --stages length=1,length=2;yarn on --stages window=128,length=2
 layers {LAYERS_HC} --num_layers 8;layers long,long+backout,long+backout,long
@@ -23,15 +27,45 @@ sublayer_lambdas on --x0_apart off;layers none,long,long,long --sublayer_lambdas
 adam_groups head+lr=x;adam_groups head+lr=1/2;adam_groups head+lr=-1
 adam_groups head+lr=1,head+beta1=.5
 adam_groups head+decay=1 --adam_rule torch;num_layers 6 --layers long,long,long,long"""
+BAD_JULY = """fp8_mlp down;attention_gate on;skip_gate on;layers long,none+gate,long,long
+layers short+v0+pair,long+v1+mudd,short+x0,long;layers short+v0+pair+xsa,long,short+x0,long
+layers short,long,short+pair+composed,long"""
+BAD_AUGUST = {
+    "layers long+narrow,long --num_layers 2": "narrow heads are short",
+    "layers long,short+mlps3 --num_layers 2": "at most two MLPs",
+    "mudd_groups 5": "must divide model_dim",
+    "mudd_width 0": "needs --mudd_width above 0",
+    "mlp_width 600": "at most 4 model_dim",
+    "optimizer adam": "invalid choice",
+    "vocab_size 512": "is for GPT-2's tokens",
+    "loss_sum off": "FP8 in all layers needs it",
+    "scaled_projections off": "must be on",
+    "stages length=1+candidates=10240+window=128": "--prefix 0.25: needs prefix in --stages",
+    "stages length=1+window=128+candidates=100": "candidates must be multiples of 16",
+    "stages length=1+window=128+candidates=50400": "candidates must be multiples of 16",
+    "stages length=1+window=128": "needs candidates in --stages",
+    "stages length=1.3+window=128+candidates=96": "multiple of 128 tokens",
+    "vocab_size 50257 --tied_frac 0": "needs vocab_size a multiple of 128",
+    "ngram_rows 1001": "must be even",
+    "bigram_rows 100": "needs --bigram_rows 0",
+    "bigram_signs 0": "--bigram_signs above 0",
+    "ngram_slow_from 6": "a multiple of 4",
+}
+CASES = [
+    (train_gpt_2026, words, f"(argument )?--{words.split()[0]}")
+    for words in re.split("[;\n]", BAD_2026)
+]
+CASES += [(july, words, f".*--{words.split()[0]}") for words in re.split("[;\n]", BAD_JULY)]
+CASES += [(august, words, f".*{re.escape(message)}") for words, message in BAD_AUGUST.items()]
 
 
-@pytest.mark.parametrize("words", re.split("[;\n]", BAD))
+@pytest.mark.parametrize(("script", "words", "message"), CASES)
 def test_a_bad_value_ends_with_one_line_that_names_its_flag(
-    words, flags, capsys, monkeypatch, tmp_path
+    script, words, message, flags, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(train_gpt, "train", lambda *arguments: pytest.fail("it trains"))
-    status, err = error_of([*flags[C], *f"--{words}".split()], capsys, main)
-    name = words.split()[0]
-    begins = f"train_gpt_2026.py: error: --{name}", f"train_gpt_2026.py: error: argument --{name}"
-    assert status == 1 and err.startswith(begins)
+    usual = flags[C] if script is train_gpt_2026 else ["--record", "demo"]
+    main = functools.partial(train_gpt.main, run=script.Run)
+    status, err = error_of([*usual, *f"--{words}".split()], capsys, main)
+    assert status == 1 and re.match(f"{script.__name__}.py: error: {message}", err), err
     assert not list(tmp_path.iterdir())

@@ -7,9 +7,13 @@ import torch
 
 import train_gpt
 import train_gpt_2026
+import train_gpt_2026_07
+import train_gpt_2026_08
 from frontier.small_runs import A
 from train_gpt import HERE
 from train_gpt_2026 import RECORDS, Hyperparameters, Run
+
+SCRIPTS = train_gpt_2026, train_gpt_2026_07, train_gpt_2026_08
 
 
 def test_the_default_is_that_of_train_gpt():
@@ -19,14 +23,16 @@ def test_the_default_is_that_of_train_gpt():
     assert theirs == vars(train_gpt.RECORDS["2025-01-26_BatchSize"])
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_record_is_made_of_the_forks_settings_and_can_be(name):
-    hp = RECORDS[name]
-    assert type(hp) is Hyperparameters
-    Run.check(hp)
-    found = train_gpt.parse_args(["--record", name, "--device", "cpu"], Run)
+@pytest.mark.parametrize(
+    ("script", "name"), [(script, name) for script in SCRIPTS for name in script.RECORDS]
+)
+def test_a_record_is_made_of_the_forks_settings_and_can_be(script, name):
+    hp, run = script.RECORDS[name], script.Run
+    assert type(hp) is script.Hyperparameters
+    run.check(hp)
+    found = train_gpt.parse_args(["--record", name, "--device", "cpu"], run)
     assert found == (replace(hp, device="cpu"), name)
-    hash(Run.moment(0, hp).graph_key)
+    hash(run.moment(0, hp).graph_key)
 
 
 def test_without_a_record_a_gpu_has_the_newest_and_a_cpu_the_demo(monkeypatch):

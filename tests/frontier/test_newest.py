@@ -1,8 +1,6 @@
-"""forks/train_gpt_2026_07.py: its records against their float64 reading, its FP8 kernel, whole
-runs, and each of its techniques turned off."""
+"""forks/train_gpt_2026_07.py and train_gpt_2026_08.py: composed heads, caches, published numbers,
+averages of the last weights, FP8, and a whole run. test_rows.py has their mathematics."""
 
-import functools
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,85 +8,54 @@ import pytest
 import torch
 
 import runs
+import tail_average
 import train_gpt
 import train_gpt_2026
-import train_gpt_2026_07 as script
+import train_gpt_2026_07 as july
+import train_gpt_2026_08 as august
+from fp8_layers import FP8Projection
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
-from frontier import small_runs, test_rows, test_runs
-from gpt2 import gpt2_encoding
+from frontier import reference_2026_08 as reading
+from frontier import small_runs, test_runs
+from frontier.test_rows import FULL, SMALL, WORDS, drawn, moment, play, sequence
 from reference import relative_error
 from sample import Decoder
 from test_kernels import interpreted, kernels, randn
 from test_sample import at_windows, read_at_once
-from train_gpt_2026_07 import GPT, RECORDS, Moment, Optimizers, Run
+from train_gpt_2026_08 import GPT, Moment, Optimizers
 
-HEAD, V3 = "2026-07-17_FP8DownProjection", "2026-05-27-MuddGatedAndDC"
-ROW = {HEAD: newest.HEAD, V3: newest.V3}
-SIZES = {"bigram_rows": 1234, "bigram_signs": 37}
-SMALL = {name: replace(RECORDS[name], **test_rows.SIX_HEADS, **SIZES) for name in ROW}
-SIZES |= {"vocab_size": 512, "model_dim": 32, "num_heads": 4, "head_dim": 8, "batch_seqs": 2}
+SIZES = {"vocab_size": 512, "model_dim": 32, "num_heads": 4, "head_dim": 8, "batch_seqs": 2}
+SIZES |= {"bigram_rows": 1234, "bigram_signs": 37}
+WITH_TABLE = SIZES | {"bigram_rows": 0, "ngram_rows": 1234}
 CPU = torch.device("cpu")
-ENCODING = gpt2_encoding()
-WORDS = [ENCODING.decode_single_token_bytes(i) for i in range(50256)]
-main = functools.partial(train_gpt.main, run=Run)
-
-
-def in_float64(model: GPT) -> dict[str, torch.Tensor]:
-    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    return weights | {"signs": model.signs.double()}
-
-
-def reading(name, weights, inputs, targets, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    before = torch.tensor(newest.prefixes(WORDS[:512]))
-    return newest.loss(ROW[name], weights, inputs.long(), targets, before, step, heads=6)
-
-
-@pytest.fixture(autouse=True)
-def later_rows(monkeypatch) -> None:
-    """Let test_rows.py's tests be of these records, and reference_2026.py have their rules."""
-    for name in ("EXTENSION", "matrices", "normuon_step"):
-        monkeypatch.setattr(exact, name, getattr(newest, name))
-    things = {thing.__name__: thing for thing in (GPT, Moment, Optimizers, in_float64, reading)}
-    for name, thing in {**things, "FULL": RECORDS, "SMALL": SMALL, "ROW": ROW}.items():
-        monkeypatch.setattr(test_rows, name, thing)
-
-
-# One in each stage; the first three of HEAD are tied.
-CASES = [(HEAD, 10), (HEAD, 800), (HEAD, 847), (HEAD, 1275), (V3, 10), (V3, 852)]
-
-
-@pytest.mark.parametrize(("name", "step"), CASES)
-def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_of_512):
-    test_rows.test_loss_and_all_gradients_equal_float64(name, step, randomize, None)
-
-
-def test_validation_has_the_next_token_alone(randomize, vocabulary_of_512):
-    test_rows.test_validation_has_the_next_token_alone(HEAD, 1285, randomize, None)
-    test_rows.test_validation_has_the_next_token_alone(HEAD, 10, randomize, None)
 
 
 @pytest.mark.parametrize("new", [1, 47, 128, 200, 384])
 def test_composed_heads_of_new_tokens_are_the_last_rows_of_all(new, vocabulary_of_512):
     """Under a dense mask, and under the first tokens of which FlexAttention's is made."""
-    tokens, _ = test_rows.sequence(384)
+    tokens, _ = sequence(384)
     q, k, v = (randn(1, 6, 384, 16, seed=i).double() for i in range(3))
     w1, w2 = (randn(1, 384, 6, seed=i).double() for i in (3, 4))
     first = train_gpt_2026.first_visible(tokens, torch.tensor(256), "distance")
     unit = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     case = unit[:, -new:], w2[:, -new:], q[:, :, -new:], k, v
     q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
-    expected = newest.composed(q, k, v, tokens, 0.3, w1[0], w2[0])[-new:]
+    expected = exact.composed(q, k, v, tokens, 0.3, w1[0], w2[0])[-new:]
     for mask in (train_gpt.make_mask(first)[-new:], (first[-new:],)):
-        found = script.composed(*case, mask, 0.3)
+        found = july.composed(*case, mask, 0.3)
         assert relative_error(found[0].transpose(0, 1), expected) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("script", "sizes"), [(july, SIZES), (august, WITH_TABLE | {"sampled_softmax": False})]
+)
 @torch.inference_mode()
-def test_a_cache_changes_no_logits(randomize, monkeypatch):
+def test_a_cache_changes_no_logits(script, sizes, randomize, monkeypatch):
     """Nor do blocks that have left it."""
     monkeypatch.setattr(train_gpt, "END_OF_TEXT", 63)
-    model = randomize(GPT(replace(RECORDS["demo"], **SIZES | {"vocab_size": 128}))).eval()
+    hp = replace(script.RECORDS["demo"], **sizes | {"vocab_size": 128})
+    model = drawn(hp, randomize, script).eval()
     tokens = torch.randint(63, (420,), generator=torch.Generator().manual_seed(0)).tolist()
     for place in (0, 40, 41, 130, 400):
         tokens[place] = 63
@@ -101,95 +68,64 @@ def test_a_cache_changes_no_logits(randomize, monkeypatch):
     assert place == 420 and len(decoder.recent) < 420
 
 
-def test_records_begin_with_the_published_weights():
-    """Bounds of uniform weights, and constants."""
-    model = GPT(replace(SMALL[HEAD], bigram_signs=512))
-    w = dict(model.named_parameters())
-    bounds = {f"mixers.{name}.hidden_w": 96**-0.5 for name in newest.MADE}
-    for key in ("attn.qk_w", "attn.v_w", "attn.c_proj.weight", "mlp.c_fc.weight"):
-        bounds[f"blocks.3.{key}"] = (0.75 / 96) ** 0.5
-    for key, bound in bounds.items():
-        assert w[key].abs().max().item() == pytest.approx(bound, rel=0.01)
-        assert w[key].std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
-    constants = {"mixer_scale": [0.1], "skip_weights": [-1.5] * 5, "smear_lambda": [0.0]}
-    for i in range(10):  # the last layer has neither
-        constants[f"blocks.{i}.residual_lambda"] = [1.1**0.5] * (1 + (i != 6))
-        constants[f"blocks.{i}.post_lambda"] = [1.0] * (1 + (i != 6))
-    constants |= {f"blocks.{i}.attn.lambdas": [0.5, 1.0] for i in range(11) if i != 6}
-    for name, made in newest.MADE.items():
-        values = [[10 * newest.FIRST.get(re.sub("_.*", "", one), 0.0)] for one in made.split()]
-        rows = zip(values, newest.sizes(name, 6), strict=True)
-        constants[f"mixers.{name}.bias"] = sum([value * count for value, count in rows], [])
-    assert {key for key, p in w.items() if p.ndim < 2} == constants.keys()
-    assert all(w[key].tolist() == pytest.approx(numbers) for key, numbers in constants.items())
-    assert set(model.signs.unique().tolist()) == {-1, 1} and abs(model.signs.float().mean()) < 0.02
-    ends = "mlp.c_proj.weight", "bigram_embed.weight", "gate", "smear_lambda", "out_w"
-    assert {key for key, p in w.items() if not p.any()} == {key for key in w if key.endswith(ends)}
-    gates = [f"blocks.{i}.attn.value_gate" for i in (1, 2, 8, 9)]
-    assert [key for key in w if key.endswith("value_gate")] == gates
-
-
-@pytest.mark.parametrize("name", ROW)
-def test_each_parameter_learns_by_the_published_numbers(name):
-    with torch.device("meta"):
-        model = GPT(RECORDS[name])
-    names = {p: exact.without_numbers(key) for key, p in model.named_parameters()}
-    groups = train_gpt_2026.Optimizers.parameter_groups(model, RECORDS[name])
-    learning = {names[p]: group for group in groups for p in group.params}
-    assert learning.keys() == (newest.ADAM | newest.NORMUON).keys()
-    for key, group in learning.items():
-        if key in newest.NORMUON:
-            expected = ("pairs", 1.0) if key.endswith("qk_w") else ("muon", None)
-            assert (group.name, group.rule.keywords["factor"], group.lr) == (*expected, 0.023)
-            continue
-        factor, betas, decay = newest.ADAM[key]
-        found = group.lr, *group.rule.keywords["betas"], group.rule.keywords["decay"]
-        assert found == pytest.approx((0.008 * factor, *betas, 0.005 * decay), rel=1e-12)
-    assert [len(mixer.bias) for mixer in model.mixers.values()] == [26, 41, 14, 5]
-    assert model.blocks[0].attn.qk_w.shape == (6, 256, 768)
-    assert model.bigram_embed.weight.shape == (377280, 768) and model.signs.shape == (8192, 768)
-
-
-@pytest.mark.parametrize(("name", "first", "count"), [(HEAD, 0, 4), (HEAD, 845, 6), (V3, 849, 4)])
-def test_whole_steps_equal_the_float64_reading(name, first, count, randomize):
-    test_rows.test_whole_steps_equal_the_float64_reading(name, first, count, randomize)
-
-
-@pytest.mark.parametrize(("name", "tokens"), [(HEAD, 338.8e6), (V3, 340.1e6)])
-def test_records_are_scheduled_as_in_exact_fractions(name, tokens):
-    test_rows.test_later_rows_are_scheduled_as_in_exact_fractions(name)
-    moments = [Moment(step, RECORDS[name]) for step in range(RECORDS[name].num_iterations)]
-    expected = [float(newest.prefix_share(ROW[name], now.step)) for now in moments]
-    assert [now.prefix for now in moments] == pytest.approx(expected, abs=1e-12)
-    assert sum(8 * now.seq_len for now in moments) == pytest.approx(tokens, abs=5e4)
-
-
-LRS = {422: 1, 423: 1.52, 508: 1.52, 509: 1.518202, 846: 0.91231, 847: 1.027087, 1269: 0.152073}
-SCHEDULED = {
-    "lr": LRS | {1270: 0.15},
-    "momentum": {1235: 0.95, 1236: 0.948, 1260: 0.9, 1284: 0.852},
-    "targets": {422: (1, 0.5, 0.000591), 846: (1, 0.001179), 847: (1,)},
-    "prefix": {0: 0.25, 423: 0.25, 846: 0.00058962, 847: 0},
-}
 PREFIX = {464: 817, 3290: 466, 318: 1312, 257: 220, 262: 294, 15496: 28254, 50255: 17841}
 
 
-def test_constants_are_the_published_ones():
-    """Of schedules, and rows of bigrams and signs, and tokens' prefixes."""
-    for name, numbers in SCHEDULED.items():
-        for step, expected in numbers.items():
-            found = getattr(Moment(step, RECORDS[HEAD]), name)
-            assert found == pytest.approx(expected, abs=6e-7), (name, step)
+def test_signs_and_prefixes_are_the_published_ones():
     tokens = torch.tensor([50256, 464, 3290, 318, 257, 50256, 198, 50256], dtype=torch.int32)
-    rows = [377279, 86771, 349207, 60382, 135949, 254407, 138941, 156470]
-    assert train_gpt_2026.bigram_hash(tokens, 377280).tolist() == rows
     numbers = SimpleNamespace(signs=torch.arange(8192.0)[:, None])  # each row is its number
     rows = [0, 1408, 3338, 3556, 63, 1361, 1174, 1174]
-    assert GPT.signed(numbers, torch.ones(8, 1), tokens).flatten().tolist() == rows
-    found = script.token_prefixes(50304)
+    assert july.GPT.signed(numbers, torch.ones(8, 1), tokens).flatten().tolist() == rows
+    found = july.token_prefixes(50304)
     assert PREFIX.items() <= dict(enumerate(found)).items()
     assert {found[i] for i in (13, 11, 198, *range(50256, 50304))} == {-1}
     assert sum(found[:50256]) == 548403649 and found[:50256] == newest.prefixes(WORDS)
+
+
+TINY = replace(
+    SMALL["August"],
+    layers="short+v0+narrow+narrowv+embed+bigram,none+mixer+mlps0+embed,long+v1+in1+gate+mudd",
+    num_layers=3,
+    model_dim=32,
+    num_heads=2,
+    mudd_groups=4,
+    mlp_width=112,
+    vocab_size=256,
+    muon_mul=(reading.TALL, 2 * reading.TALL, 1.0),
+    canonical_mask=False,
+)
+
+
+def test_the_last_weights_are_averages_as_published(randomize, float64):
+    """From before their first steps to the end."""
+    initial, found, expected = play("August", TINY, 890, 304, randomize)
+    without = replace(TINY, tail_average=False)
+    _, last, _ = play("August", without, 890, 304, randomize)
+    for key, p in found.items():
+        moved = (expected[key] - last[key].detach()).norm()
+        error = (p.detach() - expected[key]).norm()
+        assert error <= 1e-9 * expected[key].norm(), key
+        assert (moved > 0.01 * (expected[key] - initial[key]).norm()) == (
+            exact.without_numbers(key) in reading.FACTOR or "embed" in key or "lm_head" in key
+        )
+
+
+def test_a_shorter_run_averages_the_same_share():
+    hp = replace(TINY, num_iterations=180)
+    rows = SimpleNamespace(weights=torch.zeros(1, 1, 1, 3, 2))
+    group = SimpleNamespace(name="muon")
+    assert tail_average.bank_of(group, rows) == "mlp"
+    for average, first in (("long", 135), ("short", 142)):
+        steps = [
+            step for step in range(180) if tail_average.rate("mlp", average, Moment(step, hp), hp)
+        ]
+        assert 0 <= min(steps) - first < 4 and max(steps) == 179
+
+
+# -----------------------------------------------------------------------------
+# FP8
+
+FACTORS = [2.0**-7, 2.0**-10, 2.0**-11]  # of x and the weights, in FP8
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -198,53 +134,137 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
     return ((x / step).round() * step).clamp(-448, 448)
 
 
-@interpreted
-@pytest.mark.parametrize("kilobytes", [99, 163, 227])
-@pytest.mark.parametrize("scale", [None, 1 / 128, 1 / 8])
-def test_the_mlp_in_fp8_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
-    """On cards with so much shared memory. The first scale clamps. The interpreter forgets to carry
-    when it rounds up to a power of two, and cuts off below 2^-6: the output is of what the kernel
-    stores."""
+def e5m2(x: torch.Tensor) -> torch.Tensor:
+    """Round to two bits after the first, or to multiples of 2^-16; up to 57344."""
+    step = 2.0 ** (x.frexp().exponent.clamp(min=-13) - 3)
+    return ((x / step).round() * step).clamp(-57344, 57344)
+
+
+def mlp_in_fp8(kernel, kilobytes: int, scale: float | None, monkeypatch) -> tuple:
+    """Return an MLP's output, largest square and gradients, on a card with so much shared memory;
+    what it multiplies in FP8; and its inputs and the output's gradient in float64. Quotients by
+    FACTORS are exact."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "card", lambda device: (3, kilobytes))
     inputs = [randn(1, 130, 64), randn(272, 64, seed=1) / 8, randn(64, 272, seed=2) / 16]
     inputs[0][:, 127] *= 2  # the largest square is in the first row of tiles alone: rows wrap
-    factors = [2.0**-7, 2.0**-10, 2.0**-11]  # powers of two: quotients are exact
-    for tensor, factor in zip(inputs, factors, strict=True):
+    for tensor, factor in zip(inputs, FACTORS, strict=True):
         tensor.clamp_(-448 * factor, 448 * factor).view(-1)[0] = 448 * factor
         tensor.requires_grad_()
     seen, scaled_mm = [], torch._scaled_mm
 
     def see(*given, **options):
-        seen.append(given)
+        seen.append(given[0].double())
         return scaled_mm(*given, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", see)
     grad, divisor = randn(1, 130, 64, seed=3), None if scale is None else torch.tensor(scale)
-    out, largest = kernels.FusedFP8MLP.apply(*inputs, divisor)
+    out, largest = kernel.apply(*inputs, divisor)
     found = torch.autograd.grad(out, inputs, grad)
-    x, w_in, w_out, grad = (tensor.detach().double().squeeze() for tensor in (*inputs, grad))
-    x8, in8, out8 = (e4m3(a / f) * f for a, f in zip((x, w_in, w_out), factors, strict=True))
+    exact_inputs = [tensor.detach().double().squeeze() for tensor in (*inputs, grad)]
+    return out[0], largest.item(), found, seen, *exact_inputs
+
+
+@interpreted
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+@pytest.mark.parametrize("scale", [None, 1 / 128, 1 / 8])
+def test_the_mlp_of_july_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
+    """The first scale clamps. The interpreter forgets to carry when it rounds up to a power of two,
+    and cuts off below 2^-6: the output is of what the kernel stores."""
+    of_kernel = mlp_in_fp8(kernels.FusedFP8MLP, kilobytes, scale, monkeypatch)
+    out, largest, found, seen, x, w_in, w_out, grad = of_kernel
+    x8, in8, out8 = (e4m3(a / f) * f for a, f in zip((x, w_in, w_out), FACTORS, strict=True))
     post = (x8 @ in8.T).clamp(min=0) ** 2
-    assert largest.item() == pytest.approx(post.max().item(), rel=1e-6)
+    assert largest == pytest.approx(post.max().item(), rel=1e-6)
     expected = post @ w_out.T
     if scale is not None:
-        given, narrow = (post / scale).clamp(max=448), seen[0][0].double()
+        given, narrow = (post / scale).clamp(max=448), seen[0]
         right = e4m3(given)
         carried = (right.frexp().mantissa == 0.5) & (right > given)
         near = (narrow - given).abs() <= (right - given).abs() + 1e-6 * given  # ties are two
         assert near[kept := ~carried & (given > 2.0**-6)].all() and kept.float().mean() > 0.4
         assert (right == 448).any() == (scale == 1 / 128)
         expected = scale * narrow @ out8.T
-    assert relative_error(out[0], expected) < 2e-6
+    assert relative_error(out, expected) < 2e-6
     of_pre = (grad @ w_out) * 2 * post.sqrt()
     for one, right in zip(found, (of_pre @ w_in, of_pre.T @ x, grad.T @ post), strict=True):
         assert relative_error(one.squeeze(0), right) < 2e-6
 
 
+@interpreted
+@pytest.mark.parametrize("kilobytes", [99, 227])
+@pytest.mark.parametrize("scale", [1 / 128, 1 / 8])
+def test_the_mlp_of_august_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
+    """What is stored in FP8 is near what is given; products are of that."""
+    of_kernel = mlp_in_fp8(kernels.AllFP8MLP, kilobytes, scale, monkeypatch)
+    out, largest, found, seen, x, w_in, w_out, grad = of_kernel
+    factors = 2.0**-4, *FACTORS[1:]
+    x8, in8, out8 = (e4m3(a / f) * f for a, f in zip((x, w_in, w_out), factors, strict=True))
+    post = (x8 @ in8.T).clamp(min=0) ** 2
+    assert largest == pytest.approx(post.max().item(), rel=1e-6)
+    post8 = scale * seen[0]
+    given = post.clamp(max=448 * scale)
+    far = (post8 - given).abs() > given / 16 + 2.0**-6 * scale  # where it does not carry
+    assert far.float().mean() < 0.05
+    assert relative_error(out, post8 @ out8.T) < 2e-6
+    grad8 = e5m2(64 * grad) / 64
+    pre = (grad8 @ out8) * 2 * post8.sqrt()
+    pre_back = pre.abs().max() / 57344
+    pre8 = pre_back * seen[1]
+    assert relative_error(pre8, pre_back * e5m2(pre / pre_back)) < 1e-3
+    for one, right in zip(found, (pre8 @ in8, pre8.T @ x8, grad8.T @ post8), strict=True):
+        assert relative_error(one.squeeze(0), right) < 2e-6
+
+
+def test_the_projection_in_fp8_equals_float64_with_gradients():
+    """Some inputs are above 8, and some gradients above 1: they are clamped, and learn."""
+    x, w = (randn(48, 64) * 4).bfloat16(), (randn(80, 64, seed=1) / 8).bfloat16()
+    grad = (randn(48, 80, seed=2) / 2).bfloat16()
+    out = FP8Projection.apply(x.requires_grad_(), w.requires_grad_())
+    out.backward(grad)
+    assert out.dtype == torch.bfloat16 and x.abs().max() > 8 and grad.abs().max() > 1
+    largest = w.detach().double().abs().max()
+    x8, w8, grad8 = (
+        e4m3(part.detach().double() / size * 448) * size / 448
+        for part, size in ((x, 8), (w, largest), (grad, 1))
+    )
+    for one, right in ((out, x8 @ w8.T), (x.grad, grad8 @ w8), (w.grad, grad8.T @ x8)):
+        assert relative_error(one.detach(), right) < 4e-3  # of bfloat16, and of ties
+
+
+def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
+    """In training, where a GPU has it: seven projections and eleven MLPs. The next step's scales of
+    squares are of this one's largest, with little room."""
+    monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: True)
+    monkeypatch.setattr(august.fp8_mlp, "in_use", lambda: True)
+    calls = []
+
+    def project(x, w):
+        calls.append(tuple(w.shape))
+        return x @ w.T
+
+    monkeypatch.setattr(august.FP8Projection, "apply", project)
+    model, now = drawn(SMALL["August"], randomize), moment("August", 700)
+    inputs, targets = sequence(512)
+    optimizers = Optimizers(model, model.hp)
+    mlps = [part for part in model.modules() if isinstance(part, august.MLP)]
+    assert model.kernels[-1] == "fp8_mlp" and len(mlps) == 11
+    model(inputs, targets, now).backward()
+    rows = [192, 144, 192, 288, 192, 144, 288]  # of q, k and v in layers 0, 1, 2, 3, 5, 8, 10
+    assert calls == [(count, 96) for count in rows]
+    largest = torch.stack([mlp.largest for mlp in mlps])
+    model.ngrams.learn = lambda now: None
+    optimizers.step(now)
+    scales = torch.stack([mlp.scale for mlp in mlps])
+    assert (largest > 0).all() and relative_error(scales, 1.03 / 448 * largest) < 1e-6
+    calls.clear()
+    train_gpt.evaluate(model, (inputs[None], targets[None]), now, CPU)
+    assert not calls
+
+
 def batch_of(hp, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets (batch_seqs, T): each word is a little after the one before."""
-    size = hp.batch_seqs * Moment(step, hp).seq_len
+    size = hp.batch_seqs * july.Moment(step, hp).seq_len
     some = torch.randint(1, 24, (size + 1,), generator=torch.Generator().manual_seed(step))
     words = (some.cumsum(0) % 512).unfold(0, size, 1).reshape(2, hp.batch_seqs, -1)
     return words[0].int(), words[1]
@@ -252,10 +272,10 @@ def batch_of(hp, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypatch):
     """Of all its sequences, and of this step alone. Validation changes none."""
-    monkeypatch.setattr(script.fp8_relu2_mlp, "in_use", lambda: True)
-    hp = replace(RECORDS["demo"], **SIZES, fp8=False)
-    model, seen = randomize(GPT(hp)), []
-    optimizers, mlps = Optimizers(model, hp), [block.mlp for block in model.blocks]
+    monkeypatch.setattr(july.fp8_relu2_mlp, "in_use", lambda: True)
+    hp = replace(july.RECORDS["demo"], **SIZES, fp8=False)
+    model, seen = randomize(july.GPT(hp)), []
+    optimizers, mlps = july.Optimizers(model, hp), [block.mlp for block in model.blocks]
 
     def see(mlp, arguments):
         seen.append((arguments[0].double() @ mlp.c_fc.weight.double().T).clamp(min=0).max() ** 2)
@@ -264,22 +284,45 @@ def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypat
         mlp.register_forward_pre_hook(see)
     for step in range(3):
         seen.clear()
-        train_gpt.train_step(model, optimizers, *batch_of(hp, step), Moment(step, hp))
+        train_gpt.train_step(model, optimizers, *batch_of(hp, step), july.Moment(step, hp))
         largest = torch.stack(seen).view(hp.batch_seqs, -1).amax(0)
         scales = torch.stack([mlp.scale for mlp in mlps])
         assert relative_error(scales, 1.8 / 448 * largest) < 1e-5
-        train_gpt.evaluate(model, batch_of(hp, 9), Moment(step, hp), CPU)
+        train_gpt.evaluate(model, batch_of(hp, 9), july.Moment(step, hp), CPU)
         assert not any(mlp.largest for mlp in mlps)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_example_by_which_a_gpu_checks_the_twin_saturates_nothing(dtype):
+    """Beyond the ranges of the twin, it would never agree."""
+    arguments = kernels.example("fp8_mlp", None, FULL["August"], CPU, dtype, 256)
+    x, w_in, w_out, scale = arguments
+    out, largest = august.fp8_mlp(*arguments)
+    assert w_in.shape == (2816, 768) and w_out.shape == (768, 2816)
+    assert x.abs().max() * 2**4 < 448 and largest / scale < 448
+    assert 0.1 < out.abs().max() * 2**6 < 57344
+    grads = torch.autograd.grad(out, (x, w_in, w_out), out.detach())
+    x8, out8 = (part.detach().double() for part in (e5m2(64 * out.double()) / 64, e4m3(out)))
+    assert relative_error(x8, out.double()) < 0.06 and out8.isfinite().all() and len(grads) == 3
+
+
+def test_layers_may_lack_what_mixers_make(randomize):
+    """Without numbers there is no mixer."""
+    hp = replace(TINY, layers="long+mlps0,none+mixer,short", num_layers=3)
+    model = randomize(GPT(hp))
+    inputs, targets = sequence(256)
+    model(inputs.clamp(max=255), targets.clamp(max=255), Moment(1110, hp)).backward()
+    assert not model.mixers and model.blocks[0].mlp is None
+
+
 TABLE = "short+v0+pair,long+v1+xsa+gate,short+xsa+mixer,none+x1,long+v2+in2+gate+composed+mudd"
-FLAGS = f"--record {HEAD} --layers {TABLE} --bigram_signs 37 --fp8 off"
+FLAGS = f"--record 2026-07 --layers {TABLE} --bigram_signs 37 --fp8 off"
 
 
 def in_fp8(words: list[str]) -> None:
     """Run main on the path of FP8, whose matmuls are plain on a CPU."""
-    script.fp8_relu2_mlp.in_use = lambda: True
-    main(words)
+    july.fp8_relu2_mlp.in_use = lambda: True
+    train_gpt.main(words, july.Run)
 
 
 def test_resumed_with_as_many_ranks_or_more_it_ends_as_ever(tmp_path, monkeypatch):
@@ -293,70 +336,9 @@ def test_resumed_with_as_many_ranks_or_more_it_ends_as_ever(tmp_path, monkeypatc
         monkeypatch.chdir(folder)
         run = runs.Program([*words, "--resume", "on"], ranks, in_fp8)
         assert run.end() == [0] * max(ranks, 1), run.text("err")
-        found = runs.outcome(folder, run=Run)
+        found = runs.outcome(folder, run=july.Run)
         whole = whole or found
         (runs.assert_close if ranks else test_runs.assert_same)(found, whole, since=step or -1)
     scales = {found.tensors[f"blocks.{i}.mlp.scale"].item() for i in range(5)}
     assert len(scales) == 5 and min(scales) > 1e-6 and max(scales) < 1
     assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
-
-
-# Without one technique each: a flag, or behind a - the word that is removed from a table.
-OFF = """align_to_documents off;stages length=2+window=384+lr=1.52+targets=1/.5
-extension_frac 0 --last_window 0;yarn off;window_rule blocks;smear off;sublayer_lambdas off
-residual_lambda 1;scaled_projections off;key_offset off;paired_heads off;bigram_rows 0
-bigram_signs 0;value_gate off --gate_by_values off;gate_by_values off;value_init 0;out_init 0
-tied_frac 0;logit_sigmoid 0 0 1;polar_express off;muon_beta2 0;momentum_cooldown_steps 0
-muon_decay 0;adam_every 1;qk_pairs off;mudd_width 0;mixer_width 0;prefix 0;fp8_mlp off;lr_final .1
-layers -x\\d+;layers -in\\d+;layers -v\\d;layers -mudd;layers -xsa;layers -mixer;layers -gate
-layers -composed;stages -targets=[^+,]*;adam_groups -decay=[^+,]*;adam_groups -beta[12]=[^+,]*"""
-# What the first steps on a CPU do not show.
-LATE = {"align_to_documents off", "yarn off", "momentum_cooldown_steps 0", "fp8_mlp off"}
-LATE |= {"lr_final .1"}
-
-
-def flags_without(words: str) -> list[str]:
-    """Return the flags of a line of OFF, for the demo."""
-    name, value = words.split(" ", 1)
-    if value.startswith("-"):
-        value, count = re.subn(rf"\+{value[1:]}", "", getattr(RECORDS["demo"], name))
-        assert count
-    return [f"--{name}", *value.split()]
-
-
-@functools.cache
-def first_losses(hp) -> list[float]:
-    model = train_gpt.build(Run, hp, CPU)
-    optimizers, moments = (
-        Optimizers(model, hp),
-        [Moment(step, hp) for step in range(5)],
-    )  # betas show in the fifth
-    steps = [train_gpt.train_step(model, optimizers, *batch_of(hp, 0), now) for now in moments]
-    return [result[0].item() for result in steps]
-
-
-@pytest.mark.parametrize("words", re.split("[;\n]", OFF))
-def test_it_trains_without_any_technique_and_differently(words):
-    flags = flags_without(words)
-    hp, _ = train_gpt.parse_args(["--record", "demo", *flags], Run)
-    Run.check(hp)
-    kept = {key: size for key, size in SIZES.items() if f"--{key}" not in flags}
-    losses, whole = (
-        first_losses(replace(hp, **kept)),
-        first_losses(replace(RECORDS["demo"], **SIZES)),
-    )
-    assert max(losses) < 7 and losses[3] < losses[0] - 0.02
-    assert (losses == whole) == (words in LATE)
-
-
-BAD = """layers short+v0+pair,long+v1+mudd,short+x0,long;layers short+v0+pair+xsa,long,short+x0,long
-layers short,long,short+pair+composed,long;layers long,none+gate,long,long;fp8_mlp down
-attention_gate on;skip_gate on"""
-
-
-@pytest.mark.parametrize("words", re.split("[;\n]", BAD))
-def test_a_bad_value_ends_with_one_line_that_names_its_flag(words, capsys, monkeypatch):
-    monkeypatch.setattr(train_gpt, "train", lambda *arguments: pytest.fail("it trains"))
-    status, err = runs.error_of(["--record", "demo", *f"--{words}".split()], capsys, main)
-    begins = f"train_gpt_2026_07.py: error: .*--{words.split()[0]}"
-    assert status == 1 and re.match(begins, err)

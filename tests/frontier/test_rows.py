@@ -1,28 +1,59 @@
-"""The records of 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5) and 2026-03-06
-(D) against their float64 reading: loss and gradients, whole steps of the optimizers, schedules."""
+"""The records of 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5), 2026-03-06
+(D), and of May, July and August 2026 against their float64 reading: first weights, loss and
+gradients, whole steps of the optimizers, schedules."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+import reference
 import train_gpt_2026
+import train_gpt_2026_07 as july
+import train_gpt_2026_08 as august
 from frontier import reference_2026 as exact
-from train_gpt_2026 import GPT, RECORDS, Moment, Optimizers
+from frontier import reference_2026_07 as newest
+from frontier import reference_2026_08 as reading
+from gpt2 import gpt2_encoding
 
-FULL = {
-    "A": RECORDS["2025-08-23_SparseAttnGate"],
-    "B": RECORDS["2026-01-04_MixedPrecisionInterweavedOptimizer"],
-    "C": RECORDS["2026-01-19_BigramHashEmbedding"],
-    "C5": RECORDS["2026-01-26-UntieValueEmbeddings"],
-    "D": RECORDS["2026-03-06_SimplifyHC"],
+RECORDS = {
+    "A": (train_gpt_2026, "2025-08-23_SparseAttnGate"),
+    "B": (train_gpt_2026, "2026-01-04_MixedPrecisionInterweavedOptimizer"),
+    "C": (train_gpt_2026, "2026-01-19_BigramHashEmbedding"),
+    "C5": (train_gpt_2026, "2026-01-26-UntieValueEmbeddings"),
+    "D": (train_gpt_2026, "2026-03-06_SimplifyHC"),
+    "May": (july, "2026-05-27-MuddGatedAndDC"),
+    "July": (july, "2026-07-17_FP8DownProjection"),
+    "August": (august, "2026-08-30_ANVIL2"),
 }
+SCRIPT = {name: script for name, (script, _) in RECORDS.items()}
+FULL = {name: script.RECORDS[record] for name, (script, record) in RECORDS.items()}
 ROW = {"B": exact.B, "C": exact.C, "C5": exact.C5, "D": exact.D}
-TWO_HEADS = {"model_dim": 64, "num_heads": 2, "head_dim": 32, "vocab_size": 512}
-SIX_HEADS = {"model_dim": 96, "num_heads": 6, "head_dim": 16, "vocab_size": 512}
-SMALL = {name: replace(FULL[name], **TWO_HEADS) for name in ("A", "B")}
-SMALL |= {n: replace(FULL[n], **SIX_HEADS, bigram_rows=1234) for n in ("C", "C5", "D")}
+ROW |= {"May": newest.V3, "July": newest.HEAD}
+LATER = [*ROW, "August"]
+# What small MLPs make.
+MADE = {"May": newest.MADE, "July": newest.MADE, "August": reading.MADE}
+LAYERS = {name: row.layers for name, row in ROW.items()} | {"August": reading.LAYERS}
+SIZES = {"model_dim": 96, "num_heads": 6, "head_dim": 16, "vocab_size": 512}
+SMALL = {name: replace(hp, **SIZES) for name, hp in FULL.items()}
+for name in ("A", "B"):
+    SMALL[name] = replace(SMALL[name], model_dim=64, num_heads=2, head_dim=32)
+for name in ("C", "C5", "D", "May", "July"):
+    SMALL[name] = replace(SMALL[name], bigram_rows=1234)
+for name in MADE:
+    SMALL[name] = replace(SMALL[name], bigram_signs=37)
+COUNTS = {"10240": "400", "14336": "416", "24576": "480"}  # candidates, of 512 tokens
+SMALL["August"] = replace(
+    SMALL["August"],
+    mlp_width=352,
+    ngram_rows=1234,
+    stages=re.sub("10240|14336|24576", lambda found: COUNTS[found[0]], FULL["August"].stages),
+    fp8=False,
+)
+ENCODING = gpt2_encoding()
+WORDS = [ENCODING.decode_single_token_bytes(i) for i in range(50256)]
 
 # -----------------------------------------------------------------------------
 # Loss and gradients, all layers
@@ -36,61 +67,115 @@ def sequence(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return stream[:-1].int(), stream[1:]
 
 
-def in_float64(model: GPT) -> dict[str, torch.Tensor]:
-    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+def moment(name: str, step: int):
+    return SCRIPT[name].Moment(step, SMALL[name])
 
 
-def reading(name, weights, inputs, targets, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a row trains at a step, and the mean loss of the next token."""
-    case, heads = (weights, inputs.long(), targets), SMALL[name].num_heads
+def drawn(hp, randomize, script=august) -> torch.nn.Module:
+    """Return a script's model of random weights, also in a table of n-grams."""
+    model = randomize(script.GPT(hp))
+    if getattr(model, "ngrams", None):
+        model.share_ngrams()
+        model.ngrams.rows[:-1].normal_(generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def among(chosen: list[int], tokens: torch.Tensor) -> torch.Tensor:
+    """Return the places of tokens among the chosen ones, or -1."""
+    place = {token: i for i, token in enumerate(chosen)}
+    return torch.tensor([place.get(token, -1) for token in tokens.tolist()])
+
+
+def read(name: str, model, inputs, targets, step: int) -> tuple:
+    """Return all weights in float64, what a record trains at a step, and the mean loss of the next
+    token, among the candidates of a sampled softmax in training."""
+    w = {key: p.detach().double().requires_grad_() for key, p in model.named_parameters()}
+    now, heads, tokens = moment(name, step), model.hp.num_heads, inputs.long()
+    if now.tied and model.training:
+        w["embed.weight"] = w["lm_head.weight"]
     if name == "A":
-        return exact.loss_a(*case, exact.windows_a(step)[0], heads)
-    return exact.loss(ROW[name], *case, step, heads)
+        case = w, tokens, targets, exact.windows_a(step)[0], heads
+        mean = reference.loss(*case, year=2025, epsilon=exact.EPSILON)
+        return w, len(tokens) * mean, mean
+    before = torch.tensor(newest.prefixes(WORDS[:512]))
+    if name != "August":
+        if name in MADE:
+            w["signs"] = model.signs.double()
+        logits = (newest if name in MADE else exact).capped_logits
+        weights, share = exact.target_weights(ROW[name], step), newest.prefix_share(ROW[name], step)
+        capped = logits(ROW[name], w, tokens, step, heads)
+        return w, *exact.loss(capped, targets, weights, before, share)
+    w["signs"] = model.signs.double()
+    w["ngrams"] = model.ngrams.rows[:-1].double().requires_grad_()
+    rows, signs = august.ngram_hashes(inputs, len(w["ngrams"]), len(w["signs"]))
+    b = reading.ngrams(w, rows.long(), signs.long())
+    border = model.hp.attention_border if model.training else 0
+    capped, chosen = reading.capped_logits(w, tokens, b, step, heads, border), [*range(512)]
+    if model.training and now.candidates:
+        chosen, _ = reading.chosen_by_rule(targets.tolist(), 0, now.candidates, 512)
+        assert len(chosen) == {10: 400, 400: 400, 590: 400, 900: 416, 1000: 480}[step]
+    before = among(chosen, before)[chosen]
+    numbers = reading.target_weights(step), before, reading.prefix_share(step)
+    return w, *exact.loss(capped[:, chosen], among(chosen, targets), *numbers)
 
 
-# One in each stage; the first two are tied, in row D also the third.
-CASES = [("A", 300), ("B", 700), ("B", 1300), ("C", 10), ("C", 1580), ("C5", 1300)]
-CASES += [("D", 10), ("D", 967), ("D", 1460)]
+# One in each stage; the first two are tied, in row D also the third, in July the first three. Of
+# August, the last is behind the split, and the last but three have a sampled softmax.
+CASES = [("A", 300), ("B", 700), ("B", 1300), ("C", 10), ("C", 1580), ("C5", 1300), ("D", 10)]
+CASES += [("D", 967), ("D", 1460), ("July", 10), ("July", 800), ("July", 847), ("July", 1275)]
+CASES += [("May", 10), ("May", 852)]
+CASES += [("August", step) for step in (10, 400, 590, 900, 1000, 1110, 1175, 1180)]
 
 
 @pytest.mark.parametrize(("name", "step"), CASES)
-def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_of_512):
+def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_of_512, float64):
     """The value is the mean loss of the next token; gradients are those of a sum, from row B on
-    with several targets. Scalars' gradients are sums of what nearly cancels."""
-    model, now = randomize(GPT(SMALL[name])), Moment(step, SMALL[name])
-    weights, (inputs, targets) = in_float64(model), sequence(500)
-    weights["embed.weight"] = weights["lm_head.weight" if now.tied else "embed.weight"]
-    loss = model(inputs, targets, now)
+    with several targets. Long documents of each stage have borders of attention."""
+    hp = SMALL[name]
+    if name == "August":
+        hp = replace(hp, attention_border=100)
+    model, (inputs, targets) = drawn(hp, randomize, SCRIPT[name]), sequence(500)
+    loss = model(inputs, targets, moment(name, step))
     loss.backward()
-    trained, mean = reading(name, weights, inputs, targets, step)
+    w, trained, mean = read(name, model, inputs, targets, step)
     trained.backward()
-    assert loss.item() == pytest.approx(mean.item(), abs=2e-6)
-    assert (model.embed.weight.grad is None) == now.tied
-    for key, p in model.named_parameters():
-        if p.grad is None:
-            continue  # the head has its gradient
-        expected = weights[key].grad
-        error, allowed = (
-            (p.grad.to_dense() - expected).norm(),
-            3e-5 * expected.norm() + 1e-5 * (p.ndim < 2),
-        )
-        assert error < allowed, f"{key}: error {error:.1e} of {expected.norm():.1e}"
+    assert loss.item() == pytest.approx(mean.item(), rel=1e-13)
+    assert (model.embed.weight.grad is None) == moment(name, step).tied
+    found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    if name == "August":
+        model.ngrams.collect()
+        ((ids, grads),) = model.ngrams.waiting
+        found["ngrams"] = torch.zeros(1235, 96).index_add_(0, ids, grads)[:-1]
+    assert w.keys() - found.keys() <= {"signs", "embed.weight", "blocks.7.post_lambda"}
+    for key, grad in found.items():
+        expected = torch.zeros_like(grad) if w[key].grad is None else w[key].grad
+        error = (grad.to_dense() - expected).norm()
+        assert error <= 1e-11 * expected.norm(), f"{key}: {error:.1e} of {expected.norm():.1e}"
 
 
-@pytest.mark.parametrize(("name", "step"), [("C", 10), ("D", 1490)])
+VALIDATIONS = [("C", 10), ("D", 1490), ("July", 10), ("July", 1285), ("August", 10)]
+
+
+@pytest.mark.parametrize(("name", "step"), VALIDATIONS)
 def test_validation_has_the_next_token_alone(name, step, randomize, vocabulary_of_512):
-    """Whatever targets its step trains. The last window changes no rotary frequency."""
-    model, (inputs, targets) = randomize(GPT(SMALL[name])).eval(), sequence(500)
-    weights, loss = in_float64(model), model(inputs, targets, Moment(step, SMALL[name]))
-    _, mean = reading(name, weights, inputs, targets, step)
+    """In float32, of all tokens, whatever targets and candidates its step trains. The last window
+    changes no rotary frequency."""
+    model, (inputs, targets) = drawn(SMALL[name], randomize, SCRIPT[name]).eval(), sequence(500)
+    loss = model(inputs, targets, moment(name, step))
+    w, _, mean = read(name, model, inputs, targets, step)
     assert loss.item() == pytest.approx(mean.item(), abs=2e-6)
     loss.backward()
     (500 * mean).backward()
-    found, expected = model.lm_head.weight.grad, weights["lm_head.weight"].grad
-    assert (found - expected).norm() < 3e-5 * expected.norm()
+    assert reference.relative_error(model.lm_head.weight.grad, w["lm_head.weight"].grad) < 3e-5
 
 
-@pytest.mark.parametrize("rows", [2, 1234, 251520, 754560])
+PUBLISHED_ROWS = {
+    251520: [251519, 204580, 223622, 60513, 135950, 5304, 14985, 158884],
+    377280: [377279, 86771, 349207, 60382, 135949, 254407, 138941, 156470],
+}
+
+
+@pytest.mark.parametrize("rows", [2, 1234, 251520, 377280, 754560])
 def test_bigrams_have_the_published_rows(rows):
     """Wrapped to 32 bits by hand. The last row of the table is the first token's alone."""
     tokens = torch.randint(0, 50304, (3000,), generator=torch.Generator().manual_seed(0))
@@ -98,87 +183,118 @@ def test_bigrams_have_the_published_rows(rows):
     found = train_gpt_2026.bigram_hash(tokens.int(), rows).tolist()
     assert found == exact.bigram_rows(tokens.tolist(), rows)
     assert found[0] == rows - 1 and min(found) >= 0 and max(found[1:]) < rows - 1
-    published = [50256, 464, 3290, 318, 257, 50256, 198, 50256]
-    found = train_gpt_2026.bigram_hash(torch.tensor(published, dtype=torch.int32), 251520)
-    assert found.tolist() == [251519, 204580, 223622, 60513, 135950, 5304, 14985, 158884]
+    if rows in PUBLISHED_ROWS:
+        tokens = torch.tensor([50256, 464, 3290, 318, 257, 50256, 198, 50256]).int()
+        assert train_gpt_2026.bigram_hash(tokens, rows).tolist() == PUBLISHED_ROWS[rows]
 
 
 MASKS = [("A", 2816, 0), ("A", 2816, 600), ("A", 2816, 1695), ("B", 2816, 1200), ("B", 2816, 1840)]
 MASKS += [("C", 900, 0), ("D", 900, 483), ("D", 900, 1490)]
+MASKS += [("August", 2944, step) for step in (10, 700, 1194)]
 
 
 @pytest.mark.parametrize(("name", "length", "step"), MASKS)
 def test_masks_are_those_of_the_published_windows(name, length, step, vocabulary_of_512):
     """Also of windows longer than the sequences above. In layers of paired heads a window counts
-    places, two for each token."""
-    windows = exact.windows_a(step) if name == "A" else exact.windows(ROW[name], step)
-    tokens, _ = sequence(length)
-    masks = GPT(SMALL[name]).masks(tokens, Moment(step, SMALL[name]))
+    places, two for each token. In August, there are borders in training alone."""
+    hp, (tokens, _) = SMALL[name], sequence(length)
+    if name == "A":
+        windows = exact.windows_a(step)
+    elif name == "August":
+        hp, windows = replace(hp, attention_border=1000), reading.windows(step)
+    else:
+        windows = exact.windows(ROW[name], step)
     windows = dict(zip(("long", "short"), windows, strict=True))
-    if name in ("C", "D"):
+    if name not in ("A", "B"):
         windows["short+pair"] = windows["short"]
-    assert set(masks) == set(windows)
-    for key, mask in masks.items():
-        if name == "A":
-            expected = exact.visible_blocks(tokens, windows[key])
-        else:
-            expected = exact.visible_places(tokens, windows[key], 1 + key.endswith("pair"))
-        assert torch.equal(mask == 0, expected)
+    model = SCRIPT[name].GPT(hp)
+    for training in (True, False) if name == "August" else (True,):
+        seen = tokens
+        if name == "August" and training:
+            seen = reading.with_borders(tokens, 1000)
+            assert not torch.equal(seen, tokens)
+        masks = model.train(training).masks(tokens, moment(name, step))
+        assert set(masks) == set(windows)
+        for key, mask in masks.items():
+            if name == "A":
+                expected = reference.visible(seen, windows[key], 2025)
+            else:
+                expected = exact.visible_places(seen, windows[key], 1 + key.endswith("pair"))
+            assert torch.equal(mask == 0, expected)
 
 
-def first_numbers(name: str, layer: int) -> dict[str, list[float]]:
-    """A layer's parameters that are not matrices."""
-    attends = layer != 6
-    numbers = {"attn.lambdas": [0.5, 1.0]} if attends else {}
-    if name == "D":
-        both = 1 + attends  # of attention and MLP
-        numbers |= {"residual_lambda": [1.1**0.5] * both, "post_lambda": [1.0] * both}
-        return numbers | ({"x0_lambda": [0.0], "bigram_lambda": [0.05]} if attends else {})
-    numbers |= {"lambdas": [1.1], "x0_lambda": [0.0]}
-    return numbers | ({"bigram_lambda": [0.1]} if name != "B" else {})
+def first_numbers(name: str) -> dict[str, list[float]]:
+    """Return a record's parameters that are not matrices."""
+    found = {"skip_weights": [-1.5] * 5, "smear_lambda": [0.0]}
+    found |= {"mixer_scale": [0.1]} if name in MADE else {"backout_lambda": [0.5]}
+    for i, layer in enumerate(LAYERS[name]):
+        numbers = {"attn.lambdas": [0.5, 1.0]} if layer.window else {}
+        if name in ("B", "C", "C5"):
+            numbers |= {"lambdas": [1.1], "x0_lambda": [0.0]}
+            numbers |= {} if name == "B" else {"bigram_lambda": [0.1]}
+        elif name not in MADE or i < newest.LAST:
+            both = 2 if layer.window or name == "August" else 1  # of attention and MLP
+            numbers |= {"residual_lambda": [1.1**0.5] * both, "post_lambda": [1.0] * both}
+        if name == "D" and layer.window:
+            numbers |= {"x0_lambda": [0.0], "bigram_lambda": [0.05]}
+        found |= {f"blocks.{i}.{key}": value for key, value in numbers.items()}
+    for mixer, made in MADE.get(name, {}).items():
+        row = found[f"mixers.{mixer}.bias"] = []
+        for one, count in zip(made.split(), newest.sizes(made, 6), strict=True):
+            row += [10 * newest.FIRST.get(re.sub("_.*", "", one), 0.0)] * count
+    return found
 
 
-@pytest.mark.parametrize("name", ROW)
-def test_rows_begin_with_the_published_weights(name):
+@pytest.mark.parametrize("name", LATER)
+def test_records_begin_with_the_published_weights(name):
     """Bounds of uniform weights, deviations of normal ones, and constants."""
-    small = {"model_dim": 96, "num_heads": 2, "head_dim": 48}
-    small |= {"bigram_rows": 1234} if name != "B" else {}
-    w = dict(GPT(replace(FULL[name], **small)).named_parameters())
-    wide, narrow = (3 / 96) ** 0.5, (0.75 / 96) ** 0.5
-    bounds = {"attn.qkv_w": wide, "mlp.c_fc.weight": narrow}
-    if name == "D":
-        bounds |= {"attn.qkv_w": narrow, "attn.c_proj.weight": narrow}
-    for key, bound in bounds.items():
-        assert w[f"blocks.3.{key}"].abs().max().item() == pytest.approx(bound, rel=0.01)
-        assert w[f"blocks.3.{key}"].std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    torch.manual_seed(0)
+    hp, wide, narrow = replace(SMALL[name], **SIZES), (3 / 96) ** 0.5, (0.75 / 96) ** 0.5
+    hp = replace(hp, bigram_signs=512) if name in MADE else hp
+    model = SCRIPT[name].GPT(hp)
+    w, late = dict(model.named_parameters()), name not in ("B", "C", "C5")
+    bounds = {"attn.qkv_w": narrow if late else wide, "mlp.c_fc.weight": narrow}
+    bounds |= {"attn.qk_w": narrow, "attn.v_w": narrow}
+    bounds |= {"attn.c_proj.weight": narrow} if late else {}
+    bounds = {f"blocks.{i}.{key}": bound for key, bound in bounds.items() for i in (3, 8)}
+    bounds |= {f"mixers.{mixer}.hidden_w": 96**-0.5 for mixer in MADE.get(name, {})}
+    for key in bounds.keys() & w.keys():
+        assert w[key].abs().max().item() == pytest.approx(bounds[key], rel=0.01)
+        assert w[key].std().item() == pytest.approx(bounds[key] / 3**0.5, rel=0.02)
     assert w["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.01)
     assert torch.equal(w["embed.weight"], w["lm_head.weight"])
-    tables = [p for key, p in w.items() if key.startswith("value_embeds")]
-    assert len(tables) == (5 if name in ("C5", "D") else 3)
-    for table in tables if name == "D" else []:
-        assert table.std().item() == pytest.approx(0.01, rel=0.01)
+    tables = {layer.table for layer in LAYERS[name]} - {None}
+    assert {key for key in w if "value_embeds" in key} == {
+        f"value_embeds.embed.{k}.weight" for k in tables
+    }
+    for k in tables if late else []:
+        assert w[f"value_embeds.embed.{k}.weight"].std().item() == pytest.approx(0.01, rel=0.01)
+    gates = [i for i, layer in enumerate(LAYERS[name]) if layer.table is not None]
+    gates = [f"blocks.{i}.attn.value_gate" for i in gates if name not in MADE or i < newest.LAST]
+    assert [key for key in w if key.endswith("value_gate")] == gates
 
-    found = {key: p.tolist() for key, p in w.items() if key.startswith("blocks") and p.ndim < 2}
-    expected = {}
-    for i in range(11):
-        expected |= {f"blocks.{i}.{key}": n for key, n in first_numbers(name, i).items()}
+    found, expected = {key: p.tolist() for key, p in w.items() if p.ndim < 2}, first_numbers(name)
     assert found.keys() == expected.keys()
     for key, numbers in expected.items():
         assert found[key] == pytest.approx(numbers), key
-    assert w["backout_lambda"].item() == 0.5 and set(w["skip_weights"].tolist()) == {-1.5}
-    zeros = {key for key, p in w.items() if not p.any()}
-    ends = ["mlp.c_proj.weight", "bigram_embed.weight", "gate", "gates"]
-    ends += ["x0_lambda", "smear_lambda"]
-    if name != "D":
-        ends += ["attn.c_proj.weight", *(f"value_embeds.embed.{k}.weight" for k in range(5))]
-    assert zeros == {key for key in w if key.endswith(tuple(ends))}
+    ends = ["mlp.c_proj.weight", "bigram_embed.weight", "gate", "gates", "x0_lambda"]
+    ends += ["smear_lambda", "out_w", "group_w"]
+    ends += (
+        [] if late else ["attn.c_proj.weight", *(f"value_embeds.embed.{k}.weight" for k in tables)]
+    )
+    assert {key for key, p in w.items() if not p.any()} == {
+        key for key in w if key.endswith(tuple(ends))
+    }
+    if name in MADE:
+        signs = model.signs.float()
+        assert set(signs.unique().tolist()) == {-1, 1} and abs(signs.mean()) < 0.02
 
 
 # -----------------------------------------------------------------------------
 # Updates
 
 
-def made_up_gradients(model: GPT, step: int) -> dict[str, torch.Tensor]:
+def made_up_gradients(model, step: int) -> dict[str, torch.Tensor]:
     """Some so small that every epsilon matters, some zero: a layer's at step 0, some words'."""
     generator, gradients = torch.Generator().manual_seed(step), {}
     for name, p in model.named_parameters():
@@ -189,57 +305,105 @@ def made_up_gradients(model: GPT, step: int) -> dict[str, torch.Tensor]:
     return gradients
 
 
-# First step and count: the beginning, changes of the learning rate, the split, the end.
+def play(name: str, hp, first: int, count: int, randomize) -> tuple[dict, dict, dict]:
+    """Return weights before and after some steps with made-up gradients, and the reading's."""
+    script, gradients = SCRIPT[name], []
+    model = drawn(hp, randomize, script)
+    if script.Moment(first, hp).tied:
+        model.embed.weight.data.copy_(model.lm_head.weight.data)
+    optimizers = script.Optimizers(model, hp)
+    initial = {key: p.detach().double().clone() for key, p in model.named_parameters()}
+    weights = {key: w.clone() for key, w in initial.items()}
+    if name == "August":  # the table is in test_ngrams.py
+        model.ngrams.waiting = [(torch.tensor([0]), torch.zeros(1, hp.model_dim))]
+        model.ngrams.learn = lambda now: None
+    for step in range(first, first + count):
+        now, of_step = script.Moment(step, hp), made_up_gradients(model, step)
+        for key, grad in of_step.items():  # the sum over hp.batch_seqs sequences
+            tied = now.tied and key == "embed.weight"
+            of_both = model.get_parameter("lm_head.weight" if tied else key)
+            grad = hp.batch_seqs * grad
+            of_both.grad = grad if of_both.grad is None else of_both.grad + grad
+        for _, rows in optimizers.groups:
+            rows.collect()
+        optimizers.step(now)
+        gradients.append({key: grad.double() for key, grad in of_step.items()})
+    if name == "August":
+        reading.play(weights, gradients, first)
+    elif name == "A":
+        exact.play(weights, gradients, first, exact.rule_a, lambda step: False)
+    else:
+        rules = partial(exact.rule, ROW[name]), partial(exact.is_tied, ROW[name])
+        exact.play(weights, gradients, first, *rules)
+    return initial, dict(model.named_parameters()), weights
+
+
+# First step and count: the beginning, changes of the learning rate, the split, the end. Of August:
+# the beginning, the slower rhythm, two momenta, the taper and the split.
 STEPS = [("A", 0, 3), ("A", 932, 3), ("B", 1198, 8), ("B", 1836, 4), ("C", 518, 6)]
 STEPS += [("C5", 1021, 8), ("D", 0, 4), ("D", 481, 4), ("D", 964, 8), ("D", 1486, 4)]
+STEPS += [("July", 0, 4), ("July", 845, 6), ("May", 849, 4)]
+STEPS += [("August", 0, 4), ("August", 333, 8), ("August", 512, 4), ("August", 1173, 7)]
+
+
+IN_FLOAT32 = ("A", 932), ("D", 964)
 
 
 @pytest.mark.parametrize(("name", "first", "count"), STEPS)
-def test_whole_steps_equal_the_float64_reading(name, first, count, randomize):
-    """Matrices learn at each step; from row B on all else at odd steps, from two steps' gradients.
-    The changes agree but for the rounding of weights, and for the decay of a few numbers whose
-    updates are so near 0 that rounding gives them another sign."""
-    hp = SMALL[name]
-    model, gradients = randomize(GPT(hp)), []
-    if Moment(first, hp).tied:
-        model.embed.weight.data.copy_(model.lm_head.weight.data)
-    optimizers = Optimizers(model, hp)
-    initial = {key: p.detach().double() for key, p in model.named_parameters()}
-    weights = {key: w.clone() for key, w in initial.items()}
-    for step in range(first, first + count):
-        now, of_step = Moment(step, hp), made_up_gradients(model, step)
-        for key, grad in of_step.items():  # the sum over hp.batch_seqs sequences
-            read = "lm_head.weight" if now.tied and key == "embed.weight" else key
-            of_both = model.get_parameter(read)
-            grad = hp.batch_seqs * grad
-            of_both.grad = grad if of_both.grad is None else of_both.grad + grad
-        optimizers.step(now)
-        gradients.append({key: grad.double() for key, grad in of_step.items()})
-    play = exact.play_a if name == "A" else partial(exact.play, ROW[name])
-    play(weights, gradients, first)
-    for key, p in model.named_parameters():
-        expected, change = weights[key], (weights[key] - initial[key]).norm()
-        error, allowed = (p.detach() - expected).norm(), 5e-4 * change + 1e-7 * expected.norm()
+def test_whole_steps_equal_the_float64_reading(name, first, count, randomize, request):
+    """Matrices learn at each step; from row B on all else at odd steps, from two steps' gradients,
+    and value tables of August in a rhythm of their own. In float32, changes agree but for the
+    rounding of weights, and for the decay of a few numbers whose updates are nearly 0."""
+    is_rounded = (name, first) in IN_FLOAT32
+    if not is_rounded:
+        request.getfixturevalue("float64")
+    initial, found, expected = play(name, SMALL[name], first, count, randomize)
+    for key, p in found.items():
+        change, error = (expected[key] - initial[key]).norm(), (p - expected[key]).norm()
+        allowed = 5e-4 * change + 1e-7 * expected[key].norm() if is_rounded else 1e-9 * change
         assert error <= allowed, f"{key}: error {error:.1e} in a change of {change:.1e}"
 
 
-@pytest.mark.parametrize("name", ROW)
+# Of models of full size.
+SHAPES = {"blocks.0.attn.qk_w": (6, 256, 768), "mixers.last.bias": (14,)}
+OF_JULY = {"bigram_embed.weight": (377280, 768)}
+OF_JULY |= {"mixers.0.bias": (26,), "mixers.4.bias": (41,), "mixers.end.bias": (5,)}
+OF_AUGUST = {f"blocks.{i}.mlp.c_fc.weight": (2816, 768) for i in range(11) if i != 7}
+OF_AUGUST |= {"blocks.8.second_mlp.c_fc.weight": (2816, 768), "mixers.end.group_w": (10, 12, 64)}
+OF_AUGUST |= {"mixers.0.bias": (23,), "mixers.4.bias": (13,), "mixers.end.bias": (10,)}
+SHAPES = {"May": SHAPES | OF_JULY, "July": SHAPES | OF_JULY, "August": SHAPES | OF_AUGUST}
+
+
+@pytest.mark.parametrize("name", LATER)
 def test_each_parameter_learns_by_the_published_numbers(name):
-    """Also by those that a few steps in float32 hide, as the decay of gates."""
+    """Also by those that a few steps hide. Some have the published sizes."""
     with torch.device("meta"):
-        model = GPT(FULL[name])
+        model = SCRIPT[name].GPT(FULL[name])
     names = {p: exact.without_numbers(key) for key, p in model.named_parameters()}
-    learning = set()
-    for group in Optimizers.parameter_groups(model, FULL[name]):
+    shapes, learning = {key: tuple(p.shape) for key, p in model.named_parameters()}, set()
+    assert shapes.items() >= SHAPES.get(name, {}).items()
+    if name in MADE:
+        assert model.signs.shape == (8192, 768)
+        count = len([key for key in shapes if "c_fc" in key])
+        assert count == len([key for key in SHAPES["August"] if "c_fc" in key]) == 11
+    adam, matrices, matrix_rule = reading.ADAM, reading.FACTOR, august.anvil
+    if name != "August":
+        adam, matrices, matrix_rule = ROW[name].adam, ROW[name].normuon, train_gpt_2026.muon
+    for group in SCRIPT[name].Optimizers.groups_of(model, FULL[name]):
+        rule, numbers = group.rule.func, group.rule.keywords
         for key in {names[p] for p in group.params}:
             learning.add(key)
-            if key in exact.NORMUON_B:
-                assert (group.name, group.lr) == ("muon", 0.023)
+            if key in matrices:
+                factor = 1.0 if key.endswith("qk_w") else None
+                assert (rule, numbers["factor"], group.lr) == (matrix_rule, factor, 0.023)
                 continue
-            factor, betas, decay = ROW[name].adam[key]
-            found = group.lr, *group.rule.keywords["betas"], group.rule.keywords["decay"]
+            factor, betas, decay = adam[key]
+            found = group.lr, *numbers["betas"], numbers["decay"]
             assert found == pytest.approx((0.008 * factor, *betas, 0.005 * decay), rel=1e-12)
-    assert learning == (ROW[name].adam | ROW[name].normuon).keys()
+            waits = name == "August" and key.startswith("value_embeds")
+            assert rule is (august.table_adam if waits else train_gpt_2026.adam)
+            assert group.steps == 2
+    assert learning == adam.keys() | matrices.keys()
 
 
 # -----------------------------------------------------------------------------
@@ -248,63 +412,121 @@ def test_each_parameter_learns_by_the_published_numbers(name):
 
 def test_row_a_is_scheduled_as_in_exact_fractions():
     for step in range(1696):
-        now, (long, short) = Moment(step, FULL["A"]), exact.windows_a(step)
+        now, (long, short) = moment("A", step), exact.windows_a(step)
         expected = exact.multiplier_a(step), exact.ramp(step)
         assert (now.lr, now.momentum) == pytest.approx([float(x) for x in expected], abs=1e-12)
         assert (now.window, max(now.short // 128, 1) * 128) == (long, short)
         assert (now.seq_len, now.longest, now.targets, now.tied) == (49152, 0, (1.0,), False)
 
 
-@pytest.mark.parametrize("name", ROW)
+def scheduled(name: str, step: int) -> dict:
+    """Return what is scheduled at a step of a later record."""
+    if name == "August":
+        long, short = reading.windows(step)
+        stage, momentum = reading.stage(step), reading.momentum(step)
+        share, beta = (1.0, momentum) if step < 514 else (0.4385, 0.85)
+        return {
+            "lr": reading.multiplier(step),
+            "momentum": momentum,
+            "targets": tuple(reading.target_weights(step)),
+            "window": long,
+            "short": short,
+            "seq_len": 2048 * reading.LENGTHS[stage],
+            "longest": reading.CAPS[stage],
+            "tied": reading.is_tied(step),
+            "prefix": reading.prefix_share(step),
+            "candidates": reading.candidates(step),
+            "ngrams": reading.learns(step),
+            "fast_share": share,
+            "fast_beta": beta,
+        }
+    row = ROW[name]
+    long, short = exact.windows(row, step)
+    found = {
+        "lr": float(exact.multiplier(row, step)),
+        "momentum": float(exact.momentum_of(row, step)),
+        "targets": tuple(float(weight) for weight in exact.target_weights(row, step)),
+        "window": long,
+        "short": short,
+        "seq_len": exact.tokens_of(row, step),
+        "longest": exact.document_cap(row, step),
+        "tied": exact.is_tied(row, step),
+    }
+    return found | ({"prefix": float(newest.prefix_share(row, step))} if name in MADE else {})
+
+
+@pytest.mark.parametrize("name", LATER)
 def test_later_rows_are_scheduled_as_in_exact_fractions(name):
-    row, hp = ROW[name], FULL[name]
-    assert hp.num_iterations == row.steps + exact.EXTENSION
-    for step in range(hp.num_iterations + 1):
-        now, (long, short) = Moment(step, hp), exact.windows(row, step)
-        expected = exact.multiplier(row, step), exact.momentum_of(row, step)
-        expected = [float(x) for x in (*expected, *exact.target_weights(row, step))]
-        assert (now.lr, now.momentum, *now.targets) == pytest.approx(expected, abs=1e-12), step
-        assert (now.window, now.short // 128 * 128) == (long, short), step
-        lengths = exact.tokens_of(row, step), exact.document_cap(row, step)
-        assert (now.seq_len, now.longest) == lengths, step
-        assert now.tied == exact.is_tied(row, step), step
+    hp = FULL[name]
+    steps = reading.STEPS if name == "August" else ROW[name].steps + ROW[name].extension
+    assert hp.num_iterations == steps
+    for step in range(steps + 1):
+        now = SCRIPT[name].Moment(step, hp)
+        now.short = now.short // 128 * 128
+        for key, value in scheduled(name, step).items():
+            assert getattr(now, key) == pytest.approx(value, abs=1e-12), (key, step)
 
 
-TARGETS_C = {0: (1, 0.5, 0.25), 520: (1, 0.5), 521: (1, 0.499), 1039: (1, 0.00096), 1040: (1,)}
+LRS = {422: 1, 423: 1.52, 508: 1.52, 509: 1.518202, 846: 0.91231, 847: 1.027087, 1269: 0.152073}
+PUBLISHED = {
+    ("C", "targets"): {0: (1, 0.5, 0.25), 520: (1, 0.5), 521: (1, 0.499), 1039: (1, 0.00096)}
+    | {1040: (1,)},
+    ("July", "lr"): LRS | {1270: 0.15},
+    ("July", "momentum"): {1235: 0.95, 1236: 0.948, 1260: 0.9, 1284: 0.852},
+    ("July", "targets"): {422: (1, 0.5, 0.000591), 846: (1, 0.001179), 847: (1,)},
+    ("July", "prefix"): {0: 0.25, 423: 0.25, 846: 0.00058962, 847: 0},
+}
+TOKENS = {"A": 666.5e6, "B": 487.6e6, "C": 424.7e6, "D": 395.8e6, "May": 340.1e6, "July": 338.8e6}
 
 
 def test_schedules_have_the_published_numbers():
-    for step, targets in TARGETS_C.items():
-        assert Moment(step, FULL["C"]).targets == pytest.approx(targets, abs=5e-5)
-    for name, published in (("A", 666.5e6), ("B", 487.6e6), ("C", 424.7e6), ("D", 395.8e6)):
-        hp = FULL[name]
-        tokens = sum(hp.batch_seqs * Moment(i, hp).seq_len for i in range(hp.num_iterations))
-        assert tokens == pytest.approx(published, abs=5e4)
+    for (name, key), numbers in PUBLISHED.items():
+        for step, value in numbers.items():
+            found = getattr(moment(name, step), key)
+            assert found == pytest.approx(value, abs=6e-7 if name == "July" else 5e-5), (key, step)
+    for name, published in TOKENS.items():
+        lengths = [moment(name, step).seq_len for step in range(FULL[name].num_iterations)]
+        assert 8 * sum(lengths) == pytest.approx(published, abs=5e4)
 
 
-YARN = {  # by stage: frequencies 0, 1, 8, 16 and 31 of 32, and attention's scale
-    1: [1, 0.799638, 0.100042, 0.0123408, 0.000418527, 0.116946],
-    2: [1, 0.799638, 0.0792315, 0.00796326, 0.000266335, 0.127518],
-    3: [1, 0.799638, 0.0736302, 0.00676914, 0.000225361, 0.131778],
+# By stage: frequencies 0, 1, 2, 8, 16 and 31, and attention's scale, of wide and of narrow heads.
+YARN = {
+    1: (1, 0.799638, 0.639421, 0.100042, 0.0123408, 0.000418527, 0.099404),
+    2: (1, 0.799638, 0.639421, 0.0792315, 0.00796326, 0.000266335, 0.108390),
+    4: (1, 0.799638, 0.639421, 0.0736302, 0.00676914, 0.000225361, 0.112011),
 }
+NARROW = {
+    1: (0.749932, 0.529483, 0.378512, 0.0643697, 0.00931484, 0.000325521, 0.158564),
+    2: (0.749932, 0.529483, 0.335206, 0.0410587, 0.00558891, 0.000195312, 0.174764),
+    4: (0.749932, 0.529483, 0.335206, 0.0349181, 0.00465742, 0.00016276, 0.181136),
+}
+SCALES = {1: 0.116946, 2: 0.127518, 4: 0.131778}  # before August
 TURNS = [("B", 599), ("B", 600), ("B", 1800), ("C", 1039), ("C", 1040), ("C", 1600)]
 TURNS += [("D", 482), ("D", 483), ("D", 967), ("D", 1490)]
+TURNS += [("August", step) for step in (0, 400, 700, 1120, 1180, 1194)]
 
 
 @pytest.mark.parametrize(("name", "step"), TURNS)
 def test_rotary_tables_have_the_published_frequencies_and_scales(name, step):
-    hp = FULL[name]
-    windows = tuple(stage.window for stage in train_gpt_2026.stages_until(step, hp))
-    frequencies, scale = exact.rotary(ROW[name], step)
-    found, factor = train_gpt_2026.yarn(1024.0 ** -(torch.arange(32).double() / 31), windows)
-    assert [*found.tolist(), 0.1 * factor] == pytest.approx([*frequencies, scale], rel=1e-12)
     with torch.device("meta"):
-        model = GPT(hp)
-    _, sin, factor = model.rotary(torch.arange(2), Moment(step, hp))[False]
-    found = [*sin[1, 0, :64].double().asin().tolist(), hp.attn_scale * factor.item()]  # position 1
-    assert found == pytest.approx([*frequencies, *[0.0] * 32, scale], rel=2e-6)
-    if (stage := exact.stage(ROW[name], step)) in YARN:
-        assert [found[i] for i in (0, 1, 8, 16, 31, 64)] == pytest.approx(YARN[stage], rel=5e-6)
+        model = SCRIPT[name].GPT(FULL[name])
+    tables = model.rotary(torch.arange(2), SCRIPT[name].Moment(step, FULL[name]))
+    if name == "August":
+        of_kinds, stage = reading.rotary(min(step, 1193)), reading.stage(step)
+    else:
+        of_kinds, stage = {False: exact.rotary(ROW[name], step)}, exact.stage(ROW[name], step)
+        stage += stage == 3  # the extension is August's fifth stage
+    for narrow, (frequencies, scale) in of_kinds.items():
+        _, sin, factor = tables[(narrow, False) if name == "August" else False]
+        turning = sin[1, 0].double().asin().tolist()  # of position 1
+        found = [*turning, model.blocks[0 if narrow else 3].attn.scale * factor.item()]
+        still = [0.0] * (0 if narrow else 32)
+        assert found == pytest.approx([*frequencies, *still, scale], rel=2e-6)
+        if stage in YARN:
+            expected = list((NARROW if narrow else YARN)[stage])
+            if name != "August":
+                expected[-1] = SCALES[stage]
+            assert [found[i] for i in (0, 1, 2, 8, 16, 31, -1)] == pytest.approx(expected, rel=5e-6)
 
 
 @pytest.mark.parametrize("steps", [46, 190, 3000])
@@ -312,7 +534,7 @@ def test_rotary_tables_have_the_published_frequencies_and_scales(name, step):
 def test_a_run_of_another_length_has_shares_of_it(name, steps):
     hp = replace(FULL[name], num_iterations=steps)
     rest = steps - round(steps * 40 / FULL[name].num_iterations)
-    *moments, last = [Moment(step, hp) for step in range(steps + 1)]
+    *moments, last = [train_gpt_2026.Moment(step, hp) for step in range(steps + 1)]
     counts = [sum(now.window == window for now in moments) for window in (384, 896, 1408, 1664)]
     assert sum(counts) == steps and counts[3] == steps - rest
     assert all(abs(count - rest / 3) < 1 for count in counts[:3])

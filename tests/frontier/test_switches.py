@@ -1,4 +1,4 @@
-"""Each technique's switch: on, it trains and matters."""
+"""Each technique's switch: on, it trains and matters; and off, in the demos of later records."""
 
 import functools
 import re
@@ -9,8 +9,11 @@ import torch
 
 import train_gpt
 import train_gpt_2026
+import train_gpt_2026_07
+import train_gpt_2026_08
 from frontier.small_runs import A
-from train_gpt_2026 import Hyperparameters, Moment, Optimizers, Run
+from frontier.test_rows import COUNTS
+from train_gpt_2026 import Hyperparameters, Run
 
 CPU = torch.device("cpu")
 LAYERS = "long+v0,short,short+x1,long+v2+x0"
@@ -28,11 +31,41 @@ sublayer_lambdas on, x0_apart on | x0_apart on, bigram_rows 301; out_init 1 |
 gate_by_values on, value_gate on | value_gate on; layers {LAYERS}+in0 |; layers {LAYERS}+in1 |
 adam_rule cautious |; adam_every 2 |; muon_beta2 .95 |; muon_decay 1.2 |; polar_express on |
 muon_mul 1 2 3 |; qkv_init 2 |; value_init 0 |; head_init .02 |"""
+# Without one technique each: a flag, or behind a - the word that is removed from a table.
+OFF_JULY = """align_to_documents off;stages length=2+window=384+lr=1.52+targets=1/.5
+extension_frac 0 --last_window 0;yarn off;window_rule blocks;smear off;sublayer_lambdas off
+residual_lambda 1;scaled_projections off;key_offset off;paired_heads off;bigram_rows 0
+bigram_signs 0;value_gate off --gate_by_values off;gate_by_values off;value_init 0;out_init 0
+tied_frac 0;logit_sigmoid 0 0 1;polar_express off;muon_beta2 0;momentum_cooldown_steps 0
+muon_decay 0;adam_every 1;qk_pairs off;mudd_width 0;mixer_width 0;prefix 0;fp8_mlp off;lr_final .1
+layers -x\\d+;layers -in\\d+;layers -v\\d;layers -mudd;layers -xsa;layers -mixer;layers -gate
+layers -composed;stages -targets=[^+,]*;adam_groups -decay=[^+,]*;adam_groups -beta[12]=[^+,]*"""
+OFF_AUGUST = """sampled_softmax off;ngram_rows 0 --bigram_rows 50304;optimizer muon;narrow_heads off
+mlp_width 0;mudd_groups 0;layers -mlps\\d;layers -embed;layers -narrowv;layers -bigram;prefix 0
+tail_average off;anvil_share 1;attention_border 100;tied_frac 0"""
+OFF = [(train_gpt_2026_07, words) for words in re.split("[;\n]", OFF_JULY)]
+OFF += [(train_gpt_2026_08, words) for words in re.split("[;\n]", OFF_AUGUST)]
+# What the first steps on a CPU do not show.
+LATE = {"align_to_documents off", "yarn off", "momentum_cooldown_steps 0", "fp8_mlp off"}
+LATE |= {"lr_final .1", "tail_average off", "anvil_share 1"}
+SIZES = (
+    "--record demo --vocab_size 512 --model_dim 32 --num_heads 4 --head_dim 8 --batch_seqs 2 "
+    "--bigram_signs 37"
+)
+STAGES = re.sub(
+    "10240|14336|24576", lambda found: COUNTS[found[0]], train_gpt_2026_08.RECORDS["demo"].stages
+)
+SIZES = {
+    train_gpt_2026_07: f"{SIZES} --bigram_rows 1234",
+    train_gpt_2026_08: f"{SIZES} --ngram_rows 1234 --mlp_width 120 --canonical_mask off "
+    f"--stages {STAGES}",
+}
 
 
 @pytest.fixture
-def small(bare) -> Hyperparameters:
-    return replace(bare, batch_seqs=2, layers=LAYERS)
+def small(tiny) -> Hyperparameters:
+    """Return train_gpt.py's tiny settings as the fork's, with every technique off."""
+    return Hyperparameters(**vars(tiny) | {"batch_seqs": 2, "layers": LAYERS})
 
 
 def with_flags(hp: Hyperparameters, text: str) -> Hyperparameters:
@@ -45,17 +78,19 @@ def with_flags(hp: Hyperparameters, text: str) -> Hyperparameters:
 
 
 @functools.cache
-def four_steps(hp: Hyperparameters) -> tuple[list[float], dict]:
-    """Return the losses of four steps and of a validation after them, and the last weights."""
-    words = torch.randint(1, 24, (769,), generator=torch.Generator().manual_seed(0)).cumsum(0) % 512
-    model, val = train_gpt.build(Run, hp, CPU), (words[None, :-1].int(), words[None, 1:])
-    optimizers, losses = Optimizers(model, hp), []
-    for step in range(4):
-        now = Moment(step, hp)
+def first_steps(run, hp, count: int = 4) -> tuple[list[float], dict]:
+    """Return the losses of some steps and of a validation after them, and the last weights."""
+    some = torch.randint(1, 24, (2000,), generator=torch.Generator().manual_seed(0))
+    words = some.cumsum(0) % 512  # each is a little after the one before
+    model, val = train_gpt.build(run, hp, CPU), (words[None, :768].int(), words[None, 1:769])
+    optimizers, losses = run.optimizers_class(model, hp), []
+    for step in range(count):
+        now = run.moment(step, hp)
         size = 2 * now.seq_len
         batch = words[:size].int().view(2, -1), words[1 : size + 1].view(2, -1)
         losses.append(train_gpt.train_step(model, optimizers, *batch, now)[0].item())
-    return [*losses, train_gpt.evaluate(model, val, Moment(4, hp), CPU)], model.state_dict()
+    losses.append(train_gpt.evaluate(model, val, run.moment(count, hp), CPU))
+    return losses, model.state_dict()
 
 
 @pytest.mark.parametrize("text", re.split("[;\n] *", SWITCHES), ids=lambda text: text.split()[0])
@@ -64,7 +99,7 @@ def test_each_switch_trains_and_matters(text, small):
     plain = with_flags(small, more)
     hp = with_flags(plain, on)
     train_gpt_2026.check(hp)
-    (losses, _), (expected, _) = four_steps(hp), four_steps(plain)
+    (losses, _), (expected, _) = first_steps(Run, hp), first_steps(Run, plain)
     assert max(losses) < 7 and min(losses[3:]) < losses[0] - 0.02 and losses != expected
 
 
@@ -77,6 +112,23 @@ def test_every_new_setting_has_a_switch_here():
 
 @pytest.mark.parametrize("text", [f"layers {PAIRS}", "bigram_lambda .5", "stages lr=1"])
 def test_what_waits_for_a_switch_changes_nothing_without_it(text, small):
-    (losses, weights), (expected, same) = four_steps(with_flags(small, text)), four_steps(small)
+    (losses, weights), (expected, same) = (
+        first_steps(Run, with_flags(small, text)),
+        first_steps(Run, small),
+    )
     assert losses == expected and weights.keys() == same.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in same.items())
+
+
+@pytest.mark.parametrize(("script", "words"), OFF)
+def test_it_trains_without_any_technique_and_differently(script, words):
+    name, value = words.split(" ", 1)
+    sizes = SIZES[script].split()
+    usual, _ = train_gpt.parse_args(sizes, script.Run)
+    if value.startswith("-"):
+        value, count = re.subn(rf"\+{value[1:]}(?=[+,]|$)", "", getattr(usual, name))
+        assert count
+    hp, _ = train_gpt.parse_args([*sizes, f"--{name}", *value.split()], script.Run)
+    (losses, _), (whole, _) = (first_steps(script.Run, one, 5) for one in (hp, usual))  # betas show
+    assert max(losses) < 7 and losses[3] < losses[0] - 0.02
+    assert (losses[:5] == whole[:5]) == (words in LATE)
