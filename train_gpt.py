@@ -371,6 +371,7 @@ class Moment:
         self.lr = get_lr(self.step, hp)  # multiplier on every learning rate
         self.momentum = get_muon_momentum(self.step, hp)
         self.window = get_window_size(self.step, hp)  # the long one, in tokens
+        self.short = self.window // 2  # the short one
         self.seq_len = hp.seq_len  # tokens in a training sequence
         last = self.step == hp.num_iterations
         self.validate = last or bool(hp.val_loss_every and self.step % hp.val_loss_every == 0)
@@ -537,12 +538,6 @@ def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
     position = torch.arange(len(first), device=first.device)
     hidden = (position > position[:, None]) | (position < first[:, None])
     return torch.zeros(hidden.shape, device=first.device).masked_fill_(hidden, -math.inf)
-
-
-@compiled
-def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:
-    """Return the masks of input_seq (T,) for windows (), by the windows' names."""
-    return {name: make_mask(first_visible(input_seq, w, rule)) for name, w in windows.items()}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
@@ -796,7 +791,8 @@ class GPT(nn.Module):
 
     def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
         """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
-        masks = self.masks(input_seq, now)
+        # Windows are tensors, so that a new one recompiles nothing.
+        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
         rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
         x, values = self.embedded(input_seq)
         # Four layers are a graph: between graphs, the gradients of x0 and of outputs that several
@@ -811,11 +807,12 @@ class GPT(nn.Module):
         return streams["x"]
 
     @torch.no_grad()
-    def masks(self, input_seq: Tensor, now: Moment) -> dict:
-        """Return the masks of input_seq (T,), by Layer.mask."""
-        # As tensors, so that a new window recompiles nothing.
-        windows = {"long": torch.tensor(now.window), "short": torch.tensor(now.window // 2)}
-        return make_masks(input_seq, windows, self.hp.window_rule)
+    @compiled
+    def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:
+        """Return the masks of input_seq (T,) for both windows (), by Layer.mask."""
+        first_long = first_visible(input_seq, long, self.hp.window_rule)
+        first_short = first_visible(input_seq, short, self.hp.window_rule)
+        return {"long": make_mask(first_long), "short": make_mask(first_short)}
 
     @compiled
     def rotary(self, position: Tensor, now: Moment) -> tuple[Tensor, Tensor]:
@@ -1499,14 +1496,14 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
 
 
 class Run:
-    """What a fork that imports this file replaces, in a subclass, as by `model_class = MyGPT`. Here
-    names are looked up when they are called, because a fork may also assign train_gpt.GPT."""
+    """What a fork that imports this file replaces, in a subclass, as by `GPT = MyGPT`. Here, names
+    are looked up when they are called, because a fork may also assign train_gpt.GPT."""
 
     records: dict[str, Hyperparameters] = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    model_class = staticmethod(lambda hp: GPT(hp))
-    optimizers_class = staticmethod(lambda *arguments: Optimizers(*arguments))
-    moment = staticmethod(lambda step, hp: Moment(step, hp))
+    GPT = staticmethod(lambda hp: GPT(hp))
+    Optimizers = staticmethod(lambda *arguments: Optimizers(*arguments))
+    Moment = staticmethod(lambda step, hp: Moment(step, hp))
     check = staticmethod(lambda hp: check(hp))
     plan = staticmethod(lambda *arguments: consecutive(*arguments))
     read_per_token = staticmethod(lambda hp: 1.0)  # tokens read, at most, for each that trains
@@ -1585,7 +1582,7 @@ def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
     # Otherwise, layers with an autograd.Function would be compiled anew at each start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)
-    model = run.model_class(hp).to(device)
+    model = run.GPT(hp).to(device)
     for table in model.tables():
         table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     return model
@@ -1690,7 +1687,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
     # Data and model come before the log: a mistake in them does not use up the run's name.
-    moments = [run.moment(step, hp) for step in range(hp.num_iterations + 1)]
+    moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     val_batch = validation_batch(hp, rank, world_size, device)
     planned = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
     model = build(run, hp, device)
@@ -1703,7 +1700,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
     if first_step == hp.num_iterations:
         return log(f"the run {log.run_id} is finished")
-    optimizers = run.optimizers_class(model, hp, rank, world_size)
+    optimizers = run.Optimizers(model, hp, rank, world_size)
 
     if log.is_new:
         log.write(header(run, hp), log.file)

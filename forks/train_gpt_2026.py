@@ -675,20 +675,6 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:  # ov
     return t.first_visible(input_seq, window, rule)
 
 
-@t.compiled
-def make_masks(input_seq: Tensor, windows: dict[str, Tensor], rule: str) -> dict:  # overrides
-    """Return the masks of input_seq (T,) for windows (), by name. Where heads are paired, a token
-    has two positions: a document begins at the first, and windows count positions."""
-    masks = {}
-    for name, window in windows.items():
-        tokens = input_seq
-        if name.endswith("+pair"):
-            second = torch.full_like(input_seq, -1)
-            tokens = torch.stack([input_seq, second], dim=1).flatten()
-        masks[name] = t.make_mask(first_visible(tokens, window, rule))
-    return masks
-
-
 def number(value: float, like: Tensor) -> Tensor:
     """Return a number as a tensor (), so that another number recompiles nothing."""
     return torch.full((), value, device=like.device)
@@ -1042,13 +1028,20 @@ class GPT(t.GPT):
         return x, rows
 
     @torch.no_grad()
-    def masks(self, input_seq: Tensor, now: Moment) -> dict:  # overrides
-        """Return the masks of input_seq (T,), by Layer.mask."""
-        windows = {}
+    @t.compiled
+    def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:  # overrides
+        """Return the masks of input_seq (T,) for both windows (), by Layer.mask. Where heads are
+        paired, a token has two positions: a document begins at the first, and windows count
+        positions."""
+        masks = {}
         for name in sorted({layer.mask for layer in self.layers} - {"none"}):
-            window = now.window if name.startswith("long") else now.short
-            windows[name] = torch.tensor(window)
-        return make_masks(input_seq, windows, self.hp.window_rule)
+            window = long if name.startswith("long") else short
+            tokens = input_seq
+            if name.endswith("+pair"):
+                second = torch.full_like(input_seq, -1)
+                tokens = torch.stack([input_seq, second], dim=1).flatten()
+            masks[name] = t.make_mask(first_visible(tokens, window, self.hp.window_rule))
+        return masks
 
     def rotary(self, position: Tensor, now: Moment) -> dict[bool, tuple]:  # overrides
         """Return the rotary tables of tokens at positions (T,), by whether heads are paired: cos
@@ -1295,9 +1288,9 @@ class Run(t.Run):
 
     records = RECORDS
     default_record = "2026-03-06_SimplifyHC"
-    model_class = GPT
-    optimizers_class = Optimizers
-    moment = Moment
+    GPT = GPT
+    Optimizers = Optimizers
+    Moment = Moment
     check = staticmethod(check)
     plan = staticmethod(plan)
 

@@ -538,9 +538,9 @@ class Run(base.Run):
 
     records = RECORDS
     default_record = "2026-07-17_FP8DownProjection"
-    model_class = GPT
-    optimizers_class = Optimizers
-    moment = Moment
+    GPT = GPT
+    Optimizers = Optimizers
+    Moment = Moment
     check = staticmethod(check)
 
 

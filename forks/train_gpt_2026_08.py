@@ -432,12 +432,11 @@ class GPT(record_89.GPT):
             made["end"] |= dict.fromkeys(names, [0.0])
         return made
 
-    @torch.no_grad()
-    def masks(self, input_seq: Tensor, now: Moment) -> dict:  # overrides
+    def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:  # overrides
         """Return the masks of input_seq (T,), by Layer.mask."""
         if self.training and self.hp.attention_border:
             input_seq = with_borders(input_seq, self.hp.attention_border)
-        return super().masks(input_seq, now)
+        return super().masks(input_seq, long, short)
 
     def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:  # overrides
         """Return the rotary tables of tokens at positions (T,), by Layer.rotary. Those of narrow
@@ -582,9 +581,9 @@ class Run(record_89.Run):
 
     records = RECORDS
     default_record = "2026-08-30_ANVIL2"
-    model_class = GPT
-    optimizers_class = Optimizers
-    moment = Moment
+    GPT = GPT
+    Optimizers = Optimizers
+    Moment = Moment
     check = staticmethod(check)
     plan = staticmethod(plan)
 

@@ -228,7 +228,7 @@ class GPT(t.GPT):
 
     @torch.no_grad()
     @t.compiled
-    def masks(self, input_seq: Tensor, now: t.Moment) -> dict:  # overrides
+    def masks(self, input_seq: Tensor, *windows: Tensor) -> dict:  # overrides
         """Return the mask of input_seq (T,): causal, and within each context."""
         position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
         return {"long": t.make_mask(position - position % self.hp.context_len)}
@@ -290,9 +290,9 @@ class Run(t.Run):
     """A run of the benchmark."""
 
     records, default_record = RECORDS, "muon"
-    model_class = GPT
-    optimizers_class = Optimizers
-    moment = Moment
+    GPT = GPT
+    Optimizers = Optimizers
+    Moment = Moment
     check = staticmethod(check)
 
 

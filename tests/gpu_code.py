@@ -287,8 +287,8 @@ def layer_graphs_2026(hp, run):
     """Yield the graphs of a fork's layers: of those with paired heads, and of those without, the
     one that has most; then the one that has most of what a mixer tells each head."""
     with torch.device("meta"):
-        model = run.model_class(hp)
-    now = run.moment(0, hp)
+        model = run.GPT(hp)
+    now = run.Moment(0, hp)
     made = {}
     for layer in model.layers:
         told = vars(layer).get("xsa", False)
@@ -299,7 +299,8 @@ def layer_graphs_2026(hp, run):
     for label, (_, layer) in sorted(made.items()):
         x, added, value, source = activations(hp, 4)
         tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
-        mask = model.masks(tokens, now)[layer.mask]
+        windows = torch.tensor(now.window), torch.tensor(now.short)
+        mask = model.masks(tokens, *windows)[layer.mask]
         rotary = model.rotary(torch.arange(hp.seq_len), now)[layer.rotary]
         value, source = (
             tensor if named is not None else None
@@ -313,13 +314,13 @@ def layer_graphs_2026(hp, run):
             shapes = {name: (1, hp.seq_len, size) for name, size in sizes.items()}
             bf16 = {"dtype": torch.bfloat16, "requires_grad": True}
             arguments.append({name: torch.empty(shape, **bf16) for name, shape in shapes.items()})
-        yield label, captured(run.model_class.block_class(hp, layer), *arguments)
+        yield label, captured(run.GPT.block_class(hp, layer), *arguments)
 
 
 def loss_graphs(hp, run):
     """Yield the graphs of the head and its loss, as a run compiles them."""
     with torch.device("meta"):
-        head = run.model_class(hp).lm_head
+        head = run.GPT(hp).lm_head
     head = head.to_empty(device="cpu")
     tokens = head.chunk_len(torch.device("cuda"))
     x = torch.empty(tokens, hp.model_dim, dtype=torch.bfloat16)
@@ -354,7 +355,7 @@ def muon_graphs(hp, run, square_only=False):
         return orthogonalise(direction.bfloat16())
 
     with torch.device("meta"):
-        optimizers = run.optimizers_class(run.model_class(hp), hp)
+        optimizers = run.Optimizers(run.GPT(hp), hp)
     for group, rows in optimizers.groups:
         *_, height, width = rows.own.shape
         if group.name not in ("muon", "pairs") or (square_only and height != width):

@@ -25,7 +25,7 @@ class Run(t.Run):
 
     records = {"demo": Hyperparameters(**vars(t.RECORDS["demo"]), speed=0.5)}
     default_record = "demo"
-    moment = Moment
+    Moment = Moment
 
 
 if __name__ == "__main__":

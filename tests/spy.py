@@ -13,13 +13,13 @@ def main(words: list[str], run: type[train_gpt.Run] = train_gpt.Run) -> None:
     """Run train_gpt.py, or a fork whose Run is given, and write the report."""
     seen = {}
 
-    make = run.optimizers_class
+    make = run.Optimizers
 
     def noted(model, *arguments):
         seen["model"], seen["optimizers"] = model, make(model, *arguments)
         return seen["optimizers"]
 
-    run.optimizers_class = staticmethod(noted)
+    run.Optimizers = staticmethod(noted)
     train_gpt.main(words, run)
     digest = hashlib.sha256()
     for p in seen["model"].parameters():

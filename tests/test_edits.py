@@ -61,7 +61,8 @@ def drawn(module: torch.nn.Module) -> torch.nn.Module:
 
 def masks(m, hp):
     tokens = torch.arange(256, dtype=torch.int32)
-    return [m.make_masks(tokens, {"long": torch.tensor(70)}, "tokens")["long"].clamp(-1)]
+    model = m.GPT(replace(hp, window_rule="tokens"))
+    return [model.masks(tokens, torch.tensor(70), torch.tensor(35))["long"].clamp(-1)]
 
 
 def lists(m, hp):

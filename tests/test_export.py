@@ -48,14 +48,14 @@ torch.save(answers, "answers.pt")
 def write_checkpoint(of, path: Path) -> tuple[torch.nn.Module, train_gpt.Moment]:
     """Write a checkpoint with random weights, of a script's record. Return its model and moment."""
     hp, record = train_gpt.parse_args(RECORDS[of].split(), of.Run)
-    model = of.Run.model_class(hp)
+    model = of.Run.GPT(hp)
     torch.manual_seed(0)
     for p in model.parameters():
         p.data = torch.rand(p.shape) * p.size(-1) ** -0.5
     state = {"script": f"{of.__name__}.py", "record": record, "hyperparameters": dict(vars(hp))}
     step = hp.num_iterations // 8
     torch.save(state | {"step": step, "seconds": 1.0, "model": model.state_dict()}, path)
-    return model.eval(), of.Run.moment(step, hp)
+    return model.eval(), of.Run.Moment(step, hp)
 
 
 def in_an_empty_folder(code: str, folder) -> None:

@@ -120,12 +120,12 @@ def test_without_any_technique_the_fork_is_the_model_of_train_gpt(tiny):
         hp = replace(hp, batch_seqs=2, adam_eps=1e-6)
         model = train_gpt.build(run, hp, device)
         initial = {name: weight.clone() for name, weight in model.state_dict().items()}
-        optimizers = run.optimizers_class(model, hp)
+        optimizers = run.Optimizers(model, hp)
         losses = []
         for step in range(4):
-            result = train_gpt.train_step(model, optimizers, *batch, run.moment(step, hp))
+            result = train_gpt.train_step(model, optimizers, *batch, run.Moment(step, hp))
             losses.append(result[0].item())
-        losses.append(train_gpt.evaluate(model, batch, run.moment(4, hp), device))
+        losses.append(train_gpt.evaluate(model, batch, run.Moment(4, hp), device))
         found.append((initial, losses, model.state_dict()))
     (expected_initial, expected_losses, expected_last), (initial, losses, last) = found
     torch.testing.assert_close(initial, expected_initial, rtol=0, atol=0)

@@ -26,7 +26,7 @@ def test_the_mean_time_is_that_of_all_steps(path, record, monkeypatch):
     """If the time of a step grows with its length, its targets and, linearly, its window. One round
     is noisy: the median ignores it. Stages that are no whole ninths of a run cost up to 3 %."""
     hp, _ = script.parse(path, ["--record", record])
-    moments = [script.load(path).moment(step, hp) for step in range(hp.num_iterations + 1)]
+    moments = [script.load(path).Moment(step, hp) for step in range(hp.num_iterations + 1)]
     made, ms = Counter(), []
     every = timing.cycle_of(moments)
     assert every == getattr(hp, "adam_every", 1)
@@ -52,7 +52,7 @@ def test_the_mean_time_is_that_of_all_steps(path, record, monkeypatch):
 def test_slow_steps_are_timed_once_each(monkeypatch):
     """Each of the nine takes a second: with those that read data first, 18 of 20 seconds are up."""
     made, hp = [], script.parse(PATH, [])[0]
-    moments = [script.load(PATH).moment(step, hp) for step in range(129)]
+    moments = [script.load(PATH).Moment(step, hp) for step in range(129)]
     run = SimpleNamespace(moments=moments, every=1, batches={}, device="cpu")
     run.step = lambda step: made.append(step) or run.batches.update({step: 0}) or torch.zeros(1, 1)
     monkeypatch.setattr(timing, "clock", lambda device: len(made))

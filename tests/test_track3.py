@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_the_specification(float32_gains, random
 
     optimizers, found = Optimizers(model, hp), dict(model.named_parameters())
     monkeypatch.setattr(optimizers, "step", lambda now: [])
-    loss = train_step(model, optimizers, inputs.int(), targets, Run.moment(0, hp))[0]
+    loss = train_step(model, optimizers, inputs.int(), targets, Run.Moment(0, hp))[0]
     assert loss.item() == pytest.approx(sum(losses).item() / 512, rel=1e-6)
     assert len(found) == 5 + 14 * hp.num_layers
     sums = {p: place for _, rows in optimizers.groups for p, place in rows.places.items()}
@@ -95,7 +95,7 @@ def test_both_records_have_the_benchmarks_number_of_parameters():
 
 
 def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():
-    moments = [Run.moment(step, MUON) for step in range(3251)]
+    moments = [Run.Moment(step, MUON) for step in range(3251)]
     found = [now.step for now in moments if now.validate]
     assert found == [*range(0, 2925, 125), *range(2925, 3251, 25)]
 
@@ -153,7 +153,7 @@ def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tupl
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         saved = {"model": weights, "optimizers": optimizers.state_dict()}
         tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
-        now = Run.moment(step, hp)
+        now = Run.Moment(step, hp)
         losses.append(train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)[0])
     return [*losses, *(p.detach().clone() for p in model.parameters())], saved
 
@@ -188,7 +188,7 @@ def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
             rows.grad = rows.own
             for step in (4, 5):  # step 4 makes Shampoo's roots, step 5 does not
                 with FlopCounterMode(display=False) as counter:
-                    track.catalog.OPTIMIZERS[hp.optimizer](rows, 0.0, Run.moment(step, hp), hp)
+                    track.catalog.OPTIMIZERS[hp.optimizer](rows, 0.0, Run.Moment(step, hp), hp)
             flops += counter.get_total_flops()
             state += sum(value.numel() for value in rows.state.values())
         around = 2 * bool(hp.lookahead[0]) + 2 * bool(hp.outer_period) + bool(hp.tail_ema[0])

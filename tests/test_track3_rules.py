@@ -76,7 +76,7 @@ def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="
 
     patch.setattr(psgd, "probes", probes)
     for s in range(first, first + count):
-        now = Run.moment(s, model.hp)
+        now = Run.Moment(s, model.hp)
         model(now)
         for p, name in names.items():
             p.grad = scale * (expected[p].steady + draw(*p.shape)) * (scale == 1 or s > first)
@@ -110,7 +110,7 @@ def test_trust_has_limits_until_the_published_steps(record):
     momentum, noise, gradient = torch.randn(3, 16, 4)
     weight, found, expected = Weight(momentum), [], []
     for weight.s in (0, 1374, 1375, 1376, 1500, 1624, 1625, 1626):
-        now = Run.moment(weight.s, RECORDS[record])
+        now = Run.Moment(weight.s, RECORDS[record])
         for share in (0, 0.5, 1, 2, -9):
             case, weight.g = (momentum + share * noise, momentum), gradient + momentum
             found.append(track.catalog.soap_muon.trust(*case, weight.g, now).item())
@@ -137,13 +137,13 @@ def test_roots_of_factors_whose_lowest_eigenvalue_may_not_be_positive(lowest):
 
 
 def test_probes_are_noise_of_each_matrix_and_step_on_any_number_of_ranks():
-    hp, now, drawn = RECORDS["psgd"], Run.moment(3, RECORDS["psgd"]), []
+    hp, now, drawn = RECORDS["psgd"], Run.Moment(3, RECORDS["psgd"]), []
     for ranks in (1, 2):
         params = [torch.nn.Parameter(torch.zeros(32, 48)) for _ in range(4)]
         group = train_gpt.Group("", params, None, 0.0, 2)
         parts = [train_gpt.Rows(group, params, rank, ranks, 1) for rank in range(ranks)]
         drawn.append(torch.cat([psgd.probes(rows, now, hp)[:, 0] for rows in parts], 1))
-    later = psgd.probes(parts[0], Run.moment(4, hp), hp)[:, 0]
+    later = psgd.probes(parts[0], Run.Moment(4, hp), hp)[:, 0]
     assert torch.equal(*drawn)
     noise = torch.cat([drawn[0], later], 1).flatten(2).flatten(0, 1)
     assert (noise @ noise.T / 1536 - torch.eye(12)).abs().max() < 0.15
@@ -174,7 +174,7 @@ def test_settings_are_the_published_ones(record):
 
     # Rates and momentum. adamh's rule replaces the rate in the warm-up.
     for s in (0, 1, 249, 250, *range(299, reference.steps, 100), 1488, 1700, reference.steps - 1):
-        now = Run.moment(s, hp)
+        now = Run.Moment(s, hp)
         found = {"embed": now.lr * hp.embed_lr, "lm_head": now.lr * hp.head_lr}
         found |= {"vector": now.lr * hp.scalar_lr, "blocks": now.matrix_lr * hp.muon_lr}
         for kind, rate in found.items():

@@ -96,8 +96,9 @@ def model_flops(
     recomputation, norms, Newton-Schulz and the like are not counted.
     """
     pairs = Counter()
+    long, short = torch.tensor(now.window), torch.tensor(now.short)
     for row in inputs:
-        for name, mask in model.masks(row, now).items():
+        for name, mask in model.masks(row, long, short).items():
             if isinstance(mask, Tensor):
                 visible = (mask == 0).sum(1)  # to each position
             else:  # block_lists, which begin with the first key that each position sees

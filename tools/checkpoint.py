@@ -30,7 +30,7 @@ class Checkpoint:
     @property
     def now(self) -> Moment:
         """The moment of its step, or of the last step if it names none."""
-        return self.run_class.moment(self.saved.get("step", self.hp.num_iterations), self.hp)
+        return self.run_class.Moment(self.saved.get("step", self.hp.num_iterations), self.hp)
 
     def model(self, device: torch.device, **changed) -> GPT:
         """Return its model on a device, for evaluation; `changed` replaces settings. UserError if

@@ -67,7 +67,7 @@ def processes(batch_seqs: int, gpus: int) -> int:
 
 def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
     """Return the most shards of FineWeb that a run can read."""
-    lengths = [run_class.moment(step, hp).seq_len for step in range(hp.num_iterations)]
+    lengths = [run_class.Moment(step, hp).seq_len for step in range(hp.num_iterations)]
     batches = hp.batch_seqs * np.array(lengths) * run_class.read_per_token(hp)
     # No batch spans two shards, so a part of each shard may be left over.
     return math.ceil(batches.sum() / (SHARD_TOKENS - 1 - batches.max()))

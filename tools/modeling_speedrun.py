@@ -42,8 +42,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(value, list):  # JSON has no tuples
                 settings[name] = tuple(value)
         hp = type(run.records[run.default_record])(**settings)
-        self.gpt = run.model_class(hp)
-        self.now = run.moment(config.step, hp)
+        self.gpt = run.GPT(hp)
+        self.now = run.Moment(config.step, hp)
         self.post_init()
 
     def get_input_embeddings(self):

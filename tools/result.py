@@ -138,7 +138,7 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
     rows = logfile.read_metrics(start.log.with_suffix(".jsonl"))
     losses = [row["train_loss"] for row in rows if "train_loss" in row]
     steps, seconds = run.last
-    tokens = hp.batch_seqs * sum(run_class.moment(step, hp).seq_len for step in range(steps))
+    tokens = hp.batch_seqs * sum(run_class.Moment(step, hp).seq_len for step in range(steps))
     val_loss, _ = run.curve.get(hp.num_iterations, (None, None))
     went_up = bool(losses) and not max(losses[-1], val_loss or 0.0) <= losses[0]
     status, reason = "failed" if end.status else "finished", end.reason

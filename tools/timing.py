@@ -47,7 +47,7 @@ class Timed:
         # If no FineWeb has been fetched, the sample corpus is read.
         self.data = hp.train_files if glob(hp.train_files) else f"{train_gpt.SAMPLE}_train_*.bin"
         self.batches, self.made = {}, 0
-        self.moments = [run_class.moment(step, hp) for step in range(hp.num_iterations + 1)]
+        self.moments = [run_class.Moment(step, hp) for step in range(hp.num_iterations + 1)]
         self.every = cycle_of(self.moments)
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1  # those that bench.py times
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -55,7 +55,7 @@ class Timed:
         self.in_use = core.choose_kernels.__globals__.get("IN_USE", {})  # of gpu_kernels.py
         self.model = core.build(run_class, hp, device)
         self.compiled = core.compiled.allowed
-        self.optimizers = run_class.optimizers_class(self.model, hp, RANK, RANKS)
+        self.optimizers = run_class.Optimizers(self.model, hp, RANK, RANKS)
         core.warm_up(self.model, self.optimizers, self.moments, device, log=notes.append)
         self.kernels = dict(self.in_use)
         self.report = {"script": script.show(path), "record": record, "flags": shlex.join(flags)}

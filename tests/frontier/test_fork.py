@@ -32,7 +32,7 @@ def test_a_record_is_made_of_the_forks_settings_and_can_be(script, name):
     run.check(hp)
     found = train_gpt.parse_args(["--record", name, "--device", "cpu"], run)
     assert found == (replace(hp, device="cpu"), name)
-    hash(run.moment(0, hp).graph_key)
+    hash(run.Moment(0, hp).graph_key)
 
 
 def test_without_a_record_a_gpu_has_the_newest_and_a_cpu_the_demo(monkeypatch):

@@ -213,7 +213,9 @@ def test_masks_are_those_of_the_published_windows(name, length, step, vocabulary
         if name == "August" and training:
             seen = reading.with_borders(tokens, 1000)
             assert not torch.equal(seen, tokens)
-        masks = model.train(training).masks(tokens, moment(name, step))
+        now = moment(name, step)
+        windows = torch.tensor(now.window), torch.tensor(now.short)
+        masks = model.train(training).masks(tokens, *windows)
         assert set(masks) == set(windows)
         for key, mask in masks.items():
             if name == "A":

@@ -129,5 +129,5 @@ def test_a_checkpoint_has_the_loss_that_the_run_had(record, step, whole):
     model = train_gpt.build(Run, hp, cpu)
     model.load_state_dict(saved["model"])
     batch = train_gpt.validation_batch(hp, 0, 1, cpu)
-    loss = train_gpt.evaluate(model, batch, Run.moment(step, hp), cpu)
+    loss = train_gpt.evaluate(model, batch, Run.Moment(step, hp), cpu)
     assert loss == whole(record).rows[step]["val_loss"]

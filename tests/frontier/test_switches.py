@@ -83,13 +83,13 @@ def first_steps(run, hp, count: int = 4) -> tuple[list[float], dict]:
     some = torch.randint(1, 24, (2000,), generator=torch.Generator().manual_seed(0))
     words = some.cumsum(0) % 512  # each is a little after the one before
     model, val = train_gpt.build(run, hp, CPU), (words[None, :768].int(), words[None, 1:769])
-    optimizers, losses = run.optimizers_class(model, hp), []
+    optimizers, losses = run.Optimizers(model, hp), []
     for step in range(count):
-        now = run.moment(step, hp)
+        now = run.Moment(step, hp)
         size = 2 * now.seq_len
         batch = words[:size].int().view(2, -1), words[1 : size + 1].view(2, -1)
         losses.append(train_gpt.train_step(model, optimizers, *batch, now)[0].item())
-    losses.append(train_gpt.evaluate(model, val, run.moment(count, hp), CPU))
+    losses.append(train_gpt.evaluate(model, val, run.Moment(count, hp), CPU))
     return losses, model.state_dict()
 
 

@@ -231,8 +231,8 @@ def test_a_step_after_warm_up_neither_synchronises_nor_compiles(run):
         hp = replace(D, **sizes | {"seq_len": 2048, "layers": layers})
     device = torch.device("cuda")
     model = train_gpt.build(run, hp, device)
-    optimizers = run.optimizers_class(model, hp)
-    moments = [run.moment(step, hp) for step in range(hp.num_iterations + 1)]
+    optimizers = run.Optimizers(model, hp)
+    moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     train_gpt.warm_up(model, optimizers, moments, device)
     tokens = documents(8193).to(device)
 
