@@ -51,8 +51,31 @@ def as_before():
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch) -> None:
-    """Be in an empty folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def tool(elsewhere, capsys):
+    """Return call(main, words, files): in an empty folder, it writes files with these texts, and
+    calls a tool's main; it returns status, output and errors."""
+
+    def call(main, words: list, files: dict[str, str] | None = None) -> tuple[int, str, str]:
+        for name, text in (files or {}).items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(text)
+        capsys.readouterr()
+        status = 0
+        try:
+            main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def files_here() -> set[str]:
+    return {str(path) for path in Path(".").rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +195,8 @@ def language(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def flags(tmp_path, monkeypatch) -> list[str]:
+def flags(tmp_path, elsewhere) -> list[str]:
     """Return the flags of `language` in an empty folder, which becomes the current one."""
-    monkeypatch.chdir(tmp_path)
     return language(tmp_path)
 
 

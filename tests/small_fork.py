@@ -7,22 +7,16 @@ import train_gpt as t
 
 @dataclass(frozen=True)
 class Hyperparameters(t.Hyperparameters):
-    """train_gpt.py's settings, and one more."""
-
     speed: float = 1.0  # factor on every learning rate
 
 
 class Moment(t.Moment):
-    """train_gpt.py's moment with another learning rate."""
-
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)
         self.lr *= hp.speed
 
 
 class Run(t.Run):
-    """A run of this fork."""
-
     records = {"demo": Hyperparameters(**vars(t.RECORDS["demo"]), speed=0.5)}
     default_record = "demo"
     Moment = Moment

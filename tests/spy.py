@@ -10,7 +10,6 @@ import train_gpt
 
 
 def main(words: list[str], run: type[train_gpt.Run] = train_gpt.Run) -> None:
-    """Run train_gpt.py, or a fork whose Run is given, and write the report."""
     seen = {}
 
     make = run.Optimizers
@@ -30,5 +29,4 @@ def main(words: list[str], run: type[train_gpt.Run] = train_gpt.Run) -> None:
 
 
 def reports(folder: Path) -> list[dict]:
-    """Return what the ranks have written in a folder."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]

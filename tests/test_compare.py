@@ -1,7 +1,6 @@
 """tools/compare.py: its statistics by simulation, and whole comparisons whose runs are made up."""
 
 import fcntl
-import json
 import math
 import re
 import shlex
@@ -17,6 +16,8 @@ from scipy import stats
 import compare
 import result
 import significance
+from logfile import Run, read_log
+from runs import error_of
 from train_gpt import HERE
 
 FORK = (HERE / "tests" / "small_fork.py").read_text()
@@ -30,9 +31,9 @@ source = Path(sys.argv[1]).read_text()
 flags = {name[2:]: value for name, value in zip(sys.argv[2::2], sys.argv[3::2])}
 run_id, steps, speed = flags["run_id"], int(flags["num_iterations"]), flags.get("speed")
 noise, changed = random.Random(run_id), flags.get("muon_lr") == "0.06"
-if speed == "13":
+if speed == "13":  # it fails
     sys.exit("first line\\nout of luck")
-if speed == "14":
+if speed == "14":  # as by Ctrl-C
     sys.exit(130)
 ms = 1e5 * steps / 128 * (1 + 0.01 * changed + 0.004 * NOISE * noise.gauss(0, 1))
 loss = 3.3 + 0.002 * changed - SLOPE * math.log(steps / 128) + 0.002 * NOISE * noise.gauss(0, 1)
@@ -43,7 +44,6 @@ Path("logs").mkdir(exist_ok=True)
 parts = source, "torch 2.13.0", settings, lines
 Path("logs", run_id + ".txt").write_text(("\\n" + 100 * "=" + "\\n").join(parts))
 """
-FAILS, IS_INTERRUPTED = "--speed 13", "--speed 14"
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,13 @@ def test_each_question_errs_as_rarely_whoever_ends_extends_or_reads_the_comparis
     assert alpha < (at_end | later).mean(1).max() < 2 * alpha
 
 
-# ---- Whole comparisons
-
-
 @pytest.fixture
-def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
+def fork(tmp_path, monkeypatch, tool) -> SimpleNamespace:
     """Return a fork at `path` whose runs are made up by `write`.
 
     `compare(b, *flags)` compares the fork with its flags b; it returns status, the last answers and
     stderr. `calls()` returns the runs since its last call.
     """
-    monkeypatch.chdir(tmp_path)
     path, launch = tmp_path / "its_own.py", tmp_path / "launch.py"
     path.write_text(FORK)
 
@@ -105,24 +101,28 @@ def fork(tmp_path, monkeypatch, capfd) -> SimpleNamespace:
         launch.write_text(MADE_UP.replace("NOISE", str(noise)).replace("SLOPE", str(slope)))
 
     def call(b: str, *flags) -> tuple[int, str, str]:
-        words, status = [path, "--run_id", "it", "--compare", "", f"its_own.py {b}", *flags], 0
-        if not {"--seconds", "--num_iterations"} & set(flags):
+        words = [path, "--run_id", "it", "--compare", "", f"its_own.py {b}", *flags]
+        if "--seconds" not in flags:
             words += ["--num_iterations", 128]
-        try:
-            compare.main([str(word) for word in words])
-        except SystemExit as end:
-            status = end.code
-        out, err = capfd.readouterr()
+        status, out, err = tool(compare.main, words)
         return status, f"\n{out}".split("\nafter ")[-1].rstrip(), err
 
     def calls() -> list[str]:
-        calls = Path("calls.txt")
-        made = calls.read_text().splitlines() if calls.exists() else []
-        calls.unlink(missing_ok=True)
+        made = Path("calls.txt").read_text().splitlines()
+        Path("calls.txt").write_text("")
         return [line.split("--run_id ")[1].removeprefix("it_").split()[0] for line in made]
 
     write()
+    Path("calls.txt").touch()
     return SimpleNamespace(write=write, compare=call, calls=calls, path=path)
+
+
+def as_after_a_stop() -> dict:
+    """Make the plan of a comparison that has ended that of one which goes on. Return it."""
+    plan = compare.plan_of("it")
+    plan.pop("ended")
+    compare.write_plan("it", plan)
+    return plan
 
 
 def in_turn(seeds: range) -> list[str]:
@@ -131,17 +131,15 @@ def in_turn(seeds: range) -> list[str]:
     return [f"{side}_seed{seeds[i // 2]}" for i, side in enumerate(sides)]
 
 
-def last_step(side: str, seed: int) -> tuple[float, float]:
-    """Return loss and milliseconds of a log."""
-    text = Path(f"logs/it_{side}_seed{seed}.txt").read_text()
-    loss, ms = re.findall(r"val_loss:(\S+) train_time:(\d+)ms", text)[-1]
-    return float(loss), int(ms)
+def run_of(side: str, seed: int) -> Run:
+    return read_log(Path(f"logs/it_{side}_seed{seed}.txt"))
 
 
 def differences(seeds: range) -> tuple[np.ndarray, np.ndarray]:
     """Return, from the logs, B's loss minus A's, and the logarithm of the times' ratio."""
-    a, b = (np.array([last_step(side, seed) for seed in seeds]).T for side in "AB")
-    return b[0] - a[0], np.log(b[1] / a[1])
+    pairs = [(run_of("A", seed), run_of("B", seed)) for seed in seeds]
+    times = np.log([b.seconds / a.seconds for a, b in pairs])
+    return np.array([b.loss - a.loss for a, b in pairs]), times
 
 
 @pytest.mark.parametrize("judge", ["loss", "time", "sooner"])
@@ -154,8 +152,8 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
     assert made.pop(2) == "A_longer_seed3" and made == in_turn(seeds)
 
     losses, times = differences(seeds)
-    assert "\nstep:160/160 val_loss" in Path("logs/it_A_longer_seed3.txt").read_text()
-    worth = (last_step("A", 3)[0] - last_step("A_longer", 3)[0]) / math.log(160 / 128)
+    assert run_of("A_longer", 3).steps == 160
+    worth = (run_of("A", 3).loss - run_of("A_longer", 3).loss) / math.log(160 / 128)
     numbers = {"loss": losses, "time": times, "sooner": times + losses / worth}
     limits = significance.thresholds(0.01, 20)[: pairs - 3]
     ps = [stats.ttest_1samp(numbers[judge][:n], 0).pvalue for n in range(4, pairs + 1)]
@@ -240,10 +238,7 @@ def test_a_comparison_continues_with_the_finished_runs(fork):
 def test_plan_and_source_may_not_change(fork):
     fork.compare("", "--runs", 4)
     fork.calls()
-    plan = json.loads(Path("logs/it.json").read_text())
-    plan.pop("ended")  # as after a stop
-    Path("logs/it.json").write_text(json.dumps(plan))
-    plan["runs"] = 4
+    plan = as_after_a_stop() | {"runs": 4}
     for key, b, flags in (("runs", "", "--runs 5"), ("B", "--muon_lr 0.06", "--runs 4")):
         status, _, err = fork.compare(b, *flags.split())
         assert status == 1 and f"{key} was {plan[key]}: choose another --run_id\n" in err
@@ -255,32 +250,26 @@ def test_plan_and_source_may_not_change(fork):
 
 
 @pytest.mark.parametrize(
-    ("b", "slope", "status", "message"),
+    ("b", "flags", "status", "message"),
     [
-        (FAILS, 0.1, 1, "the run it_B_seed0 failed: first line out of luck"),
-        (IS_INTERRUPTED, 0.1, 130, ""),
-        ("--judge sooner", -0.1, 1, "needs the worth of time"),
+        ("--speed 13", "", 1, "the run it_B_seed0 failed: first line out of luck"),
+        ("--speed 14", "", 130, ""),
+        ("", "--judge sooner", 1, "needs the worth of time"),
     ],
 )
 def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped_or_has_no_worth(
-    b, slope, status, message, fork
+    b, flags, status, message, fork
 ):
-    fork.write(slope=slope)
-    found, _, err = fork.compare(*(["", *b.split()] if "judge" in b else [b]))
+    fork.write(slope=-0.1)
+    found, _, err = fork.compare(b, *flags.split())
     assert found == status and message in err and fork.calls()[:2] == ["A_seed0", "B_seed0"]
 
 
 @pytest.mark.parametrize("words", ["'' '' --runs 3", "'--seq_len 5' ''", "'--seed 4' ''", "''"])
-def test_bad_flags_start_nothing(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_flags_start_nothing(words, elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(compare.Side, "run", lambda *_: pytest.fail("a run was started"))
-    with pytest.raises(SystemExit) as stop:
-        compare.main(["--compare", *shlex.split(words)])
-    assert stop.value.code == 1 and capsys.readouterr().err.count("\n") == 1
+    assert error_of(["--compare", *shlex.split(words)], capsys, compare.main)[0] == 1
     assert not Path("logs").exists()
-
-
-# ---- Equal time, lost kernels
 
 
 def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
@@ -290,15 +279,9 @@ def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
     monkeypatch.setattr(compare.seconds, "ms_per_step", lambda *_: next(times))
     flags = "--adam_eps 1e-9", "--seconds", 20, "--runs"
     assert fork.compare(*flags, 4)[::2] == (0, "")
-    lines = Path("logs/results.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["seconds"] == 20
-    for side, steps in (("A", 400), ("B", 400), ("A_longer", 500)):
-        text = Path(f"logs/it_{side}_seed0.txt").read_text()
-        assert re.findall(r"step:(\d+)/", text)[-1] == str(steps)
-    plan = Path("logs/it.json")
-    plan.write_text(
-        json.dumps({k: v for k, v in json.loads(plan.read_text()).items() if k != "ended"})
-    )
+    assert result.noted()[-1]["seconds"] == 20
+    assert [run_of(side, 0).steps for side in ("A", "B", "A_longer")] == [400, 400, 500]
+    as_after_a_stop()
     Path("logs/it_B_seed3.txt").unlink()
     fork.calls()
     assert fork.compare(*flags, 4)[0] == 0 and len(fork.calls()) == 1

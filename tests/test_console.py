@@ -1,45 +1,50 @@
-"""The launcher's console: which signals reach what it started, and output that goes nowhere.
+"""A lost console ends no run: it saves after a signal, or goes on with its log alone. Which signals
+reach what the launcher has started."""
 
-What it starts is a stub, which notes signals; so is torchrun.
-"""
-
+import fcntl
+import functools
 import os
 import pty
 import signal
+import struct
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import launch
 import result
 import train_gpt
-from runs import Program
+from conftest import language
+from runs import HANGS, Program, before_step, console_of, outcome
+from test_scripts import launch_with
+from train_gpt import HERE, main
 
+# It notes the signals that it gets, and ends at the one that its argument names.
 STUB = """import os, signal, sys, time
+rank = os.environ.get("RANK", "0")
 def note(number, frame):
-    with open("signals", "a") as file:
+    with open("signals" + rank, "a") as file:
         print(signal.Signals(number).name, file=file)
     if signal.Signals(number).name == sys.argv[1]:
         sys.exit(3)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, note)
-open("ready", "w").close()
+open("ready" + rank, "w").close()
 while True:
     time.sleep(0.01)
 """
-TORCHRUN = """import os, signal, subprocess, sys
-signal.signal(signal.SIGTERM, lambda *_: os.killpg(rank.pid, signal.SIGTERM))
-rank = subprocess.Popen([sys.executable, *sys.argv[3:]], start_new_session=True)
-sys.exit(rank.wait())
-"""
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
-def launcher(words: list[str], ignored: int = 0, terminal: str = "") -> None:
+def launcher(words: list[str], ranks: int = 1, ignored: int = 0, terminal: str = "") -> None:
     """Start a program as run.sh does, and exit with its status; in a terminal, if one is named."""
+    os.environ["NPROC"] = str(ranks)
     if terminal:
         os.login_tty(os.open(terminal, os.O_RDWR))
     if ignored:
@@ -48,69 +53,59 @@ def launcher(words: list[str], ignored: int = 0, terminal: str = "") -> None:
     train_gpt.as_program("run.sh", lambda: sys.exit(launch.start(hp, words).status))
 
 
-@pytest.fixture
-def started(tmp_path, monkeypatch):
-    """Return start(last, *more): it starts a launcher of a stub that ends at the signal `last`, and
-    waits for the stub."""
-    monkeypatch.chdir(tmp_path)
+def started(last: str, ranks: int = 1, *more) -> Program:
+    """Start a launcher of stubs that end at the signal `last`, and wait for them."""
     Path("stub.py").write_text(STUB)
-
-    def start(last: str, *more) -> Program:
-        program = Program(["stub.py", last], work=launcher, more=more)
-        wait_for(Path("ready"))
-        return program
-
-    return start
+    program = Program(["stub.py", last], work=launcher, more=(ranks, *more))
+    for rank in range(ranks):
+        wait_for(f"ready{rank}")
+    return program
 
 
-def wait_for(path: Path, lines: int = 0) -> None:
-    """Return when a file has so many lines."""
-    end = time.monotonic() + 30
-    while not path.exists() or path.read_text().count("\n") < lines:
+def wait_for(name: str, lines: int = 0) -> None:
+    end = time.monotonic() + HANGS
+    while not os.path.exists(name) or Path(name).read_text().count("\n") < lines:
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def noted() -> list[str]:
-    """Return the signals that the stub has had."""
-    return Path("signals").read_text().split()
+def noted(rank: int = 0) -> list[str]:
+    return Path(f"signals{rank}").read_text().split()
 
 
-@pytest.mark.parametrize("number", result.STOPS)
-def test_a_signal_for_the_launcher_alone_reaches_the_program_as_sigterm(number, started):
-    program = started("SIGTERM")
+@pytest.mark.parametrize(("number", "ranks"), [*((n, 1) for n in result.STOPS), (1, 2)])
+def test_a_signal_for_the_launcher_alone_reaches_the_program_as_sigterm(number, ranks):
+    program = started("SIGTERM", ranks)
     program.send(number)
-    assert program.end() == [128 + number] and noted() == ["SIGTERM"]
+    assert program.end() == [128 + number] and not program.text("err")
+    assert [noted(rank) for rank in range(ranks)] == [["SIGTERM"]] * ranks
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_what_the_launcher_was_told_to_ignore_does_nothing(number, started):
+def test_what_the_launcher_was_told_to_ignore_does_nothing(number):
     """As by nohup."""
-    program = started("SIGTERM", number)
+    program = started("SIGTERM", 1, number)
     program.send(number)
     time.sleep(0.1)
     program.send(signal.SIGTERM)
     assert program.end() == [128 + signal.SIGTERM] and noted() == ["SIGTERM"]
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_second_sigint_ends_a_program_that_goes_on(nproc, started, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_sigint_ends_a_program_that_goes_on(ranks):
     """With torchrun, it must reach the ranks, which are not of the terminal's group."""
-    path = tmp_path / "torch" / "distributed" / "run.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(TORCHRUN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("NPROC", nproc)
-    program = started("SIGINT")
+    program = started("SIGINT", ranks)
     program.send(signal.SIGINT)
-    wait_for(Path("signals"), 1)
+    for rank in range(ranks):
+        wait_for(f"signals{rank}", 1)
     program.send(signal.SIGINT)
-    assert program.end() == [128 + signal.SIGINT] and noted() == ["SIGTERM", "SIGINT"]
+    assert program.end() == [128 + signal.SIGINT]
+    assert [noted(rank) for rank in range(ranks)] == [["SIGTERM", "SIGINT"]] * ranks
 
 
-def test_ctrl_c_in_a_terminal_reaches_a_single_program_as_it_is(started):
+def test_ctrl_c_in_a_terminal_reaches_a_single_program_as_it_is():
     terminal, other = pty.openpty()
-    program = started("SIGINT", 0, os.ttyname(other))
+    program = started("SIGINT", 1, 0, os.ttyname(other))
     os.write(terminal, b"\x03")
     assert program.end() == [128 + signal.SIGINT] and "SIGINT" in noted()
 
@@ -118,18 +113,146 @@ def test_ctrl_c_in_a_terminal_reaches_a_single_program_as_it_is(started):
 TALK = "import sys\nfor i in range(20000): print('line', i, file=sys.stderr)\n"
 
 
-def to_nobody(words: list[str], closed: bool) -> None:
-    """Start a program; nobody reads this process's standard error, or it is closed."""
+def to_nobody(words: list[str], work, closed: bool) -> None:
+    """Do this work; nobody reads this process's output, or it is closed."""
     reader, writer = os.pipe()
-    os.dup2(writer, 2)
+    for number in (1, 2):
+        os.dup2(writer, number)
     os.close(reader)
     if closed:
-        os.close(2)
-    launcher(words)
+        os.closerange(1, 3)
+    work(words)
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_lost_standard_error_does_not_block_the_program(closed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_lost_console_does_not_block_the_program(closed):
     Path("talk.py").write_text(TALK)
-    assert Program(["talk.py"], work=to_nobody, more=(closed,)).end() == [0]
+    assert Program(["talk.py"], work=to_nobody, more=(launcher, closed)).end() == [0]
+
+
+def test_a_launcher_without_a_console_notes_how_its_run_ended(flags):
+    words = [*flags, "--num_iterations", "100000"]
+    program = Program(words, work=to_nobody, more=(launch_with, False))
+    wait_for("logs/it.jsonl", 3)
+    program.send(signal.SIGHUP)
+    assert program.end() == [128 + signal.SIGHUP]
+    (line,) = result.noted()
+    assert (line["status"], line["reason"], line["val_loss"]) == ("stopped", "SIGHUP", None)
+    assert Path(f"logs/it/state_step{line['steps']:06}.pt").exists()
+
+
+LAST, AT = 6, 3  # steps, and the step before which the console is lost
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    flags = language(tmp_path_factory.mktemp("data"))
+    flags += ["--model_dim", "32", "--num_heads", "1", "--batch_seqs", "2", "--val_tokens", "256"]
+    return [*flags, "--num_iterations", str(LAST), "--adam_eps", "1e-6", "--run_id", "it"]
+
+
+# Each of these prepares the output of a process, and returns what happens before a step.
+
+
+def hung_up():
+    return functools.partial(signal.raise_signal, signal.SIGHUP)
+
+
+def hung_up_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return hung_up()
+
+
+def terminal_closed():
+    """The output is a terminal, which hangs up: a SIGHUP comes, and then each write fails."""
+    os.setsid()  # the first terminal that it opens becomes its own
+    master, slave = os.openpty()
+    os.close(os.open(os.ttyname(slave), os.O_RDWR))
+    for number in (1, 2):
+        os.dup2(slave, number)
+    return functools.partial(os.close, master)
+
+
+def reader_gone():
+    """As by `| head`."""
+    read, write = os.pipe()
+    for number in (1, 2):
+        os.dup2(write, number)
+    os.close(write)
+    return functools.partial(os.close, read)
+
+
+def ctrl_c_ends_the_reader():
+    """As by `2>&1 | tee`."""
+    close = reader_gone()
+
+    def interrupt():
+        close()
+        signal.raise_signal(signal.SIGINT)
+
+    return interrupt
+
+
+def closed():
+    """As by `>&- 2>&-`: Python then has no such stream."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.close(number)
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
+    return lambda: None
+
+
+def losing(words: list[str], lose) -> None:
+    before_step(AT, lose())
+    main(words)
+
+
+STOPS = {
+    hung_up: signal.SIGHUP,
+    terminal_closed: signal.SIGHUP,
+    ctrl_c_ends_the_reader: signal.SIGINT,
+}
+
+
+@pytest.mark.parametrize("lose", [*STOPS, hung_up_under_nohup, reader_gone, closed])
+def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
+    run = Program(flags, work=functools.partial(losing, lose=lose))
+    number = STOPS.get(lose)
+    assert run.end() == [128 + number if number else 0], run.text("err")
+    if number:
+        said = f"stopped by {number.name} after step {AT + 2}: saved; go on with {HERE}/run.sh"
+        assert said in Path("logs/it.txt").read_text()
+        console_of([*flags, "--resume", "on"], Path.cwd())
+    found = outcome(Path.cwd(), LAST)
+    assert all(torch.equal(found.tensors[name], whole.tensors[name]) for name in whole.tensors)
+    assert found.rows == whole.rows
+
+
+@pytest.mark.parametrize("lose", [hung_up, ctrl_c_ends_the_reader])
+def test_two_ranks_that_lose_their_console_save(lose, flags, whole):
+    run = Program(flags, 2, functools.partial(losing, lose=lose))
+    assert run.end() == [128 + STOPS[lose]] * 2, run.text("err")
+    console_of([*flags, "--resume", "on"], Path.cwd())
+    loss = whole.rows[-1]["val_loss"]
+    assert outcome(Path.cwd(), LAST).rows[-1]["val_loss"] == pytest.approx(loss, abs=1.5e-4)
+
+
+def test_a_terminal_shows_validations_and_the_time_left(tiny, monkeypatch):
+    """The rate, and the time left, are those of the last step alone."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    hp = replace(tiny, run_id="it", num_iterations=8, keep=0)
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        log = train_gpt.Log(hp, 0)
+        os.utime(log.path, (0, 0))
+        log.note_validation(3, 16)
+        assert log.path.stat().st_mtime > time.time() - 100
+        log.ended = time.perf_counter() - 20  # the last step takes 20 s, and 7 are to come
+        log.begin_step(train_gpt.Moment(0, hp), torch.tensor([5.0, 0.0]))
+        log.bar.refresh()
+        log.bar.close()
+    shown = ""
+    while "02:20 left" not in shown:  # reading fails after the last of it
+        shown += os.read(master, 10**5).decode()
+    assert "validation 3/16" in shown and "loss 5.000" in shown

@@ -60,53 +60,50 @@ def hub(write_shard, monkeypatch, tmp_path):
         hub.ended.set()
 
 
-def call(capsys) -> tuple[int, str]:
+def call(tool) -> tuple[int, str]:
     """Call the program. Return its status and what it printed: an error is its last line."""
-    with pytest.raises(SystemExit) as end:
-        as_program("cached_fineweb.py", cached_fineweb.main)
-        sys.exit(0)
-    out, err = capsys.readouterr()
+    status, out, err = tool(lambda _: as_program("cached_fineweb.py", cached_fineweb.main), [])
     errors = [line for line in err.splitlines() if line.startswith("cached_fineweb.py: error: ")]
-    assert len(errors) == end.value.code and err.endswith("".join(f"{line}\n" for line in errors))
-    return end.value.code, out + err
+    assert len(errors) == status and err.endswith("".join(f"{line}\n" for line in errors))
+    return status, out + err
 
 
-def assert_the_next_call_completes(hub, capsys) -> None:
+def assert_the_next_call_completes(hub, tool) -> None:
     hub.fault = None
-    assert call(capsys)[0] == 0
+    assert call(tool)[0] == 0
     assert {path.name: path.read_bytes() for path in hub.folder.iterdir()} == hub.files
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "disk"])
-def test_an_error_is_one_line_and_leaves_right_shards_only(fault, hub, capsys):
+def test_an_error_is_one_line_and_leaves_right_shards_only(fault, hub, tool):
     hub.fault, limits = fault, resource.getrlimit(resource.RLIMIT_FSIZE)
     if fault == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, limits[1]))
-    status, text = call(capsys)
+    status, text = call(tool)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1 and FAULTS.get(fault, "File too large") in text
     kept = set() if fault == "disk" else set(NAMES[:2])
     assert set(os.listdir(hub.folder)) == kept
-    assert_the_next_call_completes(hub, capsys)
+    assert_the_next_call_completes(hub, tool)
 
 
-def test_a_kill_costs_the_shard_under_way(hub, capsys):
+def test_a_kill_costs_the_shard_under_way(hub, tool):
     hub.fault, command = "stall", [sys.executable, cached_fineweb.__file__, *sys.argv[1:]]
     process = subprocess.Popen(command, env=os.environ | {"HF_ENDPOINT": hub.url})
     while NAMES[-1] not in hub.sent and process.poll() is None:
         hub.ended.wait(0.01)
     process.kill()
     assert process.wait() < 0
-    assert_the_next_call_completes(hub, capsys)
+    assert_the_next_call_completes(hub, tool)
     assert hub.sent == [*NAMES, NAMES[-1]]
 
 
-def test_verify_names_a_broken_shard_and_the_next_call_replaces_it(hub, capsys, monkeypatch):
-    assert_the_next_call_completes(hub, capsys)
+def test_verify_names_a_broken_shard_and_the_next_call_replaces_it(hub, tool, monkeypatch):
+    assert_the_next_call_completes(hub, tool)
     (hub.folder / NAMES[1]).write_bytes(hub.files[NAMES[2]][:-2])
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [*sys.argv, "--verify"])
-        status, text = call(capsys)
+        status, text = call(tool)
     assert status == 1 and NAMES[1] in text and NAMES[2] not in text
-    assert_the_next_call_completes(hub, capsys)
+    assert_the_next_call_completes(hub, tool)
     assert hub.sent == [*NAMES, NAMES[1]]

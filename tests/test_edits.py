@@ -1,7 +1,7 @@
 """One line of train_gpt.py, edited, changes what compiled code computes, and as it changes what
 uncompiled code does: no function has a second form for the compiler.
 
-Here are functions alone, each compiled by Inductor on the CPU; tests/slow has whole steps.
+Here are functions alone, each compiled by Inductor on the CPU.
 """
 
 import importlib.util

@@ -35,11 +35,10 @@ RUNS = [
 
 
 @pytest.fixture
-def noted(tmp_path, monkeypatch):
+def noted(elsewhere):
     """Write results.jsonl in an empty folder, with a line that a killed process has cut."""
 
     def write(runs: list[dict]) -> None:
-        monkeypatch.chdir(tmp_path)
         Path("logs").mkdir(exist_ok=True)
         lines = [json.dumps(run) for run in runs]
         result.RESULTS.write_text("\n".join([*lines, '{"kind": "run", "st']))

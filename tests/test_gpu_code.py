@@ -1,7 +1,5 @@
-"""A GPU's kernels, compiled without one, build, fit the card and spill no more than known.
-
-tests/slow has other records and cards, and --kernels off.
-"""
+"""A GPU's kernels, compiled without one, build, fit the card and spill no more than known. Other
+records and cards, and --kernels off, are in tests/slow."""
 
 import json
 import os
@@ -26,7 +24,6 @@ SPILLED = {"h100": {r"triton_tem_\w*flex_attention_backward": 48}}
 
 
 def rows_of(card: str, record: str, kernels: str, *parts: str) -> list[dict]:
-    """Return the rows that tests/gpu_code.py prints."""
     command = [sys.executable, SCRIPT, card, record, kernels, *parts]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
@@ -56,7 +53,6 @@ def check(card: str, rows: list[dict]) -> set[str]:
 
 
 def test_an_h100_could_run_the_record():
-    """With the project's kernels, inside torch.compile. tests/slow has it without them."""
     rows = rows_of("h100", "2025-01-26_BatchSize", "on", "layer", "loss", "square")
     names = check("h100", rows)
     assert {row["graph"] for row in rows if row["kernel"].startswith("triton_")} == GRAPHS

@@ -1,6 +1,6 @@
 """run.sh, tools/launch.py and tools/start.py: what they install, fetch and start."""
 
-import ast
+import fcntl
 import os
 import re
 import shutil
@@ -20,12 +20,11 @@ import start
 import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
-from runs import HANGS, SCRIPT, error_of
+from runs import HANGS, SCRIPT, error_of, run
 from train_gpt import HERE
 
 FORK = "forks/train_gpt_2026.py"
-
-# ---- tools/launch.py, on machines with any number of GPUs
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
 
 
 @pytest.mark.parametrize(
-    ("run", "words", "shards"),
+    ("fork", "words", "shards"),
     [
         (train_gpt.Run, "--record 2025 --num_iterations 3", 1),
         (train_gpt.Run, "--record 2024-11-24", 10),  # 917.5M tokens
@@ -49,10 +48,10 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
     ],
 )
 def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
-    run, words, shards, monkeypatch
+    fork, words, shards, monkeypatch
 ):
     calls = []
-    path, words = train_gpt.script_of(run), [*words.split(), "--device", "cuda"]
+    path, words = train_gpt.script_of(fork), [*words.split(), "--device", "cuda"]
 
     def run(command):
         calls.append(command[2:])
@@ -94,8 +93,7 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
     ]
 
 
-def test_a_run_like_others_has_their_flags_but_not_their_seed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_like_others_has_their_flags_but_not_their_seed():
     known = {"group": "base", "status": "finished", "record": "demo"}
     result.note(known | {"run": "base_seed3", "flags": "--num_iterations 7 --seed 3 --keep 0"})
     words = ["--record", "demo", "--num_iterations", "7", "--keep", "0"]
@@ -104,27 +102,28 @@ def test_a_run_like_others_has_their_flags_but_not_their_seed(tmp_path, monkeypa
         start.flags_like("bas")
 
 
-def test_a_name_that_is_taken_starts_nothing_and_adds_no_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_name_that_is_taken_or_a_typo_starts_nothing_and_adds_no_line(monkeypatch, capsys):
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a run was started"))
     Path("logs").mkdir()
     Path("logs/it.txt").write_text("a log")
-    with pytest.raises(train_gpt.UserError, match="it.txt exists: .* or --resume on"):
-        launch.train(Path(SCRIPT), ["--run_id", "it", "--device", "cpu"])
+    messages = {"--num_iteration 3": "unknown words", "": "it.txt exists: .* or --resume on"}
+    with open("logs/it.txt") as log:
+        for words, message in messages.items():
+            _, err = error_of(["--run_id", "it", *words.split()], capsys, start.main)
+            assert re.search(message, err)
+        fcntl.flock(log, fcntl.LOCK_EX)
+        _, err = error_of(["--run_id", "it"], capsys, start.main)
+        assert "another process is writing logs/it.txt" in err
     assert not result.RESULTS.exists()
 
 
-def test_something_is_said_when_a_run_says_nothing(tmp_path, monkeypatch):
+def test_something_is_said_when_a_run_says_nothing():
     """Of a run that is shown, once, if a silence is longer than its usual ones; of one that is not,
     always."""
-    monkeypatch.chdir(tmp_path)
     hp, _ = script.parse(Path(SCRIPT), ["--run_id", "it", "--device", "cpu"])
     shown, hidden = (launch.Live(Path(SCRIPT), hp, label) for label in ("", "pair 1"))
-    starting = ": starting, Python imports torch"
-    assert [one.news() for one in (shown, hidden)] == [
-        f"train_gpt.py{starting}",
-        f"pair 1{starting}",
-    ]
+    assert shown.news() == "train_gpt.py: starting, Python imports torch"
+    assert hidden.news() == "pair 1: starting, Python imports torch"
     Path("logs").mkdir()
     log, metrics = Path("logs/it.txt"), Path("logs/it.jsonl")
     log.write_text("a line\n")
@@ -148,14 +147,10 @@ def test_something_is_said_when_a_run_says_nothing(tmp_path, monkeypatch):
         ("", "--runs 0", "--runs 0: must be 1 or more"),
     ],
 )
-def test_a_users_mistake_is_one_line(nproc, words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_users_mistake_is_one_line(nproc, words, message, monkeypatch, capsys):
     monkeypatch.setenv("NPROC", nproc)
     status, err = error_of(words.split(), capsys, start.main)
     assert status == 1 and re.match(f"run.sh: error: {message}", err)
-
-
-# ---- run.sh, with a Python that only says what it is asked to do
 
 
 @pytest.fixture
@@ -221,95 +216,77 @@ def test_help_of_a_comparison_needs_no_package(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run.sh", "tools"}
 
 
-def test_two_commands_at_once_install_one_after_the_other(tmp_path):
-    """The environment's Python is made up: it needs a second to install, and notes that."""
-    for name in ("run.sh", "requirements.txt"):
-        shutil.copy(HERE / name, tmp_path)
-    python, made = tmp_path / "python", tmp_path / ".venv" / "bin"
-    source = f"""#!{sys.executable}
-import os, shutil, sys, time
-words = sys.argv[1:]
-if words[:2] == ["-m", "venv"]:
-    os.makedirs("{made}", exist_ok=True)
-    shutil.copy("{python}", "{made}/python")
-elif words[:2] == ["-m", "pip"]:
-    for text in ("begin", "end"):
-        with open("{tmp_path}/calls", "a") as file:
-            file.write(text + " ")
-        time.sleep(0.5)
-elif "fcntl" in words[-1]:
-    exec(words[-1])
-sys.exit(words[:1] == ["-"])  # it has no torch
-"""
-    python.write_text(source)
-    python.chmod(0o755)
-    options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}}
-    both = [subprocess.Popen([tmp_path / "run.sh", "setup"], **options) for _ in range(2)]
-    assert [process.wait(HANGS) for process in both] == [0, 0]
-    assert (tmp_path / "calls").read_text() == "begin end " * 2  # torch, then requirements.txt
-
-
-# A Python without torch. An environment made of it has a copy of it. Its pip waits until run.sh has
-# said what pip does.
-MADE_UP = """#!/bin/sh
+# A Python without torch. An environment made of it has a copy of it. Its pip notes its begin and
+# its end, and waits until run.sh has said what pip does.
+MADE_UP = f"""#!/bin/sh
 case "$1 $2" in
 "- "*) exit 1 ;;
 "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-"-m pip") echo "Collecting torch" && until grep -q "ing, 2 s: C" err; do /bin/sleep 0.02; done ;;
+"-m pip")
+    echo begin >>calls
+    echo "Collecting torch" && until grep -q "ing, 2 s: C" err; do /bin/sleep 0.02; done
+    echo end >>calls ;;
+*fcntl*) exec {sys.executable} "$@" ;;
 *) echo "NAME $*" ;;
 esac
 """
 
 
-def test_an_environment_is_made_anew_of_the_python_that_is_named_while_run_sh_speaks(tmp_path):
+def test_an_environment_is_made_once_of_the_python_that_is_named_while_run_sh_speaks(tmp_path):
+    """Two commands at once install one after the other."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(HERE / name, tmp_path)
-    sources = {name: MADE_UP.replace("NAME", name) for name in ("python3.11", "python3.12")}
-    for name, source in sources.items():
-        (tmp_path / name).write_text(source)
+    for name in ("python3.11", "python3.12"):
+        (tmp_path / name).write_text(MADE_UP.replace("NAME", name))
         (tmp_path / name).chmod(0o755)
 
-    def start(python: str) -> str:
-        words = f"PATH={tmp_path}:/usr/bin:/bin PYTHON={python} ./run.sh --seed 3 2>err"
-        options = {"cwd": tmp_path, "shell": True, "text": True, "timeout": HANGS}
-        out = subprocess.check_output(words, **options)
-        assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/start.py --seed 3"
-        return (tmp_path / "err").read_text()
+    def start(python: str, commands: int = 1) -> str:
+        Path("err").write_text("")
+        words = f"PATH={tmp_path}:/usr/bin:/bin PYTHON={python} ./run.sh --seed 3 2>>err"
+        options = {"shell": True, "text": True, "stdout": subprocess.PIPE}
+        started = [subprocess.Popen(words, **options) for _ in range(commands)]
+        for process in started:
+            out, _ = process.communicate(timeout=HANGS)
+            assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/start.py --seed 3"
+        return Path("err").read_text()
 
-    assert "\nrun.sh: installing, 2 s: Collecting torch\n" in start("python3.11")
+    assert "\nrun.sh: installing, 2 s: Collecting torch\n" in start("python3.11", 2)
+    assert Path("calls").read_text() == "begin\nend\n" * 2  # torch, then requirements.txt
     assert "installing" not in start("python3.11")
     replaced = f"run.sh: {tmp_path}/.venv is of another Python than python3.12: replacing it\n"
     assert replaced in start("python3.12")
     assert "replacing" not in start("python3.12")
 
 
+IMPORT = re.compile(r"^(?:import|from) (\w+)", re.M)
+OURS = {p.stem: p for folder in (".", "tools", "data") for p in HERE.glob(f"{folder}/*.py")}
+
+
 def imports_of(path: Path) -> set[str]:
     """Return the packages that are imported with a file, through files of the project, too."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.split(".")[0])
     found = set()
-    for name in names - sys.stdlib_module_names:
-        places = [HERE / folder / f"{name}.py" for folder in ("", "tools", "data")]
-        own = [place for place in places if place.exists()]
-        found |= imports_of(own[0]) if own else {name}
+    for name in IMPORT.findall(path.read_text()):
+        if name in OURS:
+            found |= imports_of(OURS[name])
+        elif name not in sys.stdlib_module_names:
+            found.add(name)
     return found
 
 
 @pytest.mark.parametrize("tool", sorted(HERE.glob("tools/*.py")), ids=lambda tool: tool.name)
-def test_what_a_tool_imports_is_installed_for_it(tool, shell):
-    if "__main__" in tool.read_text():
+def test_what_a_tool_imports_is_installed_for_it_and_found_from_any_folder(tool, shell):
+    """Of the project's modules, `console` comes first: it puts the others on the path."""
+    source = tool.read_text()
+    if "__main__" in source:
         assert imports_of(tool) <= shell(f"tools/{tool.name}")[1]
+        ours = [name for name in IMPORT.findall(source) if name in OURS]
+        assert ours[:1] in (["console"], [])
 
 
 @pytest.mark.parametrize("name", ["train_gpt", "tools/start", "tools/compare"])
-def test_a_ctrl_c_during_imports_leaves_no_traceback(name, tmp_path):
+def test_a_ctrl_c_during_imports_leaves_no_traceback(name, tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     (tmp_path / "scipy.py").write_text("import numpy\n")
-    options = {"env": os.environ | {"PYTHONPATH": f"{tmp_path}:{HERE}"}, "capture_output": True}
-    command = [sys.executable, HERE / f"{name}.py"]
-    done = subprocess.run(command, **options)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{HERE}")
+    done = run([], script=f"{HERE}/{name}.py")
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

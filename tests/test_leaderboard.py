@@ -1,4 +1,5 @@
-"""tools/leaderboard.py on made-up logs: ours, and those of the public project."""
+"""tools/leaderboard.py and tools/submission.py on made-up logs: ours, and those of the public
+project."""
 
 import json
 import math
@@ -15,9 +16,10 @@ from scipy import stats
 import leaderboard
 import logfile
 import plots
-from conftest import ROOT
+import submission
+from conftest import files_here
+from logfile import RULE
 
-RULE = "=" * 100
 FLAGS = " --muon_lr 0.06"
 TRACK3 = " --context_len 1024 --model_dim 768 --num_layers 12 --val_tokens 10485760"
 GPU = "|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:18:00.0 Off |             0 |"
@@ -91,30 +93,15 @@ def of_2025(loss: float = 3.2808) -> str:
 
 
 @pytest.fixture
-def board(tmp_path, monkeypatch, capsys):
-    """Return call(files, *flags), which writes the logs, calls the tool, and returns status, output
-    and errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(files: dict[str, str], *flags) -> tuple[int | str, str, str]:
-        for name, text in files.items():
-            Path(name).parent.mkdir(exist_ok=True)
-            Path(name).write_text(text)
-        with pytest.raises(SystemExit) as stop:
-            leaderboard.main([*files, *map(str, flags)])
-        return stop.value.code, *capsys.readouterr()
-
-    return call
+def board(tool):
+    """Return call(files, *flags): it calls the tool with logs of these names and texts."""
+    return lambda files, *flags: tool(leaderboard.main, [*files, *flags], files)
 
 
 def rows_of(out: str) -> list[list[str]]:
     """Return the rows of both tables, their cells split where two blanks are."""
     lines = [line for line in out.splitlines() if re.match(r"\w+  ", line)]
     return [re.split(r"  +", line) for line in lines if not line.startswith("group")]
-
-
-# -----------------------------------------------------------------------------
-# Reading
 
 
 def test_our_logs_and_public_ones_are_read(board):
@@ -134,14 +121,6 @@ def test_our_logs_and_public_ones_are_read(board):
         ["C", record, torch25, gpu, "1770", "3.2808", "176.00", "100.00", memory, y],
         ["D", "z", "-", "-", "2", "3.27888", "618.89", "196.60", "-", z],
     ]
-
-
-def test_a_log_of_a_run_is_read_with_its_script_and_files(trained):
-    run = logfile.read_log(trained.folder / "logs/it.txt")
-    assert run.source == (ROOT / "train_gpt.py").read_text("utf-8").strip("\n")
-    assert run.files["gpu_kernels.py"] == (ROOT / "gpu_kernels.py").read_text("utf-8").strip("\n")
-    assert run.settings["model_dim"] == "32" and run.steps == 8
-    assert run.name.startswith("train_gpt.py demo --num_iterations 8 ")
 
 
 def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
@@ -183,15 +162,10 @@ PAGE = f"# It shows a run\n\n```\n{ours().split(RULE)[-1]}```\n"
     ],
 )
 def test_what_cannot_be_used_is_named_in_one_line(board, content, flags, line):
-    """The good run is shown."""
     bad = {} if content is None else {"bad.txt": content}
     status, out, err = board({"good.txt": ours()} | bad, *flags.split())
     assert status == 1 and err.count("\n") == 1 and err.startswith("leaderboard.py: ")
     assert line in err and len(rows_of(out)) == 2  # a row for the run and one for its group
-
-
-# -----------------------------------------------------------------------------
-# Statistics
 
 
 def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
@@ -204,9 +178,11 @@ def test_runs_of_a_group_differ_only_in_settings_of_one_run(board):
         "f.txt": ours(gpu="1 x NVIDIA H100 80GB HBM3"),
         "g.txt": ours(kernels="relu2 xxt"),
         "h.txt": ours(files=FILES),
+        "i.txt": ours(3.3),
     }
-    groups = [row[0] for row in rows_of(board(files)[1])]
-    assert groups == [*"AABCDEFG", *"ABCDEFG"]
+    out = board(files)[1]
+    assert [row[0] for row in rows_of(out)] == [*"AAABCDEFG", *"ABCDEFG"]
+    assert "A has a seed twice" in out
     plain, more = (logfile.read_log(Path(name)) for name in ("a.txt", "h.txt"))
     assert (more.settings, more.torch, more.gpu) == (plain.settings, plain.torch, plain.gpu)
 
@@ -246,9 +222,8 @@ def test_plot_draws_all_runs_their_training_and_the_published_curve(board, monke
     drawn, save = [], plots.save
     monkeypatch.setattr(plots, "save", lambda figure, p: drawn.append(figure) or save(figure, p))
     rows = [{"step": i, "train_loss": 100 - i, "ms": 500.0} for i in range(1, 81)]
-    files = {"a.txt": ours(), "b.txt": ours(3.3)}
     Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    board(files, "--plot", "out.png")
+    board({"a.txt": ours(), "b.txt": ours(3.3)}, "--plot", "out.png")
     over_time, over_steps = (axis.get_lines() for axis in drawn[0].axes)
     assert Path("out.png").exists() and len(over_time) == 4
     training = [[i, 100.5 - i] for i in range(2, 81)]
@@ -257,10 +232,6 @@ def test_plot_draws_all_runs_their_training_and_the_published_curve(board, monke
     assert over_steps[0].get_xydata().tolist() == [[0, 10.8258], [2, 5.28], [4, 3.28]]
     assert over_steps[2].get_xydata()[-1].tolist() == [1770, 3.2788]
     assert over_time[2].get_xydata()[-1].tolist() == [179.83, 3.2788]
-
-
-# -----------------------------------------------------------------------------
-# The optimizer benchmark
 
 
 def trial(losses: dict[int, float], steps: int, more: str = "") -> str:
@@ -296,34 +267,25 @@ def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
         assert row[-2] == f"{(3.28 - loss) * count**0.5:+.5f}"
 
 
-@pytest.mark.parametrize("flags", ["--deviation 0.0013", ""])
-def test_its_deviation_is_known_and_one_run_of_each_group_has_a_p(flags, board):
+@pytest.mark.parametrize("of_fork", [False, True])
+def test_its_deviation_is_known_and_one_run_of_each_group_has_a_p(of_fork, board):
     """The deviation of public logs is a flag; that of our fork's logs is known without it, but not
     that of small runs."""
-    small = ours(flags=TRACK3.replace("768", "128"))
-    Path("small.txt").write_text(small)
+    Path("small.txt").write_text(ours(flags=TRACK3.replace("768", "128")))
     assert logfile.read_log(Path("small.txt")).known_deviation is None
-    a, b = (3.2781, 3.2790, 3.2787), (3.2768,)
-    names = [*(f"a{i}.txt" for i in range(3)), "b0.txt"]
-    if flags:
-        logs = [
-            of_benchmark(trial({2690: loss}, 2690), source=name[0])
-            for name, loss in zip(names, a + b, strict=True)
-        ]
-    else:
-        fork = f"{TRACK3} --optimizer "
-        logs = [
-            ours(loss, flags=f"{fork}{name[0]} --seed {name[1]}")
-            for name, loss in zip(names, a + b, strict=True)
-        ]
-    out = board(dict(zip(names, logs, strict=True)), *flags.split())[1]
-    for row, losses in zip(rows_of(out)[-2:], (a, b), strict=True):
+    groups, logs = {"a": (3.2781, 3.2790, 3.2787), "b": (3.2768,)}, {}
+    for name, losses in groups.items():
+        for i, loss in enumerate(losses):
+            public = of_benchmark(trial({2690: loss}, 2690), source=name)
+            own = ours(loss, flags=f"{TRACK3} --optimizer {name} --seed {i}")
+            logs[f"{name}{i}.txt"] = own if of_fork else public
+    out = board(logs, *([] if of_fork else ["--deviation", 0.0013]))[1]
+    for row, losses in zip(rows_of(out)[-2:], groups.values(), strict=True):
         z = (np.mean(losses) - 3.28) / (0.0013 / len(losses) ** 0.5)
         assert float(row[4]) == pytest.approx(NormalDist().cdf(z), rel=2e-2)
-    error = 0.0013 * (1 / 3 + 1) ** 0.5
-    p = 2 * NormalDist().cdf((3.2768 - np.mean(a)) / error)
-    assert f"{np.mean(a) - 3.2768:.4f} ± {1.96 * error:.4f} lower" in out
-    assert f"not significant (p = {p:.3f})" in out
+    error, by = 0.0013 * (1 / 3 + 1) ** 0.5, 3.2768 - np.mean(groups["a"])
+    assert f"{-by:.4f} ± {1.96 * error:.4f} lower" in out
+    assert f"not significant (p = {2 * NormalDist().cdf(by / error):.3f})" in out
 
 
 @pytest.mark.parametrize(("flags", "loss"), [("--at 2690 --field val_ema_loss", 3.278), ("", 3.27)])
@@ -334,5 +296,108 @@ def test_a_result_may_be_claimed_before_the_last_step_and_for_another_loss(flags
     assert rows_of(out)[0][4:6] == ["2690" if flags else "2900", f"{loss:.5f}"]
 
 
-def test_a_group_with_a_seed_twice_says_so(board):
-    assert "A has a seed twice" in board({"a.txt": ours(), "b.txt": ours(3.3)})[1]
+NAME = "2026-11-22_Trick"
+
+
+def pair(flags=FLAGS, ms=90.0, **more) -> dict[str, str]:
+    return group("a") | group("b", flags, ms=ms, **more)
+
+
+@pytest.fixture
+def submit(tool):
+    """Return call(files), which makes the folder of these logs, and returns the status, README.md
+    or "", and the console's lines or the error."""
+
+    def call(files: dict[str, str], folder: str = NAME) -> tuple[int, str, str]:
+        status, out, err = tool(submission.main, [folder, *files], files)
+        readme = Path(folder, "README.md")
+        return status, readme.read_text("utf-8") if readme.exists() else "", err or out
+
+    return call
+
+
+def test_the_folder_holds_the_logs_of_both_groups(submit):
+    files = pair()
+    status, readme, _ = submit(files)
+    logs = [f"baseline/a{i}.txt" for i in range(3)] + [f"this_pr/b{i}.txt" for i in range(3)]
+    assert status == 0 and files_here() == {*files, *(f"{NAME}/{p}" for p in [*logs, "README.md"])}
+    for copy, text in zip(logs, files.values(), strict=True):
+        assert Path(NAME, copy).read_text() == text
+    assert "`diff baseline/a0.txt this_pr/b0.txt`" in readme
+
+
+def test_figures_and_verdict_are_those_of_a_public_readme(submit):
+    """That of the public record 2026-01-18_UnifiedOptimizers, whose times are in milliseconds."""
+    losses = [3.2781, 3.2803, 3.2767, 3.2799, 3.2794, 3.2767, 3.2767, 3.2780]
+    times = [104649, 104442, 104243, 104454, 104486, 104322, 104655, 104412]
+    published = [8, 3.2782, 0.0015, 0.0060, 104.4579, 0.1430]
+    files = {}
+    for i, (loss, ms) in enumerate(zip(losses, times, strict=True)):
+        files[f"{i}.txt"] = ours(loss, ms / 4, flags=f" --seed {i}")
+    _, readme, out = submit(files)
+    row = next(row for row in rows_of(readme) if row[0] == "this_pr" and row[1] == "8")
+    assert [float(x) for x in row[1:7]] == pytest.approx(published, rel=1e-3, abs=6e-3)
+    rule = "Rule 2 is met: the mean loss is at most 3.28 with p = 5.96e-03 < 0.01."
+    assert rule in readme and rule in out
+
+
+@pytest.mark.parametrize(
+    ("losses", "rule"),
+    [
+        ([3.279, 3.2800], "Rule 2 is not met: p = 0.250 is not below 0.01. Adding runs "),
+        ([3.279], "Rule 2 is not met: one run"),
+    ],
+)
+def test_a_rule_is_not_met(losses, rule, submit):
+    status, readme, out = submit(group("a", losses=losses))
+    assert status == 0 and rule in readme and rule in out
+
+
+@pytest.mark.parametrize(
+    ("files", "note"),
+    [
+        (pair(), None),
+        (pair(" --val_files data/kjv_val_*.bin"), "Not FineWeb: the p"),
+        (pair(ms=110.0), "Not faster: by rule 4, this_pr must"),
+        (pair(gpu="1 x H100"), "GPU or PyTorch differs: "),
+        (group("b", FLAGS), "No baseline: rule 4 needs"),
+    ],
+)
+def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(submit, files, note):
+    status, readme, out = submit(files)
+    notes = readme.partition("## Notes")[2].partition("##")[0].strip().splitlines()
+    assert status == 0 and len(notes) == (1 if note else 0)
+    assert note is None or (notes[0].startswith(f"- {note}") and notes[0] in out)
+
+
+@pytest.mark.parametrize(("losses", "met"), [((3.277, 3.2774), "met"), ((3.278,), "not met")])
+def test_the_optimizer_benchmark_has_a_rule_of_its_own(losses, met, submit):
+    """(3.28 - 3.2772) sqrt(2) = 0.00396 is not enough; time and baselines do not count."""
+    losses = [loss - 0.0001 for loss in losses]
+    _, readme, _ = submit(group("a", TRACK3, losses=losses))
+    margin = (3.28 - sum(losses) / len(losses)) * len(losses) ** 0.5
+    assert (margin >= 0.004) == (met == "met")
+    assert f"The benchmark's rule is {met}: " in readme and f"= {margin:.5f}, and 0.004" in readme
+    assert "## Notes" not in readme
+
+
+CUT = ours().split("step:4/4")[0]
+ALONE = "begins with a source that cannot run alone: it imports train_gpt.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "folder", "message"),
+    [
+        (pair(), "logs", "it exists and is not an empty folder: name another one"),
+        (pair() | {"logs/c.txt": CUT}, NAME, "repeat the runs named above, or leave out"),
+        (pair() | group("c", " --muon_lr 0.07"), NAME, "the logs are of 3 groups, listed above: "),
+        (pair() | {"more/b1.txt": ours(flags=FLAGS)}, NAME, "two logs of this_pr are named b1.txt"),
+        (group("b", files={"train_gpt.py": ""}), NAME, ALONE),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(
+    submit, files, folder, message
+):
+    status, _, error = submit(files, folder=folder)
+    assert status == 1 and files_here() == {*files}
+    assert f"submission.py: error: {folder} was not made: " in error and message in error

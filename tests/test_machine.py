@@ -1,6 +1,5 @@
 """tools/machine.py: GPUs that torch cannot use stop a run, and a report for `./run.sh setup`."""
 
-import re
 import sys
 from types import SimpleNamespace
 
@@ -16,11 +15,12 @@ import train_gpt
 from runs import error_of
 from train_gpt import UserError
 
+H100 = "NVIDIA H100 80GB HBM3, 81559 MiB"
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in
 -L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)" ;;
 --query-gpu*)
-    for _ in 1 2 3 4 5 6 7 8; do echo "${ANSWER:-NVIDIA H100 80GB HBM3, 81559 MiB}"; done ;;
+    for _ in 1 2 3 4 5 6 7 8; do echo "$ANSWER"; done ;;
 *) echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |" ;;
 esac
 """
@@ -34,6 +34,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("ANSWER", H100)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -49,24 +50,21 @@ def node(tmp_path, monkeypatch):
         (compare.main, ["--compare", "", "--muon_lr 0.1"]),
     ],
 )
-def test_gpus_that_torch_cannot_use_stop_a_command(main, words, node, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.sh", *words])
-    status, err = error_of([], capsys, lambda _: main())
+def test_gpus_that_torch_cannot_use_stop_a_command(main, words, node, capsys):
+    status, err = error_of(words, capsys, main)
     assert status == 1
-    assert re.match("run.sh: error: torch cannot use the 8 GPUs of this machine: ", err)
-    assert (
-        f"{sys.executable} has torch {torch.__version__} (CPU build), the driver is 550.54" in err
-    )
-    assert "(for CUDA up to 12.4)" in err and "--device cpu trains without them" in err
+    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs of this machine: ")
+    assert f"{sys.executable} has torch {torch.__version__} (CPU build), " in err
+    assert "the driver is 550.54 (for CUDA up to 12.4)" in err
+    assert "--device cpu trains without them" in err
 
 
 @pytest.mark.parametrize(("visible", "flags"), [("0", ["--device", "cpu"]), ("", []), ("-1", [])])
 def test_a_run_without_gpus_can_be_asked_for(visible, flags, node, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(sys, "argv", ["run.sh", *flags])
     monkeypatch.setattr(launch, "start", lambda *_: sys.exit("started"))
     with pytest.raises(SystemExit, match="started"):
-        start.main()
+        start.main(flags)
 
 
 @pytest.mark.parametrize(
@@ -92,46 +90,31 @@ def test_the_remedy_depends_on_what_keeps_torch_from_the_gpus(
         assert f": delete {tmp_path}/.venv, and ./run.sh installs" in machine.fault()
 
 
-def test_setup_is_not_ready_where_torch_cannot_use_the_gpus(node, capsys):
-    with pytest.raises(SystemExit):
-        machine.main([])
-    out, err = capsys.readouterr()
-    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs")
-    assert "\nGPUs           8 x NVIDIA H100 80GB HBM3, 81559 MiB\n" in out and "ready" not in out
-
-
-@pytest.mark.parametrize(
-    "answer", ["Unable to determine the device handle for GPU 0000:03:00.0", "a, b, c, d", ",", " "]
-)
-def test_an_unexpected_answer_of_nvidia_smi_is_shown(answer, node, monkeypatch, capsys):
+@pytest.mark.parametrize("answer", [H100, "Unable to determine the device handle", "a, b, ", " "])
+def test_setup_is_not_ready_where_torch_cannot_use_the_gpus(answer, node, monkeypatch, tool):
+    """What nvidia-smi answers is shown, also if it is unexpected."""
     monkeypatch.setenv("ANSWER", answer)
-    with pytest.raises(SystemExit):
-        machine.main([])
-    out, err = capsys.readouterr()
-    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs") and f"8 x {answer}\n" in out
+    _, out, err = tool(machine.main, [])
+    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs")
+    assert f"\nGPUs           8 x {answer}\n" in out and "ready" not in out
 
 
-@pytest.mark.parametrize(("visible", "refused"), [(None, True), ("0", True), ("", False)])
-def test_a_script_that_torchrun_starts_trains_no_demo_beside_gpus(
-    visible, refused, node, monkeypatch
-):
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if refused:
+def test_a_script_that_torchrun_starts_trains_no_demo_beside_gpus(node, monkeypatch):
+    for visible in (None, "0"):
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(UserError, match="torch cannot use this machine's GPUs: ./run.sh setup"):
             train_gpt.start_device("auto")
-    else:
-        assert train_gpt.start_device("auto")[0].type == "cpu"
     assert train_gpt.start_device("cpu")[0].type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert train_gpt.start_device("auto")[0].type == "cpu"
 
 
 CARDS = {  # compute capability, ROCm's version; bfloat16, FP8, kernels
-    "V100": ((7, 0), None, False, False, False),
     "T4": ((7, 5), None, False, False, False),
     "A100": ((8, 0), None, True, False, True),
     "4090": ((8, 9), None, True, True, True),
     "H100": ((9, 0), None, True, True, True),
-    "B200": ((10, 0), None, True, True, True),
     "5090": ((12, 0), None, True, True, True),
     "MI300X": ((9, 4), "7.0", True, False, False),
 }
@@ -159,12 +142,11 @@ def test_a_card_is_used_as_far_as_it_can(card, tiny, monkeypatch):
     assert lines == [f"kernels: {'chunk_loss relu2_mlp' if runs_kernels else 'none'}"]
 
 
-def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, capsys):
+def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, tool):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(machine, "FINEWEB", f"{tmp_path}/fineweb")
     for name in ("train_000001", "train_000002", "val_000000"):
         (tmp_path / f"fineweb_{name}.bin").touch()
-    machine.main([])
-    out = capsys.readouterr().out
+    _, out, _ = tool(machine.main, [])
     assert "\nGPUs           none\n" in out and "\nFineWeb        2 train and 1 validation" in out
     assert out.endswith("run.sh: ready to train the demo, without a GPU\n")

@@ -8,11 +8,8 @@ from types import ModuleType
 
 import torch
 
+import script
 import train_gpt
-import train_gpt_2026
-import train_gpt_2026_07
-import train_gpt_2026_08
-import train_gpt_track3
 from runs import rows
 from test_scripts import launched
 from train_gpt import HERE
@@ -34,14 +31,9 @@ def test_files_and_flags_that_readme_names_exist():
     for path in set(re.findall(r"\b(?:forks|tests|tools)/(?!my_)[\w/]+\.\w+", README)):
         assert (HERE / path).exists(), path
     known = set()
-    for script in (
-        train_gpt,
-        train_gpt_2026,
-        train_gpt_2026_07,
-        train_gpt_2026_08,
-        train_gpt_track3,
-    ):
-        known |= vars(script.Hyperparameters()).keys()
+    for path in script.of_project():
+        run = script.load(path)
+        known |= vars(run.records[run.default_record]).keys()
     for path in (HERE / "train_gpt.py", *HERE.glob("tools/*.py"), *HERE.glob("data/*.py")):
         known |= {*re.findall(r'"--(\w+)', path.read_text("utf-8"))}
     commands = " ".join(re.findall(r"\./run\.sh[^`\n]*", README))

@@ -1,16 +1,12 @@
 """The summary of a run: its last lines, and its line in logs/results.jsonl."""
 
-import fcntl
 import math
-import re
-import signal
 import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 
 import launch
 import result
@@ -62,11 +58,8 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
     assert lines == {key: str(value) for key, value in found.items() if value is not None}
 
 
-def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(
-    trained, monkeypatch, tmp_path
-):
+def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(trained, elsewhere):
     """After a stop, the run goes on and fails. A script may start none."""
-    monkeypatch.chdir(tmp_path)
     log = Path("logs/it.txt")
     log.parent.mkdir()
     whole = (trained.folder / log).read_text()
@@ -82,17 +75,6 @@ def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(
     found = result.result_of(result.Start(Path(SCRIPT), hp, "demo", {}), result.End(0))
     assert found["status"] == "failed" and "started no run" in found["reason"]
     assert found["exit"] == 1 and found["machine"] is None
-
-
-def test_a_second_start_of_a_live_name_or_a_typo_adds_no_line(flags):
-    Path("logs").mkdir()
-    with open("logs/it.txt", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for words in (["--run_id", "it"], ["--run_id", "new", "--num_iteration", "3"]):
-            program = Program([*flags, *words], work=launch_with)
-            assert program.end() == [1]
-            assert re.search("another process is writing|unknown words", program.text("err"))
-    assert not result.RESULTS.exists()
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -131,8 +113,8 @@ if __name__ == "__main__":
 
 
 def test_a_program_reads_how_each_run_ended(flags, tmp_path):
-    """One has a loss that is not finite, one goes up, one is stopped, one has an error in its
-    script."""
+    """One has a loss that is not finite, one goes up, one has an error in its script. One that is
+    stopped is in test_console.py."""
     (tmp_path / "wrong.py").write_text("import train_gpt\nprint(undefined)\n")
     (tmp_path / "up.py").write_text(UP)
     flags += ["--val_loss_every", "0", "--batch_seqs", "2"]
@@ -146,16 +128,6 @@ def test_a_program_reads_how_each_run_ended(flags, tmp_path):
     )
     assert found["failed"]["reason"] == "NameError: name 'undefined' is not defined"
     assert (found["failed"]["file"], found["failed"]["line"]) == (f"{tmp_path}/wrong.py", 2)
-    long = [*flags, "--num_iterations", "100000", "--run_id", "it"]
-    stopped = Program(long, work=launch_with)
-    stopped.wait_for("step:3/")
-    stopped.send(signal.SIGTERM)  # the launcher passes it on
-    assert stopped.end() == [128 + signal.SIGTERM], stopped.text("err")
-    last = result.noted()[-1]
-    assert (last["status"], last["reason"], last["val_loss"]) == ("stopped", "SIGTERM", None)
-    saved = torch.load(*Path("logs/it").iterdir(), weights_only=True)
-    assert saved["step"] == last["steps"]
-    assert "status: stopped\nexit: 143\nreason: SIGTERM\n" in stopped.text("out")
     up = Program(["up.py", *flags, "--num_iterations", "200"], work=launch_with)
     assert up.end() == [1] and " steps had a loss above " in up.text("err")
     last = result.noted()[-1]

@@ -1,21 +1,27 @@
-"""Copies of train_gpt.py, forks that import it, and checkpoints: how tools find and start them."""
+"""Copies of train_gpt.py, forks that import it, and checkpoints: how tools find and start them. How
+a run begins with other tokens, from given weights, and on ranks."""
 
 import contextlib
+import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import evaluate
 import export
+import result
 import sample
 import script
 import start
-from runs import SCRIPT, Program, error_of, run, val_losses
-from train_gpt import HERE, UserError
+import train_gpt
+from gpt2 import bits_per_byte
+from runs import SCRIPT, Program, console_of, error_of, outcome, run, val_losses
+from train_gpt import HERE, UserError, load_checkpoint
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
 
@@ -33,7 +39,6 @@ def copy(tmp_path) -> Path:
 
 @pytest.fixture
 def fork(tmp_path) -> Path:
-    """Return a fork that imports train_gpt.py, alone in another folder."""
     return Path(shutil.copy(HERE / "tests" / "small_fork.py", tmp_path / "its_own.py"))
 
 
@@ -70,33 +75,22 @@ def test_modules_of_another_project_are_not_mixed_with_these(fork, copy):
             script.load(Path(path))
 
 
-@pytest.mark.parametrize("folder", ["forks", "linked"])
-@pytest.mark.parametrize("imported_from", ["forks", "linked"])
-def test_a_file_is_itself_by_whatever_path_it_is_named(
-    folder, imported_from, tmp_path, monkeypatch
-):
-    """The fork of July is loaded after that of March, which it imports. The folder is named by a
-    relative path, or by that of a link."""
-    monkeypatch.chdir(HERE)
-    (tmp_path / "linked").symlink_to(HERE / "forks")
-    folders = {"forks": Path("forks"), "linked": tmp_path / "linked"}
+def test_a_file_is_itself_by_whatever_path_it_is_named(elsewhere, monkeypatch):
+    """The fork of July, named by a link, is loaded after that of March, which it imports and which
+    is named by a relative path."""
+    Path("linked").symlink_to(HERE / "forks")
     march = script.load(FRONTIER)
-    file = folders[imported_from] / FRONTIER.name
-    monkeypatch.setattr(sys.modules[march.__module__], "__file__", str(file))
+    relative = Path(os.path.relpath(FRONTIER))
+    monkeypatch.setattr(sys.modules[march.__module__], "__file__", str(relative))
     monkeypatch.delitem(sys.modules, "train_gpt_2026_07", raising=False)
-    july = script.load(folders[folder] / "train_gpt_2026_07.py")
-    assert march in july.__mro__ and script.load(folders[imported_from] / FRONTIER.name) is march
-
-
-# ---- Starting it
+    july = script.load(Path("linked/train_gpt_2026_07.py"))
+    assert march in july.__mro__ and script.load(relative) is march
 
 
 def test_a_syntax_error_of_a_script_is_a_line(copy, capsys):
-    lines = copy.read_text().splitlines(keepends=True)
-    lines.insert(40, "def broken(:\n")
-    copy.write_text("".join(lines))
+    copy.write_text("\ndef broken(:\n")
     status, err = error_of([str(copy)], capsys, start.main)
-    assert status == 1 and err == f"run.sh: error: invalid syntax ({copy.name}, line 41)\n"
+    assert status == 1 and err == f"run.sh: error: invalid syntax ({copy.name}, line 2)\n"
 
 
 SIZES = "--num_iterations 2 --val_loss_every 1 --batch_seqs 2 --val_tokens 512 --save_every 0"
@@ -119,16 +113,13 @@ def launched(words: list, folder: Path) -> dict[int, float]:
 
 
 def launch_with(words: list[str]) -> None:
-    """Do what tools/start.py does with these words."""
-    sys.argv = ["start.py", *words]
-    start.main()
+    start.main(words)
 
 
 def test_copies_and_forks_train_as_flags_of_the_same_effect_would(
     flags, copy, fork, tmp_path, monkeypatch
 ):
-    """A log begins with its script. The fork's rates are half of the record's. Two processes are
-    those of the real torchrun."""
+    """The fork's rates are half of the record's. Two processes are those of the real torchrun."""
     words = [*flags, *SIZES.split(), "--adam_eps", "1e-6", "--vocab_size", "50257"]
     faster = launched([*words, "--muon_lr", "0.2"], tmp_path)
     assert launched([copy, *words, "--run_id", "copy"], tmp_path) == faster
@@ -142,13 +133,9 @@ def test_copies_and_forks_train_as_flags_of_the_same_effect_would(
     assert val_losses(done.stdout) == pytest.approx(faster, abs=1.5e-4)
 
 
-# ---- The checkpoint that a tool reads
-
-
 @pytest.fixture
-def saved(trained, tmp_path, monkeypatch):
+def saved(trained, elsewhere):
     """Return save(name, **changed): it writes the trained checkpoint, changed, under logs/."""
-    monkeypatch.chdir(tmp_path)
     state = torch.load(trained.path, weights_only=True)
 
     def save(name: str, **changed) -> Path:
@@ -206,3 +193,89 @@ def test_a_checkpoint_starts_no_script_of_the_current_folder_and_its_faults_are_
     words += ["--export", "hf", "exported"] if tool is export else []
     status, err = error_of(words, capsys, tool.main)
     assert status == 1 and re.search(message, err) and not Path("exported").exists()
+
+
+def test_a_tool_starts_by_a_link_in_another_folder(elsewhere, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    Path("linked").symlink_to(HERE / "tools/records.py")
+    done = run(["--help"], script="linked")
+    assert done.returncode == 0 and "usage: " in done.stdout and not done.stderr
+
+
+FAILING = """import os, time
+import train_gpt
+def work():
+    if os.environ["RANK"] == "0":
+        raise train_gpt.UserError("the first rank has no data: copy it there")
+    time.sleep(60)
+train_gpt.as_program("mine.py", work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "expected"),
+    [
+        (FAILING, 1, "mine.py: error: the first rank has no data: copy it there\n"),
+        ("import os\nos.kill(os.getpid(), 9)", 137, ""),
+    ],
+)
+def test_torchrun_adds_nothing_to_what_ranks_say(source, status, expected, tmp_path):
+    (tmp_path / "mine.py").write_text(source)
+    words = ["--standalone", "--nproc_per_node=2", tmp_path / "mine.py"]
+    done = run(words, script=f"{HERE}/tools/ranks.py")
+    assert (done.returncode, done.stderr) == (status, expected)
+
+
+def test_a_vocabulary_that_is_not_gpt2_s_is_trained_and_evaluated(flags, tmp_path, capsys):
+    """Without bits per byte, and without a command that would write GPT-2's text."""
+    program = Program([*flags, "--run_id", "it", "--num_iterations", "2"], work=launch_with)
+    assert program.end() == [0], program.text("err")
+    text = program.text("out")
+    said = "\nthe first shard has no token 50256: its text counts as one document\n"
+    assert text.count(said) == 1 and "sample.py" not in text and "sample corpus" not in text
+    assert result.noted()[-1]["bits_per_byte"] is None
+    evaluate.main(["--device", "cpu"])
+    assert re.search(r"\nval_loss:\d+\.\d{5} over 2048 tokens\n$", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("size", "largest"), [(50304, 50300), (64000, 7), (8192, 7)])
+def test_bits_per_byte_are_of_gpt2_s_tokens_alone(size, largest):
+    """Also where the head's padding would hold others."""
+    assert bits_per_byte(4.0, np.array([[5, largest]]), size) is None
+    assert bits_per_byte(4.0, np.array([[5, 50256]]), 50304) > 0
+
+
+def test_a_run_from_given_weights_begins_with_them_and_goes_on_to_the_same_bits(
+    flags, tmp_path, capsys, monkeypatch
+):
+    """Its steps, its optimizers and its schedule are its own."""
+    of_two_seeds = [
+        val_losses(console_of([*flags, "--seed", str(seed), "--run_id", name], tmp_path))
+        for seed, name in ((2, "other"), (1, "first"))
+    ]
+    assert of_two_seeds[0] != of_two_seeds[1]
+    path = "logs/first/state_step000004.pt"
+    words = [*flags, "--init_from", path, "--muon_lr", "0.02", "--run_id"]
+    seen, evaluate_ = [], train_gpt.evaluate
+
+    def watch(model, *rest):
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return evaluate_(model, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "evaluate", watch)
+        text = console_of([*words, "whole"], tmp_path)
+    assert f"\nweights of {path}\n" in text and "resumed" not in text
+    given = load_checkpoint(path, train_gpt.Run)["model"]
+    after_warm_up = seen[1]  # warm-up makes one validation, the run's own come next
+    assert all(torch.equal(after_warm_up[name], value) for name, value in given.items())
+
+    resumed = [*words, "it", "--save_every", "2", "--keep", "9", "--resume", "on"]
+    console_of(resumed, tmp_path)
+    (tmp_path / "logs/it/state_step000004.pt").unlink()
+    (tmp_path / path).unlink()  # no more needed
+    assert "resumed at step 2" in console_of(resumed, tmp_path)
+    whole = load_checkpoint("logs/whole/state_step000004.pt", train_gpt.Run)["model"]
+    found = outcome(tmp_path, 4).tensors
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], value) for name, value in whole.items())

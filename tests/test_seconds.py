@@ -1,6 +1,5 @@
 """--seconds: how many steps fit, from the times of a few, and what else changes with them."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import result
 import script
 import seconds
 import start
@@ -93,7 +93,7 @@ def test_two_ranks_time_their_steps_and_train_for_as_long(flags, tmp_path, monke
     steps, ms = map(int, re.search(r"1: (\d+) steps of about (\d+) ms", done.stdout).groups())
     assert round(1000 / (ms + 0.5)) <= steps <= round(1000 / (ms - 0.5))
     assert list(val_losses(done.stdout)) == [steps]
-    (found,) = map(json.loads, Path("logs/results.jsonl").read_text().splitlines())
+    (found,) = result.noted()
     assert found["machine"] == "2 x CPU" and found["steps"] == steps
     ramp = round(300 * found["steps"] / 128)
     assert f"--momentum_warmup_steps {ramp} " in f"{found['flags']} "
