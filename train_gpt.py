@@ -42,6 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -57,6 +58,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+# A function with @has_twin is replaced by its twin there, a Triton kernel, when choose_kernels has
+# found that both compute the same.
 try:
     from gpu_kernels import choose_kernels, has_twin
 except ImportError:  # without Triton, or this file alone: it computes the same
@@ -221,7 +224,7 @@ class Layer:
 
     window: str  # "long", "short" (half of the long one), or "none": no attention
     values: str | None = None  # mixed into v: embedding table "0" to "9", or "first": the first v
-    mask = property(lambda self: self.window)  # the name of its mask, of those in GPT.masks
+    mask = property(lambda self: self.window)  # the name of its mask in GPT.masks, if it has one
 
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
@@ -288,7 +291,8 @@ def load_data_shard(path: str | Path) -> np.ndarray:
 def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
     """Plan batches: yield a shard's tokens (n,) and the sequences of a batch in it. A sequence is a
     list of pieces (start, stop) of the tokens: here one piece, in a fork several. The last of its
-    seq_len + 1 tokens is only a target, and begins the next sequence."""
+    seq_len + 1 tokens is only a target, and begins the next sequence. Validation reads by this
+    plan, too: Run.plan is that of training alone."""
     batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
         for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
@@ -304,11 +308,12 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     if not paths:
         raise UserError(f"no shard matches {pattern}: cached_fineweb.py fetches FineWeb")
     shards = [load_data_shard(path) for path in paths]
-    passes = min(hp.epochs or num_batches, num_batches)  # one without a batch is the last one
+    passes = min(hp.epochs or num_batches, num_batches)  # each has a batch, unless none has
     planned = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
     if len(planned) < num_batches:
         found = f"{pattern} has {len(planned)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
-        remedy = "add longer shards (cached_fineweb.py N fetches N of FineWeb) or --epochs 0"
+        remedy = "add longer shards (cached_fineweb.py N fetches N of FineWeb)"
+        remedy += ", or for training --epochs 0, for validation a smaller --val_tokens"
         raise UserError(f"{found}, the run reads {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         is_read = any(tokens is other for other, _ in planned)
@@ -345,13 +350,13 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
 
 
 def get_window_size(step: int, hp: Hyperparameters) -> int:
-    """Return the long window in tokens, rounded to window_step: up ("blocks") or down."""
-    # The window has grown by grown / unit * window_step. Integers make the rounding exact.
-    grown = hp.window_span * step
-    unit = hp.num_iterations * hp.window_step
+    """Return the long window in tokens, rounded to window_step: up by the rule "blocks", down by
+    the rule "tokens". first_visible rounds it again, to what a token sees."""
+    share = Fraction(step, hp.num_iterations)  # a float may be rounded to another block
+    grown = hp.window_span * share
     if hp.window_rule == "tokens":
-        return (hp.window_min * hp.num_iterations + grown) // unit * hp.window_step
-    rounded_up = -(-grown // unit) * hp.window_step
+        return math.floor((hp.window_min + grown) / hp.window_step) * hp.window_step
+    rounded_up = math.ceil(grown / hp.window_step) * hp.window_step
     return max(rounded_up, hp.window_min)
 
 
@@ -365,13 +370,13 @@ class Moment:
     """All scheduled values at one step, 0 to num_iterations. The variable is always named `now`."""
 
     graph_key = ()  # decides which compiled code runs: warm_up makes a step for each value
+    short = property(lambda self: self.window // 2)  # the short window, in tokens
 
     def __init__(self, step: int, hp: Hyperparameters):
         self.step = min(step, hp.num_iterations)
         self.lr = get_lr(self.step, hp)  # multiplier on every learning rate
         self.momentum = get_muon_momentum(self.step, hp)
         self.window = get_window_size(self.step, hp)  # the long one, in tokens
-        self.short = self.window // 2  # the short one
         self.seq_len = hp.seq_len  # tokens in a training sequence
         last = self.step == hp.num_iterations
         self.validate = last or bool(hp.val_loss_every and self.step % hp.val_loss_every == 0)
@@ -730,13 +735,14 @@ class Head(CastedLinear):
     @has_twin
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64. On a
-        GPU, unless this or what it calls is edited, its twin in gpu_kernels.py does so."""
+        GPU, unless this or what it calls is edited, its twin in gpu_kernels.py may do so."""
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: they are cap *
-        tanh(logit / cap), plus the constant cap, which softmax does not see."""
-        return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()  # as CPUs want
+        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: cap *
+        tanh(logit / cap) + cap, as 2 cap * sigmoid(2 logit / cap), which is faster on a CPU.
+        Softmax does not see the constant cap."""
+        return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T (T, padded vocabulary) of x (T, C), in bfloat16 if that or FP8 is in
@@ -920,8 +926,8 @@ def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
     momentum = torch.full((), now.momentum, device=buffer.device)  # a number would recompile
     updates = muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
     height, width = buffer.shape[-2:]
-    lr = lr * max(1, height / width) ** 0.5
-    return updates, lambda update: rows.weights.add_(update, alpha=-lr)
+    scaled_lr = lr * max(1, height / width) ** 0.5  # tall matrices take larger steps
+    return updates, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
 
 
 def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
@@ -985,7 +991,8 @@ class Rows:
         for p in params:
             starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
         self.total = starts.pop()
-        # Messages of matrices have 8 rows, or one for each rank, and leave one after the other.
+        # Messages of matrices have at least 8 rows, and at least one for each rank. They leave one
+        # after the other, within the backward pass.
         size = max(8, world_size) if group.row_ndim == 2 and world_size > 1 else self.total
         n = -(-min(size, self.total) // (world_size * spacing)) * spacing
         size = n * world_size
@@ -1006,7 +1013,7 @@ class Rows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Wait for what is under way, and forget all gradients: a step begins."""
         self.wait()
         self.grad = self.sums[:, self.rank]  # this rank's part: in a rule, of the mean gradient
         self.missing = Counter()  # by message: gradients to come until it is sent
@@ -1021,7 +1028,7 @@ class Rows:
         new = [p for p in self.places if p.grad is not None]
         for p in new:
             if p.grad.is_sparse and p in self.empty:
-                self.places[p].zero_()
+                self.places[p].zero_()  # sparse gradients can be added, not copied
                 self.empty.remove(p)
         for first, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
             chosen = [p for p in new if (p in self.empty) == first]
@@ -1041,14 +1048,14 @@ class Rows:
                 self.send(message)
 
     def send(self, message: int) -> None:
-        """Begin to sum a message's gradients over all ranks, in the weights' dtype: each rank gets
-        the sum of its part."""
+        """Begin to sum a message's gradients over all ranks, in the weights' dtype. Each rank gets
+        the sum of its part, in the place of its own gradients."""
         self.missing[message] = 0
-        sent = self.sums[message].to(self.weights.dtype)
-        own = sent[self.rank]
-        self.works.append(reduce_scatter(own, sent.flatten(0, 1), async_op=True))
-        if own.dtype != self.sums.dtype:  # bfloat16 rows are tables, which have one message
-            self.grad = own[None]
+        sent = self.sums[message]
+        if sent.dtype != self.weights.dtype:  # then there is one message: matrices are float32
+            sent = sent.to(self.weights.dtype)
+            self.grad = sent[None, self.rank]
+        self.works.append(reduce_scatter(sent[self.rank], sent.flatten(0, 1), async_op=True))
 
     def send_rest(self) -> None:
         """Send what is not sent yet. A gradient that has not come is zero."""
@@ -1112,11 +1119,11 @@ class Optimizers:
         tables = list(model.value_embeds.parameters())
         scalars = [p for p in model.parameters() if p.ndim == 1]
         return [
-            Group("head", [model.lm_head.weight], adam, hp.head_lr, 1),
-            Group("muon", matrices[::-1], muon, hp.muon_lr, 2),
-            Group("embed", [model.embed.weight], adam, hp.embed_lr, 1),
-            Group("values", tables, adam, hp.embed_lr, 1),
-            Group("scalar", scalars, adam, hp.scalar_lr, 0),
+            Group("head", [model.lm_head.weight], adam, hp.head_lr, row_ndim=1),
+            Group("muon", matrices[::-1], muon, hp.muon_lr, row_ndim=2),
+            Group("embed", [model.embed.weight], adam, hp.embed_lr, row_ndim=1),
+            Group("values", tables, adam, hp.embed_lr, row_ndim=1),
+            Group("scalar", scalars, adam, hp.scalar_lr, row_ndim=0),
         ]
 
     def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
@@ -1300,10 +1307,11 @@ def to_json(value, **options) -> str:
 
 class Log:
     """What rank 0 writes: the log, the metrics, and the console. logs/RUN_ID.txt, which begins with
-    `header`, is locked while the process lives. logs/RUN_ID.jsonl has an object for each step: the
-    fields of Moment; train_loss, before the update; ms, from the arrival of the last step's result
-    on the host to this one's; tokens_per_s; and with grad_clip grad_norm. Another object has a
-    step's val_loss. If a step comes twice, later fields count."""
+    `header`, is locked while the process lives. logs/RUN_ID.jsonl has an object for each step:
+    `step`, the number of steps made, and the other fields of the step's Moment; train_loss, before
+    the update; ms, from the arrival of the last step's result on the host to this one's;
+    tokens_per_s; and with grad_clip grad_norm. Another object has a step's val_loss. If a step
+    comes twice, later fields count."""
 
     def __init__(self, hp: Hyperparameters, rank: int):
         """Open a run's files. UserError if they are in use, or exist without --resume. What a
@@ -1751,7 +1759,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
-                states = {} if last else optimizers.state_dict()  # all ranks must call this
+                # No run goes on from the last step. All ranks must call state_dict.
+                states = {} if last else optimizers.state_dict()
                 model.save_pieces(Path("logs", log.run_id, f"state_step{step:06}.pt"))
                 if rank == 0:
                     state = {

@@ -639,6 +639,8 @@ def is_tied(step: int, hp: Hyperparameters) -> bool:
 class Moment(t.Moment):
     """All that is scheduled, at one step."""
 
+    short = 0  # the short window, which a stage sets
+
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)
         last = self.step == hp.num_iterations

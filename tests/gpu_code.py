@@ -299,8 +299,8 @@ def layer_graphs_2026(hp, run):
     for label, (_, layer) in sorted(made.items()):
         x, added, value, source = activations(hp, 4)
         tokens = torch.zeros(hp.seq_len, dtype=torch.int32)
-        windows = torch.tensor(now.window), torch.tensor(now.short)
-        mask = model.masks(tokens, *windows)[layer.mask]
+        long, short = torch.tensor(now.window), torch.tensor(now.short)
+        mask = model.masks(tokens, long, short)[layer.mask]
         rotary = model.rotary(torch.arange(hp.seq_len), now)[layer.rotary]
         value, source = (
             tensor if named is not None else None

@@ -42,7 +42,9 @@ def at_windows(model: train_gpt.GPT, window: int) -> Moment:
     """Return the moment of a model's last step, with this long window."""
     of_fork = isinstance(model, train_gpt_2026.GPT)
     now = (train_gpt_2026.Moment if of_fork else Moment)(model.hp.num_iterations, model.hp)
-    now.window, now.short = window, window // 2
+    now.window = window
+    if of_fork:
+        now.short = window // 2
     return now
 
 

@@ -69,8 +69,8 @@ class Decoder:
             unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
             before = self.recent[unseen:]
             self.recent = torch.cat([before, new])
-            windows = torch.tensor(now.window), torch.tensor(now.short)
-            masks = model.masks(self.recent, *windows)
+            long, short = torch.tensor(now.window), torch.tensor(now.short)
+            masks = model.masks(self.recent, long, short)
             for name, mask in masks.items():  # paired heads have two rows per token
                 masks[name] = mask[-(len(new) * len(mask) // len(self.recent)) :]
             position = torch.arange(self.position, self.position + len(new), device=device)

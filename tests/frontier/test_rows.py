@@ -214,8 +214,8 @@ def test_masks_are_those_of_the_published_windows(name, length, step, vocabulary
             seen = reading.with_borders(tokens, 1000)
             assert not torch.equal(seen, tokens)
         now = moment(name, step)
-        windows = torch.tensor(now.window), torch.tensor(now.short)
-        masks = model.train(training).masks(tokens, *windows)
+        long, short = torch.tensor(now.window), torch.tensor(now.short)
+        masks = model.train(training).masks(tokens, long, short)
         assert set(masks) == set(windows)
         for key, mask in masks.items():
             if name == "A":
