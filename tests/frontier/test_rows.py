@@ -391,7 +391,7 @@ def test_each_parameter_learns_by_the_published_numbers(name):
     adam, matrices, matrix_rule = reading.ADAM, reading.FACTOR, august.anvil
     if name != "August":
         adam, matrices, matrix_rule = ROW[name].adam, ROW[name].normuon, train_gpt_2026.muon
-    for group in SCRIPT[name].Optimizers.groups_of(model, FULL[name]):
+    for group in SCRIPT[name].Optimizers.parameter_groups(model, FULL[name]):
         rule, numbers = group.rule.func, group.rule.keywords
         for key in {names[p] for p in group.params}:
             learning.add(key)
