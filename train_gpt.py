@@ -1794,8 +1794,10 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
             dist.destroy_process_group()
         sys.exit(128 + number)
     if on_gpu:
-        peaks = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
-        log("peak memory allocated: {} MiB reserved: {} MiB".format(*peaks))
+        log(
+            f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+            f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB"
+        )
 
 
 def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:
