@@ -264,12 +264,11 @@ def activations(hp, count: int) -> list[torch.Tensor]:
 
 
 def layer_graphs(hp):
-    """Yield the graphs of the last layer with values from elsewhere, which may have a skip."""
+    """Yield the graphs of the last layer with values from elsewhere."""
     table = train_gpt.layer_table(hp)
     attending = [i for i, row in enumerate(table) if row.window != "none"]
     last = max(attending, key=lambda i: (table[i].values is not None, i))
-    x, x0, value, output = activations(hp, 4)
-    skip = (torch.ones(()), output) if last >= len(table) // 2 else None
+    x, x0, value = activations(hp, 3)
     if table[last].values is None:
         value = None
     elif table[last].values == "first":  # another layer's v (1, T, H, D)
@@ -280,7 +279,7 @@ def layer_graphs(hp):
     rotary = train_gpt.rotary_table(torch.arange(hp.seq_len)[:, None], frequencies)
     mask = train_gpt.block_lists(first)
     block = train_gpt.Block(hp, table[last])
-    yield "layer", captured(block, x, x0, value, skip, rotary, mask)
+    yield "layer", captured(block, x, x0, value, rotary, mask)
 
 
 def layer_graphs_2026(hp, run):
