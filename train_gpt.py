@@ -680,7 +680,8 @@ class Block(nn.Module):
 
 
 class WithGradients(torch.autograd.Function):
-    """A loss (), as a function of tensors whose gradients are known."""
+    """A loss (), as a function of tensors whose gradients are known. backward() scales these in
+    place, so it can be called once."""
 
     @staticmethod
     def forward(ctx, loss, gradients, *tensors):
@@ -706,19 +707,19 @@ class Head(CastedLinear):
         self.grad_scale = None  # factor on the gradient of a sequence's summed loss; None: its mean
 
     def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
-        """Return the mean loss () of x (T, C) and targets (T, ...), a chunk of tokens after the
-        other: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients are
-        made at once, too. `more` goes to chunk_loss, of which a fork may have another."""
+        """Return the mean loss () of x (T, C) and targets (T, ...), one chunk of tokens after
+        another: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients
+        are made at once, too. `more` goes to chunk_loss, of which a fork may have another."""
         total, grads_x, grads = 0, [], []
         size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
-        params = list(self.parameters())
+        params = [p for p in self.parameters() if p.requires_grad]
         for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
             # Apart from x, which depends on the weight, too, if embeddings are tied to it. A view,
             # because torch's FlopCounterMode does not take a leaf here.
             part = part.detach().requires_grad_(x.requires_grad).view_as(part)
             loss = self.chunk_loss(part, part_targets, scale, *more)
             if x.requires_grad:
-                grad_x, *new = torch.autograd.grad(loss, [part, *params])
+                grad_x, *new = torch.autograd.grad(loss, [part, *params], materialize_grads=True)
                 grads_x.append(grad_x)
                 if grads:
                     torch._foreach_add_(grads, new)
@@ -991,16 +992,17 @@ class Rows:
         for p in params:
             starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
         self.total = starts.pop()
+        self.passes = group.steps * micro_batches  # backward passes whose gradients add up
+        dtype = torch.float32 if self.passes > 1 else params[0].dtype  # of their sum
         # Messages of matrices have at least 8 rows, and at least one for each rank. They leave one
-        # after the other, within the backward pass.
-        size = max(8, world_size) if group.row_ndim == 2 and world_size > 1 else self.total
+        # after the other, within the backward pass. Sums that are cast leave in one message.
+        in_turn = group.row_ndim == 2 and world_size > 1 and dtype == params[0].dtype
+        size = max(8, world_size) if in_turn else self.total
         n = -(-min(size, self.total) // (world_size * spacing)) * spacing
         size = n * world_size
         messages = -(-self.total // size)
         self.weights = params[0].detach().new_zeros(messages, world_size, n, *row_shape)
-        self.passes = group.steps * micro_batches  # backward passes whose gradients add up
-        several = torch.float32 if self.passes > 1 else None
-        self.sums = torch.zeros_like(self.weights, dtype=several)
+        self.sums = torch.zeros_like(self.weights, dtype=dtype)
         self.own = self.weights[:, rank]
         self.places, self.messages_of = {}, {}
         for p, start in zip(params, starts, strict=True):
@@ -1008,7 +1010,7 @@ class Rows:
             p.data = self.weights.flatten(0, 2)[start:stop].view(p.shape).copy_(p.detach())
             self.places[p] = self.sums.flatten(0, 2)[start:stop].view(p.shape)
             self.messages_of[p] = range(start // size, -(-stop // size))
-            if world_size > 1:
+            if world_size > 1 and p.requires_grad:
                 p.register_post_accumulate_grad_hook(self.arrived)
         self.clear()
 
@@ -1043,6 +1045,10 @@ class Rows:
         so in the same order."""
         self.missing.subtract(self.messages_of[p])
         for message in self.messages_of[p]:
+            if self.missing[message] < 0:
+                raise RuntimeError(
+                    f"{self.name} does not learn after {self.passes} backward passes"
+                )
             if self.missing[message] == 0:
                 self.collect()
                 self.send(message)
@@ -1052,7 +1058,7 @@ class Rows:
         the sum of its part, in the place of its own gradients."""
         self.missing[message] = 0
         sent = self.sums[message]
-        if sent.dtype != self.weights.dtype:  # then there is one message: matrices are float32
+        if sent.dtype != self.weights.dtype:  # then there is one message
             sent = sent.to(self.weights.dtype)
             self.grad = sent[None, self.rank]
         self.works.append(reduce_scatter(sent[self.rank], sent.flatten(0, 1), async_op=True))
@@ -1089,8 +1095,8 @@ class Rows:
 class Optimizers:
     """Applies the update rules to all parameters. All ranks make a step in this order:
 
-    1. The last backward pass sends gradients when they are complete: the head's, the matrices' from
-       the last layer to the first, then the others'.
+    1. The last backward pass sends gradients when they are complete: the head's first, matrices'
+       from the last layer to the first, the embeddings' at the end.
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
     3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
@@ -1504,8 +1510,8 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
 
 
 class Run:
-    """What a fork that imports this file replaces, in a subclass, as by `GPT = MyGPT`. Here, names
-    are looked up when they are called, because a fork may also assign train_gpt.GPT."""
+    """What a fork that imports this file replaces, in a subclass, as by `GPT = MyGPT`. Names of
+    this class are looked up when they are called: a fork may also assign train_gpt.GPT."""
 
     records: dict[str, Hyperparameters] = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
@@ -1513,8 +1519,13 @@ class Run:
     Optimizers = staticmethod(lambda *arguments: Optimizers(*arguments))
     Moment = staticmethod(lambda step, hp: Moment(step, hp))
     check = staticmethod(lambda hp: check(hp))
-    plan = staticmethod(lambda *arguments: consecutive(*arguments))
+    plan = staticmethod(lambda shards, hp, moments: consecutive(shards, hp, moments))
     read_per_token = staticmethod(lambda hp: 1.0)  # tokens read, at most, for each that trains
+
+    def __init_subclass__(cls):
+        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
+        if unknown:
+            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
 
 
 def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:
@@ -1650,6 +1661,7 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
     for now in [*kinds.values(), longest] if compiled.allowed else [longest]:
+        optimizers.load_state_dict({})  # such moments do not follow each other in a run
         gc.collect()
         torch.cuda.empty_cache()
         val = tokens[:, : hp.val_seq_len]

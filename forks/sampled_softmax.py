@@ -85,13 +85,15 @@ class Head(record_89.Head):
             self.weight = whole
 
     def add_gradient(self, chosen: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the chosen rows (n,) at their places, in the backward pass."""
+        """Add the gradient of the chosen rows (n,) at their places, in the backward pass. It is
+        sent with the tied embedding's; without that, after the backward pass."""
         if self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight, dtype=rows.grad.dtype)
         self.weight.grad.index_add_(0, chosen, rows.grad)
+        rows.grad = None
 
 
-def plan(shards: list[np.ndarray], hp: base.Hyperparameters, moments: list) -> Iterator[tuple]:
+def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # overrides
     """Plan the batches of these moments, as train_gpt_2026.py does. UserError for a sequence with
     more different targets than its softmax has candidates."""
     for now, (tokens, sequences) in zip(moments, base.plan(shards, hp, moments), strict=False):

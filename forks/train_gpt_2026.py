@@ -555,7 +555,7 @@ def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyp
     return sequences, position
 
 
-def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
+def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # overrides
     """Plan the batches of these moments, as train_gpt.py's `consecutive` does. With
     hp.align_to_documents, each sequence begins with a document."""
     step, has_documents = 0, False
@@ -639,7 +639,7 @@ def is_tied(step: int, hp: Hyperparameters) -> bool:
 class Moment(t.Moment):
     """All that is scheduled, at one step."""
 
-    short = 0  # the short window, which a stage sets
+    short = 0  # the short window: a stage sets it, in place of t.Moment's property
 
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)

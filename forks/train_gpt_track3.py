@@ -167,7 +167,7 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """One layer: attention with normalised, rotated q and k, then an MLP with ReLU squared."""
 
-    attend = staticmethod(t.attend)
+    attend = staticmethod(lambda *arguments: t.attend(*arguments))
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
