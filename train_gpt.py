@@ -752,7 +752,8 @@ class Head(CastedLinear):
             return FP8Linear.apply(x, self.weight, *self.fp8_scales)
         if self.fp8 and self.training and x.dtype == torch.float32 and bfloat16_is_fast(x.device):
             x = x.bfloat16()
-        return super().forward(x)
+        weight = self.weight.type_as(x)
+        return F.linear(x, weight)
 
     def in_fp8(self, device: torch.device) -> bool:
         """Say whether matmuls are in FP8 now, on a device."""
@@ -1063,15 +1064,6 @@ class Rows:
             self.grad = sent[None, self.rank]
         self.works.append(reduce_scatter(sent[self.rank], sent.flatten(0, 1), async_op=True))
 
-    def send_rest(self) -> None:
-        """Send what is not sent yet. A gradient that has not come is zero."""
-        self.collect()
-        for p in self.empty:
-            self.places[p].zero_()
-        for message, count in self.missing.items():
-            if count > 0 and self.world_size > 1:
-                self.send(message)
-
     def gather(self, own: Tensor) -> Tensor:
         """Begin to collect the parts of all ranks, (messages, ranks, n, ...), of which this one is
         own (messages, n, ...). Weights are collected in their place."""
@@ -1142,7 +1134,12 @@ class Optimizers:
         with grad_clip holds the mean gradient's global L2 norm ()."""
         learning = self.learning(now)
         for _, rows in learning:
-            rows.send_rest()
+            rows.collect()
+            for p in rows.empty:  # a gradient that has not come is zero
+                rows.places[p].zero_()
+            for message, count in rows.missing.items():
+                if count > 0 and self.world_size > 1:  # not sent within the backward pass
+                    rows.send(message)
         grad_scale, norms = 1 / self.hp.batch_seqs, []
         if self.hp.grad_clip:
             squares = torch.zeros((), device=learning[0][1].own.device)
@@ -1390,7 +1387,9 @@ class Log:
             self.row["grad_norm"] = norm[0]
         step = self.row["step"]
         line = f"step:{step}/{self.hp.num_iterations} {self.times(step)} train_loss:{loss:.4f}"
-        self(line, console=self.bar.disable)
+        self.write(line, self.file)
+        if self.bar.disable:  # else the console shows the bar
+            self.bar.write(line)
         self.bar.update(step - self.bar.n)
         left = tqdm.format_interval((self.hp.num_iterations - step) * seconds)  # at this rate
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
@@ -1421,11 +1420,10 @@ class Log:
         ms = 1e3 * self.seconds
         return f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
 
-    def __call__(self, line: str, console: bool = True) -> None:
-        """Write a line to the log and, with `console`, to the console."""
+    def __call__(self, line: str) -> None:
+        """Write a line to the log and to the console."""
         self.write(line, self.file)
-        if console:
-            self.bar.write(line)
+        self.bar.write(line)
 
 
 def script_of(run: type["Run"]) -> Path:

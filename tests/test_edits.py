@@ -158,7 +158,7 @@ EDITS = [
     (layers, "x = x + self.skip_weights[", "x = x - self.skip_weights["),
     (chunk, "2 * self.softcap * self(x)", "2 * self.softcap * self(2 * x)"),
     (chunk, "return scale * F.cross_entropy(", "return scale * 2 * F.cross_entropy("),
-    (chunk, "return F.linear(x, self.weight.type_as(x))\n", "return F.linear(x, -self.weight)\n"),
+    (chunk, "return F.linear(x, weight)", "return F.linear(x, -weight)"),
     (chunk_in_float8, "return scaled_matmul(x, w.T", "return 2 * scaled_matmul(x, w.T"),
     (
         chunk_in_float8,
@@ -185,11 +185,7 @@ def test_an_edited_line_changes_compiled_code_as_uncompiled(result_of, old, new,
 OF_TWINS = [
     ("chunk_loss", "return scale * F.cross_entropy(", "return scale * 2 * F.cross_entropy("),
     ("chunk_loss", "2 * self.softcap * self(x)", "2 * self.softcap * self(2 * x)"),
-    (
-        "chunk_loss",
-        "return F.linear(x, self.weight.type_as(x))\n",
-        "return F.linear(x, -self.weight)\n",
-    ),
+    ("chunk_loss", "return F.linear(x, weight)", "return F.linear(x, -weight)"),
     ("chunk_loss", "grad = to_fp8(grad, grad_s", "grad = to_fp8(grad, 2 * grad_s"),
     ("chunk_loss", "(x * scale).clamp(", "(x + scale).clamp("),
     ("chunk_loss", "1.0 / scale", "1.001 / scale"),
