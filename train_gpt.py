@@ -1047,9 +1047,7 @@ class Rows:
         self.missing.subtract(self.messages_of[p])
         for message in self.messages_of[p]:
             if self.missing[message] < 0:
-                raise RuntimeError(
-                    f"{self.name} does not learn after {self.passes} backward passes"
-                )
+                raise RuntimeError(f"{self.name}: over {self.passes} gradients, see Group.steps")
             if self.missing[message] == 0:
                 self.collect()
                 self.send(message)

@@ -299,6 +299,27 @@ def test_gradients_leave_when_they_are_complete(
     assert tied_frac != 1.0 or events.index("head") > events.index("layer 0")
 
 
+def test_what_is_sent_of_frozen_parameters_of_bfloat16_matrices_and_after_too_many_gradients(
+    tiny, first_of_two
+):
+    """Of a frozen parameter nothing; of matrices whose sums are cast, one message, because a rank's
+    part has one place; and no message twice."""
+    hp = replace(tiny, batch_seqs=2)
+    model, tokens = GPT(hp), torch.arange(hp.seq_len)
+    model.blocks[0].lambdas.requires_grad_(False)
+    optimizers = Optimizers(model, hp, 0, 2)
+    model(tokens.int(), tokens, MOMENTS[0]).backward()
+    assert not any(rows.works for group, rows in optimizers.groups if group.name == "scalar")
+    loss = model(tokens.int(), tokens, MOMENTS[0])
+    with pytest.raises(RuntimeError, match="head 32: over 1 gradients, see Group.steps"):
+        loss.backward()
+
+    for dtype, messages in ((torch.float32, 3), (torch.bfloat16, 1)):
+        params = [torch.nn.Parameter(torch.zeros(16, 16, dtype=dtype)) for _ in range(24)]
+        rows = Rows(Group("muon", params, muon, 0.1, row_ndim=2), params, 0, 2, micro_batches=2)
+        assert len(rows.weights) == messages
+
+
 # ---- memory
 
 
