@@ -6,8 +6,8 @@
 An input is a file, a folder (searched recursively, in sorted order) or a glob pattern of these:
 
     .txt       one document; with --blank_line_documents, one per block between blank lines
-    .jsonl     one document per line, in the field `text`
-    .parquet   one document per row, in the column `text` (needs pyarrow)
+    .jsonl     one document per line, in the field `text`, or in the one that --field names
+    .parquet   one document per row, in such a column (needs pyarrow)
 
 Documents keep their order: shuffle them first if neighbours are alike. Each begins with token
 50256; "<|endoftext|>" in a document is ordinary text. Documents of white space only are left out.
@@ -84,10 +84,10 @@ def find_files(pattern: str) -> list[str]:
     return files
 
 
-def read_pieces(path: str, blank_line_documents: bool) -> Iterator[tuple[bool, str]]:
+def read_pieces(path: str, blank_line_documents: bool, field: str) -> Iterator[tuple[bool, str]]:
     """Yield a file's text in pieces, and for each whether it begins a document."""
     try:
-        for document in read_documents(path, blank_line_documents):
+        for document in read_documents(path, blank_line_documents, field):
             begins = True
             for piece in cut(document):
                 if not begins or piece.strip():  # blank pieces before a document are left out
@@ -99,14 +99,14 @@ def read_pieces(path: str, blank_line_documents: bool) -> Iterator[tuple[bool, s
             fail(f"{path}:{next(bad)}: not UTF-8: convert the file, for example with iconv")
 
 
-def read_documents(path: str, blank_line_documents: bool) -> Iterator[TextIO]:
+def read_documents(path: str, blank_line_documents: bool, field: str) -> Iterator[TextIO]:
     """Yield the documents of a file. Each must be read before the next one is asked for."""
     if path.lower().endswith(".parquet"):
-        yield from map(io.StringIO, read_parquet(path))
+        yield from map(io.StringIO, read_parquet(path, field))
         return
     with open(path, encoding="utf-8-sig", newline="\n") as file:
         if path.lower().endswith(".jsonl"):
-            yield from map(io.StringIO, read_jsonl(path, file))
+            yield from map(io.StringIO, read_jsonl(path, file, field))
         elif blank_line_documents:
             for is_blank, lines in itertools.groupby(file, str.isspace):
                 if not is_blank:
@@ -115,8 +115,8 @@ def read_documents(path: str, blank_line_documents: bool) -> Iterator[TextIO]:
             yield file
 
 
-def read_jsonl(path: str, file: TextIO) -> Iterator[str]:
-    """Yield the field `text` of each line that is not blank."""
+def read_jsonl(path: str, file: TextIO, field: str) -> Iterator[str]:
+    """Yield a field of each line that is not blank."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
@@ -124,11 +124,11 @@ def read_jsonl(path: str, file: TextIO) -> Iterator[str]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             fail(f"{path}:{number}: not JSON, or too deep: repair or delete the line")
-        yield text_of(row, f"{path}:{number}")
+        yield text_of(row, field, f"{path}:{number}")
 
 
-def read_parquet(path: str) -> Iterator[str]:
-    """Yield the column `text` of each row."""
+def read_parquet(path: str, field: str) -> Iterator[str]:
+    """Yield a column of each row."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -136,23 +136,23 @@ def read_parquet(path: str) -> Iterator[str]:
         fail(f"{path}: to read it, pip install pyarrow")
     try:
         with ParquetFile(path) as file:
-            columns = ["text"] if "text" in file.schema_arrow.names else None
+            columns = [field] if field in file.schema_arrow.names else None
             batches = file.iter_batches(batch_size=256, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):
-                yield text_of(row, f"{path}: row {number}")
+                yield text_of(row, field, f"{path}: row {number}")
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         fail(f"{path}: not a whole .parquet of UTF-8 text ({error}): fetch or make it again")
 
 
-def text_of(row: object, where: str) -> str:
+def text_of(row: object, field: str, where: str) -> str:
     """Return the document in a line of a .jsonl or a row of a .parquet."""
-    if not isinstance(row, dict) or "text" not in row:
-        fail(f"{where}: no field `text`: rename the one that holds the text")
-    if not isinstance(row["text"], str):
-        kind = type(row["text"]).__name__
-        fail(f"{where}: `text` is of type {kind}, expected a string: repair or delete it")
-    return row["text"]
+    if not isinstance(row, dict) or field not in row:
+        fail(f"{where}: no field `{field}`: name the one that holds the text with --field")
+    if not isinstance(row[field], str):
+        kind = type(row[field]).__name__
+        fail(f"{where}: `{field}` is of type {kind}, expected a string: repair or delete it")
+    return row[field]
 
 
 def cut(document: TextIO) -> Iterator[str]:
@@ -178,7 +178,7 @@ Batch = list[tuple[str, bool, str]]  # "train" or "val", whether a document begi
 
 
 def make_batches(
-    split_of: dict[str, str], val_fraction: Fraction, blank_line_documents: bool
+    split_of: dict[str, str], val_fraction: Fraction, blank_line_documents: bool, field: str
 ) -> Iterator[Batch]:
     """Yield the pieces of the files in order, BATCH characters or a little more at a time.
 
@@ -188,7 +188,7 @@ def make_batches(
     """
     batch, size, documents = [], 0, 0
     for path, split_of_file in split_of.items():
-        for begins, piece in read_pieces(path, blank_line_documents):
+        for begins, piece in read_pieces(path, blank_line_documents, field):
             if begins:
                 split = split_of_file
                 if split == "train":
@@ -355,6 +355,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="share of the other documents for validation [0.05; 0 with --val]",
     )
     add("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
+    add("--field", default="text", metavar="NAME", help="key or column of the documents [text]")
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes [all cores]")
     add("--overwrite", action="store_true", help="replace the shards in DIR")
@@ -378,7 +379,7 @@ def tokenize(args: argparse.Namespace) -> None:
     with made_at_once(args.out, args.name, args.overwrite) as folder:
         val = Shards(folder, f"{args.name}_val", 0, args.shard_size)
         train = Shards(folder, f"{args.name}_train", 1, args.shard_size)
-        batches = make_batches(split_of, args.val_fraction, args.blank_line_documents)
+        batches = make_batches(split_of, args.val_fraction, args.blank_line_documents, args.field)
         with tqdm(unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
             for tokens in encode_all(batches, args.workers):
                 val.add(tokens["val"])
