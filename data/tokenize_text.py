@@ -8,6 +8,12 @@ An input is a file, a folder (searched recursively, in sorted order) or a glob p
     .txt       one document; with --blank_line_documents, one per block between blank lines
     .jsonl     one document per line, in the field `text`, or in the one that --field names
     .parquet   one document per row, in such a column (needs pyarrow)
+    .bin       GPT-2 tokens as uint16 without a header, as nanoGPT writes them. It must be named,
+               by its path or a pattern: a folder's .bin files are left alone
+
+nanoGPT's files need only the header, so their tokens are taken as they are, before all text:
+
+    python data/tokenize_text.py train.bin --val val.bin --out data/mine --name mine
 
 Documents keep their order: shuffle them first if neighbours are alike. Each begins with token
 50256; "<|endoftext|>" in a document is ordinary text. Documents of white space only are left out.
@@ -49,7 +55,9 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"tokenize_text.py: error: {error}: pip install -r data/requirements.txt")
 
-SUFFIXES = ".txt", ".jsonl", ".parquet"
+SUFFIXES = ".txt", ".jsonl", ".parquet"  # of text
+TOKENS = ".bin"  # suffix of tokens without a header
+MAGIC = 20240520  # begins a shard's header
 PIECE = 2**18  # characters that are encoded at once; longer documents are cut
 BATCH = 2**20  # characters that a worker gets at once
 SHORTEST = 130  # tokens that a run needs to train, or to validate: a block of 128 and its targets
@@ -69,18 +77,18 @@ def fail(message: object) -> NoReturn:
 
 
 def find_files(pattern: str) -> list[str]:
-    """Return the files of an INPUT, sorted; in a folder, those with a known extension."""
+    """Return the files of an INPUT, sorted; in a folder, those of text."""
     files = []
     for path in [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)):
         if os.path.isdir(path):
             inside = sorted(glob.glob(f"{glob.escape(path)}/**", recursive=True))
             files += [p for p in inside if p.lower().endswith(SUFFIXES) and os.path.isfile(p)]
-        elif path.lower().endswith(SUFFIXES):
+        elif path.lower().endswith((*SUFFIXES, TOKENS)):
             files.append(path)
         else:
-            fail(f"{path}: unknown extension, expected one of {', '.join(SUFFIXES)}")
+            fail(f"{path}: unknown extension, expected one of {', '.join(SUFFIXES)}, {TOKENS}")
     if not files:
-        fail(f"no {', '.join(SUFFIXES)} file matches {pattern}")
+        fail(f"no {', '.join(SUFFIXES)} or named {TOKENS} file matches {pattern}")
     return files
 
 
@@ -153,6 +161,20 @@ def text_of(row: object, field: str, where: str) -> str:
         kind = type(row[field]).__name__
         fail(f"{where}: `{field}` is of type {kind}, expected a string: repair or delete it")
     return row[field]
+
+
+def read_tokens(path: str) -> Iterator[np.ndarray]:
+    """Yield the tokens of a file that holds only them, uint16, in pieces."""
+    if not os.path.isfile(path):
+        fail(f"{path}: not a regular file: write the tokens to one first")
+    with open(path, "rb") as file:
+        if int.from_bytes(file.read(4), "little") == MAGIC:
+            fail(f"{path}: is a shard already: give it to --train_files or --val_files")
+        if file.seek(0, os.SEEK_END) % 2:
+            fail(f"{path}: has an odd number of bytes, expected uint16: copy or make it again")
+        file.seek(0)
+        while len(tokens := np.fromfile(file, "<u2", PIECE)):
+            yield tokens
 
 
 def cut(document: TextIO) -> Iterator[str]:
@@ -246,7 +268,7 @@ def encode_all(batches: Iterable[Batch], workers: int) -> Iterator[dict[str, np.
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write 256 little-endian int32 (20240520, version 1, n, zeros), then n uint16."""
     header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
+    header[:3] = MAGIC, 1, len(tokens)
     try:
         with path.open("wb") as file:
             file.write(header.data)
@@ -376,18 +398,25 @@ def tokenize(args: argparse.Namespace) -> None:
     # A file of --val is not training text as well, where INPUT is the folder that holds it.
     split_of = {os.path.abspath(f): "train" for i in args.inputs for f in find_files(i)}
     split_of |= {os.path.abspath(f): "val" for i in args.val for f in find_files(i)}
+    token_files = [path for path in split_of if path.lower().endswith(TOKENS)]
+    texts = {path: split for path, split in split_of.items() if path not in token_files}
     with made_at_once(args.out, args.name, args.overwrite) as folder:
         val = Shards(folder, f"{args.name}_val", 0, args.shard_size)
         train = Shards(folder, f"{args.name}_train", 1, args.shard_size)
-        batches = make_batches(split_of, args.val_fraction, args.blank_line_documents, args.field)
+        batches = make_batches(texts, args.val_fraction, args.blank_line_documents, args.field)
         with tqdm(unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+            for path in token_files:
+                shards = val if split_of[path] == "val" else train
+                for tokens in read_tokens(path):
+                    shards.add(tokens)
+                    bar.update(len(tokens))
             for tokens in encode_all(batches, args.workers):
                 val.add(tokens["val"])
                 train.add(tokens["train"])
                 bar.update(len(tokens["val"]) + len(tokens["train"]))
-        if not val.documents + train.documents:
+        if not any(shards.filled or shards.written for shards in (val, train)):
             fail("no documents: there is nothing but white space in the input")
-        if args.val_fraction and not args.val:
+        if args.val_fraction and not args.val and not token_files:
             share_the_text(val, train, args.val_fraction)
         if not train.filled and not train.written:
             remedy = f"add text, a run needs {2 * SHORTEST} tokens"

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -126,6 +128,61 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
     assert of("blocks.txt --blank_line_documents") == stripped
     assert of("texts --val texts/a.txt") == reference(DOCUMENTS[1:])
     assert read(tmp_path / "out", "text_val_*.bin") == reference(DOCUMENTS[:1])
+
+
+TOKENS = list(range(60_000, 50_000, -1))  # END_OF_TEXT and larger ids among them
+DOCUMENT = reference(DOCUMENTS[:1])
+
+
+def write_tokens(path, tokens=TOKENS):
+    np.array(tokens, "<u2").tofile(path)
+
+
+@pytest.mark.parametrize("shard_size", [300, 10**8])
+@pytest.mark.parametrize(
+    ("words", "train", "val"),
+    [
+        ("train.bin", TOKENS, []),
+        ("train.bin --val_fraction 0.5", TOKENS, []),
+        ("train.bin --val val.bin", TOKENS, TOKENS[:2000]),
+        ("in.txt tr*.bin", TOKENS, DOCUMENT),
+        ("in.txt *.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
+    ],
+)
+def test_tokens_without_a_header_get_one(words, train, val, shard_size, elsewhere, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "PIECE", 1000)
+    write_tokens("train.bin")
+    write_tokens("val.bin", TOKENS[:2000])
+    Path("in.txt").write_text(DOCUMENTS[0])
+    tokenize(*words.split(), "--shard_size", shard_size, "--out", "out")
+    assert read(Path("out"), "*_train_*.bin") == train
+    assert read(Path("out"), "*_val_*.bin") == val
+
+
+def make_shard(path):
+    tokenize_text.write_shard(path, np.array(TOKENS, "<u2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("it.bin", make_shard, "/it.bin: is a shard already: give it to --train_files"),
+        ("it.bin", lambda path: path.write_bytes(b"abc"), "/it.bin: has an odd number of bytes"),
+        ("it.bin", os.mkfifo, "/it.bin: not a regular file"),
+        ("it.bin", Path.touch, "no documents"),
+        (
+            "",
+            lambda path: write_tokens(path / "train.bin"),
+            "no .txt, .jsonl, .parquet or named .bin file",
+        ),
+    ],
+    ids=["shard", "odd", "fifo", "empty", "folder"],
+)
+def test_other_bin_files_are_refused(name, make, message, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(SystemExit, match=message):
+        tokenize(tmp_path / name, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_existing_shards_stay_or_are_replaced_without_a_rest(tmp_path):
