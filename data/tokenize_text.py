@@ -36,6 +36,7 @@ import math
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -55,6 +56,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"tokenize_text.py: error: {error}: pip install -r data/requirements.txt")
 
+HERE = Path(__file__).resolve().parents[1]  # the project
 SUFFIXES = ".txt", ".jsonl", ".parquet"  # of text
 TOKENS = ".bin"  # suffix of tokens without a header
 MAGIC = 20240520  # begins a shard's header
@@ -428,7 +430,9 @@ def tokenize(args: argparse.Namespace) -> None:
     for name, count in (val.written | train.written).items():
         print(f"{args.out / name}: {count} tokens")
     print(f"documents: {train.documents} for training, {val.documents} for validation")
-    print(command_of(f"{args.out / args.name}", train.written, val.written))
+    if not val.written:
+        print("no validation text: a run validates on the sample's, in data/")
+    print(command_of(args.out / args.name, train.written, val.written))
 
 
 def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> None:
@@ -445,29 +449,32 @@ def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> None:
         split.add(part)
 
 
-def command_of(stem: str, train: dict[str, int], val: dict[str, int]) -> str:
+def command_of(stem: Path, train: dict[str, int], val: dict[str, int]) -> str:
     """Return a command that trains the demo on shards, given the tokens of each by its name: with
-    the demo's batches and validation, or with as many tokens as a shard has."""
+    the demo's batches and validation, or with as many tokens as a shard has. It is for a shell in
+    the current folder."""
     for kind, shards in (("training", train), ("validation", val)):
         if shards and max(shards.values()) < SHORTEST:
             found = f"its longest shard has {max(shards.values())} tokens, a run needs {SHORTEST}"
             return f"the {kind} text is too short: {found}"
-    words = f"./run.sh --record demo --train_files '{stem}_train_*.bin'"
+    run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
+    pattern = glob.escape(str(stem))  # train_gpt.py finds shards by glob
+    words = [run_sh, "--record", "demo", "--train_files", f"{pattern}_train_*.bin"]
     fitting = max(train.values()) - 2
     sequences, length = 8, 256
     if fitting < sequences * length:
         length = min(fitting // 128 * 128, length)
         sequences = fitting // length
-        words += f" --seq_len {length} --batch_seqs {sequences}"
+        words += ["--seq_len", str(length), "--batch_seqs", str(sequences)]
     if sum((tokens - 2) // (sequences * length) for tokens in train.values()) < 128:  # its steps
-        words += " --epochs 0"
-    if not val:
-        return f"{words}    # its validation is the sample's, in data/"
-    fitting = max(val.values()) - 2
-    length = min(fitting // 128 * 128, 1024)
-    tokens = min(fitting // length * length, 65536)
-    val_words = f"--val_files '{stem}_val_*.bin' --val_seq_len {length} --val_tokens {tokens}"
-    return f"{words} {val_words}"
+        words += ["--epochs", "0"]
+    if val:
+        fitting = max(val.values()) - 2
+        length = min(fitting // 128 * 128, 1024)
+        tokens = min(fitting // length * length, 65536)
+        words += ["--val_files", f"{pattern}_val_*.bin"]
+        words += ["--val_seq_len", str(length), "--val_tokens", str(tokens)]
+    return shlex.join(words)
 
 
 def stop(number: int, frame) -> NoReturn:
