@@ -2,6 +2,7 @@
 
     python cached_fineweb.py            # validation and 7 train shards: the default record
     python cached_fineweb.py 10         # 10 train shards: the records of 2024; there are 103
+    python cached_fineweb.py 0          # validation alone
     python cached_fineweb.py --edu      # from FineWeb-Edu, 99 train shards, in data/finewebedu10B
     python cached_fineweb.py --100B     # from the larger sample, 1030, in data/fineweb100B
     python cached_fineweb.py --verify   # compare downloaded shards with the hub's checksums
@@ -24,6 +25,7 @@ from train_gpt import HERE, UserError, as_program, load_data_shard
 try:
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import logging
 except ImportError:
     sys.exit(f"cached_fineweb.py: error: first {sys.executable} -m pip install huggingface-hub")
 
@@ -98,6 +100,10 @@ def main() -> None:
     add("--dir", type=Path, help="folder of shards [data/ and the dataset's name]")
     add("--verify", action="store_true", help="check shards; no download")
     args = vars(parser.parse_args())
+    if args["shards"] < 0:
+        raise UserError(f"{args['shards']} train shards: ask for 0 (validation alone) or more")
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()  # it warns at each attempt; our error follows the last one
     prefix = f"fineweb{args['edu']}"
     repository = f"kjj0/{prefix}{args['100B']}-gpt2"
     folder = args["dir"] or HERE / "data" / f"{prefix}{args['100B']}"

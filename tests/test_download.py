@@ -75,16 +75,25 @@ def assert_the_next_call_completes(hub, tool) -> None:
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "disk"])
-def test_an_error_is_one_line_and_leaves_right_shards_only(fault, hub, tool):
+def test_an_error_is_one_line_and_leaves_right_shards_only(fault, hub, tool, caplog):
     hub.fault, limits = fault, resource.getrlimit(resource.RLIMIT_FSIZE)
     if fault == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, limits[1]))
     status, text = call(tool)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1 and FAULTS.get(fault, "File too large") in text
+    assert not [r for r in caplog.records if "hugging" in r.name]  # it warns at each attempt
     kept = set() if fault == "disk" else set(NAMES[:2])
     assert set(os.listdir(hub.folder)) == kept
     assert_the_next_call_completes(hub, tool)
+
+
+@pytest.mark.parametrize(("shards", "status"), [("-3", 1), ("0", 0)])
+def test_a_negative_number_is_refused_at_once(shards, status, hub, tool, monkeypatch):
+    """0 asks for validation alone."""
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb.py", shards, "--dir", str(hub.folder)])
+    assert call(tool)[0] == status
+    assert hub.sent == ([] if status else NAMES[:1])
 
 
 def test_a_kill_costs_the_shard_under_way(hub, tool):
