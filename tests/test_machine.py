@@ -20,7 +20,8 @@ NVIDIA_SMI = """#!/bin/sh
 case "$1" in
 -L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)" ;;
 --query-gpu*)
-    for _ in 1 2 3 4 5 6 7 8; do echo "$ANSWER"; done ;;
+    echo "$ANSWER"
+    exit $STATUS ;;
 *) echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |" ;;
 esac
 """
@@ -34,7 +35,8 @@ def node(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("ANSWER", H100)
+    monkeypatch.setenv("ANSWER", "\n".join(8 * [H100]))
+    monkeypatch.setenv("STATUS", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -90,13 +92,28 @@ def test_the_remedy_depends_on_what_keeps_torch_from_the_gpus(
         assert f": delete {tmp_path}/.venv, and ./run.sh installs" in machine.fault()
 
 
-@pytest.mark.parametrize("answer", [H100, "Unable to determine the device handle", "a, b, ", " "])
-def test_setup_is_not_ready_where_torch_cannot_use_the_gpus(answer, node, monkeypatch, tool):
-    """What nvidia-smi answers is shown, also if it is unexpected."""
-    monkeypatch.setenv("ANSWER", answer)
+@pytest.mark.parametrize(
+    ("answers", "row", "gpus"),
+    [
+        (8 * [H100], f"8 x {H100}", "8 GPUs"),
+        (["NVIDIA GB10, [N/A]"], "1 x NVIDIA GB10, [N/A]", "1 GPU"),
+        ([H100, "Unable to determine the device handle"], f"1 x {H100}; Unable to det", "1 GPU"),
+        (["No devices were found"], "No devices were found", ""),
+        (["NVIDIA-SMI has failed", "", "a, b, "], "NVIDIA-SMI has failed; a, b, ", ""),
+        ([], "none", ""),
+    ],
+)
+@pytest.mark.parametrize("status", ["0", "6"])
+def test_setup_shows_what_nvidia_smi_says_and_counts_gpus(
+    answers, row, gpus, status, node, monkeypatch, tool
+):
+    monkeypatch.setenv("ANSWER", "\n".join(answers))
+    monkeypatch.setenv("STATUS", status)
     _, out, err = tool(machine.main, [])
-    assert err.startswith("run.sh: error: torch cannot use the 8 GPUs")
-    assert f"\nGPUs           8 x {answer}\n" in out and "ready" not in out
+    assert f"\nGPUs           {row}" in out
+    if gpus:
+        assert err.startswith(f"run.sh: error: torch cannot use the {gpus} of this machine: ")
+    assert out.endswith("run.sh: ready to train the demo, without a GPU\n") == (not gpus)
 
 
 def test_a_script_that_torchrun_starts_trains_no_demo_beside_gpus(node, monkeypatch):

@@ -19,19 +19,27 @@ import torch
 from console import program
 from train_gpt import FINEWEB, HERE, UserError, fp8_supported
 
+# A GPU's line in nvidia-smi's list. Without a memory of its own, as in GB10, it has [N/A].
+GPU = re.compile(r"\S.*, (\d+ MiB|\[.+\])")
+
 # Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
 warnings.filterwarnings("ignore", "CUDA initialization")
 
 
 def nvidia_smi(flags: str = "") -> str:
-    """Return what nvidia-smi prints; "" if it fails, or if there is none."""
-    done = subprocess.run(f"nvidia-smi {flags}", shell=True, capture_output=True, text=True)
-    return "" if done.returncode else done.stdout
+    """Return what nvidia-smi prints, also if it fails; "" if there is none."""
+    return subprocess.getoutput(f"nvidia-smi {flags}") if shutil.which("nvidia-smi") else ""
 
 
-def listed_gpus() -> list[str]:
-    """Return what nvidia-smi says of each GPU: its name and its memory, or a complaint."""
-    return nvidia_smi("--query-gpu=name,memory.total --format=csv,noheader").splitlines()
+def gpus_and_complaints() -> tuple[list[str], list[str]]:
+    """Return the name and the memory of each GPU that nvidia-smi lists, and what else it says."""
+    lines = nvidia_smi("--query-gpu=name,memory.total --format=csv,noheader").splitlines()
+    gpus = [line for line in lines if GPU.fullmatch(line)]
+    return gpus, [line for line in lines if line.strip() and line not in gpus]
+
+
+def number_of(gpus: int) -> str:
+    return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def driver() -> str:
@@ -53,7 +61,7 @@ def fault() -> str:
     """Return why torch cannot use the GPUs that nvidia-smi lists, and a remedy; "" if it can, if
     there are none, or if CUDA_VISIBLE_DEVICES hides them."""
     hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-    if hidden or torch.cuda.is_available() or not (gpus := listed_gpus()):
+    if hidden or torch.cuda.is_available() or not (gpus := gpus_and_complaints()[0]):
         return ""
     venv = HERE / ".venv"
     if torch.version.cuda:
@@ -68,7 +76,7 @@ def fault() -> str:
     else:
         remedy = "install a torch with CUDA there, or name another Python with PYTHON=path"
     found = f"{sys.executable} has torch {torch_here()}, the driver is {driver()}"
-    return f"torch cannot use the {len(gpus)} GPUs of this machine: {found}: {remedy}"
+    return f"torch cannot use the {number_of(len(gpus))} of this machine: {found}: {remedy}"
 
 
 def kernels_here() -> str:
@@ -84,13 +92,14 @@ def kernels_here() -> str:
 
 def rows() -> dict[str, str]:
     """Return what this machine has, by name."""
-    gpus = listed_gpus()
+    gpus, complaints = gpus_and_complaints()
+    kinds = [f"{n} x {gpu}" for gpu, n in Counter(gpus).items()]
     shards = {kind: len(glob(f"{FINEWEB}_{kind}_*.bin")) for kind in ("train", "val")}
     found = {
         "Python": f"{platform.python_version()}, {sys.executable}",
         "torch": torch_here(),
         "driver": driver() if gpus else "nvidia-smi lists no GPU",
-        "GPUs": "; ".join(f"{n} x {gpu}" for gpu, n in Counter(gpus).items()) or "none",
+        "GPUs": "; ".join(kinds + complaints) or "none",
         "processor": f"{os.cpu_count()} cores, {platform.machine()}",
         "kernels": kernels_here(),
         "FineWeb": f"{shards['train']} train and {shards['val']} validation shards",
@@ -112,7 +121,8 @@ def main(_: list[str]) -> None:
     if reason := fault():
         raise UserError(reason)
     count = torch.cuda.device_count()
-    print("run.sh: ready to train", f"on {count} GPUs" if count else "the demo, without a GPU")
+    what = f"on {number_of(count)}" if count else "the demo, without a GPU"
+    print("run.sh: ready to train", what)
 
 
 if __name__ == "__main__":
