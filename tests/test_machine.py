@@ -1,6 +1,10 @@
 """tools/machine.py: GPUs that torch cannot use stop a run, and a report for `./run.sh setup`."""
 
+import re
+import shutil
 import sys
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,6 +120,77 @@ def test_setup_shows_what_nvidia_smi_says_and_counts_gpus(
     assert out.endswith("run.sh: ready to train the demo, without a GPU\n") == (not gpus)
 
 
+GCC, HEADER = shutil.which("gcc"), Path(sysconfig.get_path("include"), "Python.h")
+LIBCUDA = "triton.backends.nvidia.driver.libcuda_dirs"
+
+
+@pytest.fixture
+def gpus(node, tmp_path, monkeypatch):
+    """Let torch use the node's GPUs, with all that a compiled run needs. Programs are in the
+    current folder only."""
+    pytest.importorskip("triton", reason="Triton is not installed: it is for Linux")
+    write_program("gcc", "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/inductor")
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{tmp_path}/triton")
+    monkeypatch.setattr(LIBCUDA, lambda: ["/lib"])
+    monkeypatch.setattr(machine, "fp8_supported", lambda device: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+def write_program(name, script):
+    Path(name).write_text(f"#!/bin/sh\n{script}\n")
+    Path(name).chmod(0o755)
+
+
+def no_libcuda():
+    raise AssertionError("libcuda.so cannot found!\n")
+
+
+TAKE = {  # what a machine may lack, as a change
+    "gcc": lambda patch: Path("gcc").unlink(),
+    "CC": lambda patch: patch.setenv("CC", "/nowhere/cc"),
+    "Python.h": lambda patch: write_program("gcc", "exit 1"),
+    "libcuda": lambda patch: patch.setattr(LIBCUDA, no_libcuda),
+    "triton": lambda patch: patch.setitem(sys.modules, "triton", None),
+    "cache": lambda patch: patch.setenv("TRITON_CACHE_DIR", "nvidia-smi/is/a/file"),
+}
+
+
+@pytest.mark.parametrize(
+    ("taken", "row", "reason"),
+    [
+        ("gcc", "compiler", "there is no gcc or clang, which Triton needs: apt-get install gcc"),
+        ("CC", "compiler", "there is no /nowhere/cc, which Triton needs: apt-get install gcc"),
+        ("Python.h", "compiler", "gcc cannot compile Python.h, which Triton needs: apt-get"),
+        ("libcuda", "kernels", "Triton does not find the driver's library, libcuda.so.1: sudo"),
+        ("triton", "kernels", "torch.compile needs Triton ("),
+        ("cache", "caches", "cannot write compiled code to nvidia-smi/is/a/file (Not a directory)"),
+    ],
+)
+def test_setup_names_what_a_run_on_gpus_lacks(taken, row, reason, gpus, monkeypatch, tool):
+    assert machine.lacks() == ""
+    status, out, _ = tool(machine.main, [])
+    assert status == 0 and out.endswith("run.sh: ready to train on 8 GPUs\n")
+    TAKE[taken](monkeypatch)
+    assert machine.lacks().startswith(reason)
+    status, out, err = tool(machine.main, [])
+    assert status == 1 and err.startswith(f"run.sh: error: {reason}") and "ready" not in out
+    line = next(line for line in out.splitlines() if line.startswith(row))
+    assert reason in line
+
+
+@pytest.mark.skipif(not (GCC and HEADER.exists()), reason="no compiler, or Python.h, is here")
+def test_a_compiler_builds_only_with_the_header_of_python(gpus, tmp_path, monkeypatch):
+    write_program("gcc", f'exec {GCC} "$@"')
+    assert machine.compiler_fault() == ""
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert machine.compiler_fault().startswith("gcc cannot compile Python.h")
+
+
 def test_a_script_that_torchrun_starts_trains_no_demo_beside_gpus(node, monkeypatch):
     for visible in (None, "0"):
         if visible:
@@ -164,6 +239,8 @@ def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, 
     monkeypatch.setattr(machine, "FINEWEB", f"{tmp_path}/fineweb")
     for name in ("train_000001", "train_000002", "val_000000"):
         (tmp_path / f"fineweb_{name}.bin").touch()
+    monkeypatch.delenv("CXX", raising=False)
     _, out, _ = tool(machine.main, [])
+    assert re.search(r"\ncompiler +there is no .+\+\+, which --compile on needs: apt", out)
     assert "\nGPUs           none\n" in out and "\nFineWeb        2 train and 1 validation" in out
     assert out.endswith("run.sh: ready to train the demo, without a GPU\n")

@@ -1,6 +1,6 @@
 """What does this machine have, and can a run start here? `./run.sh setup` ends with this report.
 
-Its last line says what ./run.sh will train, or why torch cannot use the GPUs that are here.
+Its last line says what ./run.sh will train, or why no run can use the GPUs that are here.
 """
 
 import os
@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import warnings
 from collections import Counter
 from glob import glob
@@ -79,8 +81,82 @@ def fault() -> str:
     return f"torch cannot use the {number_of(len(gpus))} of this machine: {found}: {remedy}"
 
 
+def triton_fault() -> str:
+    """Return why Triton cannot be used on a GPU, and a remedy; "" if it can."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        remedy = f"{sys.executable} -m pip check names the version to install"
+        return f"torch.compile needs Triton ({error}): {remedy}"
+    if not torch.version.cuda:  # AMD's driver has another library
+        return ""
+    try:
+        from triton.backends.nvidia.driver import libcuda_dirs
+
+        libcuda_dirs()
+    except ImportError:
+        return ""  # of another version, which may find the library in another way
+    except (AssertionError, OSError, subprocess.SubprocessError):
+        remedy = "sudo ldconfig, or name its folder with TRITON_LIBCUDA_PATH=path"
+        return f"Triton does not find the driver's library, libcuda.so.1: {remedy}"
+    return ""
+
+
+def compiler_fault() -> str:
+    """Return why there is no compiler for torch.compile, and a remedy; "" if there is one.
+
+    On a GPU, Triton builds its launcher in C. Without one, Inductor writes C++. Both include
+    Python.h, which is in a package of its own in Debian.
+    """
+    if torch.cuda.is_available():
+        user, language, package, variable = "Triton", "c", "gcc", "CC"
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    else:
+        user, language, package, variable = "--compile on", "c++", "g++", "CXX"
+        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
+    packages = f"{package} python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    remedy = f"apt-get install {packages} (Debian, Ubuntu), or name a compiler with {variable}=path"
+    compiler = next(filter(shutil.which, names), "")
+    if not compiler:
+        return f"there is no {' or '.join(names)}, which {user} needs: {remedy}"
+    include = sysconfig.get_path("include", "posix_prefix")
+    command = [compiler, "-fsyntax-only", "-x", language, "-I", include, "-"]
+    if subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True).returncode:
+        return f"{compiler} cannot compile Python.h, which {user} needs: {remedy}"
+    return ""
+
+
+def cache_fault() -> str:
+    """Return which folder of compiled code cannot be written, and a remedy; "" if all can."""
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+        "TRITON_CACHE_DIR": f"{home}/.triton/cache",
+    }
+    for name, default in defaults.items():
+        folder = os.environ.get(name, default)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"x")  # a full disk or quota fails here, or at the end of the block
+        except OSError as error:
+            reason = f"cannot write compiled code to {folder} ({error.strerror})"
+            return f"{reason}: name another folder with {name}=path"
+    return ""
+
+
+def lacks() -> str:
+    """Return the first thing that a compiled run on this machine's GPUs lacks, and a remedy; "" if
+    nothing, or if torch cannot use a GPU here."""
+    if not torch.cuda.is_available():
+        return ""
+    return triton_fault() or compiler_fault() or cache_fault()
+
+
 def kernels_here() -> str:
     """Return whether the Triton kernels can run, or why not."""
+    if torch.cuda.is_available() and (reason := triton_fault()):
+        return f"none: {reason}"
     try:
         import gpu_kernels
     except ImportError as error:
@@ -102,12 +178,14 @@ def rows() -> dict[str, str]:
         "GPUs": "; ".join(kinds + complaints) or "none",
         "processor": f"{os.cpu_count()} cores, {platform.machine()}",
         "kernels": kernels_here(),
+        "compiler": compiler_fault() or "works",
         "FineWeb": f"{shards['train']} train and {shards['val']} validation shards",
         "free disk": f"{shutil.disk_usage(HERE).free / 1e9:.1f} GB in {HERE}",
     }
     if torch.cuda.is_available():
         works = fp8_supported(torch.device("cuda"))
         found["FP8"] = "works" if works else "wants compute capability 8.9: the head is in bfloat16"
+        found["caches"] = cache_fault() or "can be written"
     if os.path.exists("/dev/shm"):  # not on macOS
         found["shared memory"] = f"{shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB free"
     return found
@@ -115,10 +193,10 @@ def rows() -> dict[str, str]:
 
 @program("run.sh")
 def main(_: list[str]) -> None:
-    """Print what this machine has. UserError if it has GPUs that torch cannot use."""
+    """Print what this machine has. UserError if it has GPUs that torch, or a run, cannot use."""
     for name, value in rows().items():
         print(f"{name:15}{value}")
-    if reason := fault():
+    if reason := fault() or lacks():
         raise UserError(reason)
     count = torch.cuda.device_count()
     what = f"on {number_of(count)}" if count else "the demo, without a GPU"
