@@ -25,11 +25,16 @@
 #   ./run.sh [SCRIPT.py] --help        this page, and the flags of a script
 #
 # NPROC=n uses n GPUs. PYTHON=path names another Python (3.11 or later): run.sh starts that one if it
-# has torch, or else an environment made of it.
+# has torch, or else an environment made of it. A .venv that run.sh did not make is used if it has
+# what is needed, and is never changed.
 set -euo pipefail
 
+unset CDPATH # cd would look for folders elsewhere
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
+case "$python" in
+[!/]*/*) python="$PWD/$python" ;; # so that it is found after a cd, too
+esac
 venv="$here/.venv"
 
 # In any locale, Python reads our files, and prints, as UTF-8. Its optimization strips the docstrings
@@ -67,23 +72,74 @@ die() {
     exit 1
 }
 
-has_gpu() {
-    command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU
+has_gpu() { # nvidia-smi may also say that it found none
+    grep -q '^GPU [0-9]*: ' <<<"$(nvidia-smi -L 2>/dev/null)"
 }
 
-has_torch() { # whether this Python can train without .venv, as in many containers
-    "$1" - <<'EOF' 2>/dev/null
+# With -c, -m and -, Python imports files of the current folder, such as an ast.py, unless it has -P.
+
+import_torch() { # import what training needs; the last line of an error says what is missing
+    "$1" -P - <<'EOF'
 import numpy, torch, tqdm
 if torch.cuda.is_available():
     import huggingface_hub  # by which FineWeb is fetched
-assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+version = tuple(map(int, torch.__version__.split(".")[:2]))
+assert version >= (2, 11), "torch is older than 2.11"
 EOF
 }
 
-version_of() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
+# Whether this Python can train, as in many containers.
+has_torch() { import_torch "$1" 2>/dev/null; }
+
+has_pip() { "$1" -P -c 'import pip' 2>/dev/null; }
+
+packages_missing() { # packages_missing FOLDER: print what its requirements.txt names, and is missing
+    "$python" -P - "$here/$1/requirements.txt" <<'EOF'
+import re, sys
+from importlib.metadata import PackageNotFoundError, distribution
+missing = []
+for name in re.findall(r"(?m)^[\w-]+", open(sys.argv[1]).read()):
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        if name == "triton":  # PyTorch's CUDA build brings its own, and macOS has none
+            import torch
+            if torch.version.cuda or sys.platform != "linux":
+                continue
+        missing.append(name)
+print(", ".join(missing))
+EOF
+}
+
+version_of() { "$1" -P -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
 
 is_named() { # whether .venv was made of the Python that PYTHON names; any will do if it names none
     [ -z "${PYTHON-}" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ]
+}
+
+is_foreign() { # whether .venv is not run.sh's to make or to change
+    if [ -L "$venv" ]; then # what it leads to is never replaced, so it has to be complete
+        ! marked "$here/requirements.txt" run
+    else
+        case "$(ls -A "$venv" 2>/dev/null)" in
+        "" | *.made-by-run.sh* | *.installed-*) return 1 ;;
+        *) return 0 ;;
+        esac
+    fi
+}
+
+advise() { # advise REASON FILE: stop, and say why $python will not do, and how to install FILE
+    local command
+    "$python" -P -c "" 2>/dev/null ||
+        die "$python is not Python 3.11 or later: name another with PYTHON=path," \
+            "or move $venv away, which is not run.sh's to change"
+    if has_pip "$python"; then
+        printf -v command '%q -m pip install -r %q' "$python" "$here/$2"
+    else
+        printf -v command 'uv pip install --python %q -r %q' "$python" "$here/$2"
+    fi
+    die "$python $1, and $venv is not run.sh's to change. This helps: $command" \
+        "(or name another Python with PYTHON=path)"
 }
 
 must_write() { # stop if nothing can be installed
@@ -96,16 +152,23 @@ must_write() { # stop if nothing can be installed
 }
 
 make_venv() { # make_venv [flags of venv]: make .venv, in place of an older one
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    local base
+    # This is the Python outside of all environments: $python may be in .venv, if that is activated.
+    # An older Python does not know -P.
+    base="$("$python" -P -c 'import sys; print(sys._base_executable)' 2>/dev/null)" ||
         die "$python is not Python 3.11 or later: install that, or name one with PYTHON=path"
-    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    "$base" -P -c 'import venv, ensurepip' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install python3-venv (Debian, Ubuntu)," \
             "or your system's package for it, then try again"
-    if [ -e "$venv" ] && ! is_named; then
+    if [ -e "$venv/bin/python" ] && ! is_named; then
         echo "run.sh: $venv is of another Python than $PYTHON: replacing it" >&2
     fi
-    rm -f "$venv"/.installed-* # first, in case that this is interrupted
-    "$python" -m venv --clear "$@" "$venv"
+    # If this is interrupted, .venv is still run.sh's, and is known to be incomplete.
+    mkdir -p "$venv"
+    touch "$venv/.made-by-run.sh"
+    rm -f "$venv"/.installed-*
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name .made-by-run.sh -exec rm -rf {} +
+    "$base" -P -m venv "$@" "$venv"
 }
 
 # One run.sh at a time installs packages; others wait for it, and then find them. The lock belongs to
@@ -115,7 +178,8 @@ lock() {
     progress "installing"
     [ -w "$here" ] || return 0
     exec 9>"$here/.run.lock"
-    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true # no Python: later
+    # Without a new enough Python, make_venv stops.
+    "$python" -P -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true
 }
 
 unlock() {
@@ -145,7 +209,7 @@ say_progress() {
 }
 
 pip_install() { # pip_install FLAGS: errors are shown, the rest is for say_progress
-    "$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off "$@" \
+    "$venv/bin/python" -P -m pip --disable-pip-version-check install --progress-bar off "$@" \
         >"$venv/pip.log"
 }
 
@@ -153,13 +217,24 @@ pip_install() { # pip_install FLAGS: errors are shown, the rest is for say_progr
 marked() { cmp -s "$1" "$venv/.installed-$2" && is_named; }
 mark() { cp "$1" "$venv/.installed-$2"; }
 
-setup() { # choose a Python that has torch: the one that PYTHON names, .venv's, python3 or a new .venv's
-    if [ "${PYTHON-}" ] || ! marked "$here/requirements.txt" run; then
-        if has_torch "$python"; then return; fi
+venv_has_torch() {
+    if is_foreign; then
+        is_named && has_torch "$venv/bin/python"
+    else
+        marked "$here/requirements.txt" run
     fi
-    if ! marked "$here/requirements.txt" run; then
+}
+
+setup() { # choose a Python that has torch: the one that PYTHON names, .venv's, python3 or a new .venv's
+    if [ "${PYTHON-}" ] && has_torch "$python"; then return; fi
+    if ! venv_has_torch; then
+        if [ -z "${PYTHON-}" ] && has_torch "$python"; then return; fi
+        if is_foreign; then
+            if is_named; then python="$venv/bin/python"; fi
+            advise "cannot train ($(import_torch "$python" 2>&1 | tail -n 1))" requirements.txt
+        fi
         lock
-        marked "$here/requirements.txt" run || install
+        venv_has_torch || install
         unlock
     fi
     python="$venv/bin/python"
@@ -178,7 +253,13 @@ install() { # make .venv, and install requirements.txt
 }
 
 setup_more() { # setup_more FOLDER: set up, and install FOLDER/requirements.txt
+    local missing
     setup
+    if is_foreign; then
+        missing="$(packages_missing "$1")"
+        [ -z "$missing" ] || advise "lacks $missing" "$1/requirements.txt"
+        return
+    fi
     if ! marked "$here/$1/requirements.txt" "$1"; then
         lock
         marked "$here/$1/requirements.txt" "$1" || install_more "$1"
@@ -191,7 +272,7 @@ install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .ve
     local requirements="$1/requirements.txt"
     echo "run.sh: installing $requirements (once)" >&2
     if [ "$python" != "$venv/bin/python" ]; then # that Python has torch: .venv is for the rest
-        if ! [ -x "$venv/bin/python" ] || ! is_named; then make_venv --system-site-packages; fi
+        if ! has_pip "$venv/bin/python" || ! is_named; then make_venv --system-site-packages; fi
         python="$venv/bin/python"
         # If that Python is itself a virtual environment, .venv does not see its packages.
         has_torch "$python" || pip_install -r "$here/requirements.txt" ||
@@ -199,7 +280,7 @@ install_more() { # install_more FOLDER: install FOLDER/requirements.txt into .ve
     fi
     # PyTorch's CUDA build brings its own Triton. The tests' Triton is for the CPU build.
     local wanted="$venv/.wanted"
-    if "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    if "$python" -P -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
         grep -v '^triton' "$here/$requirements" >"$wanted"
     else
         cp "$here/$requirements" "$wanted"
@@ -240,15 +321,15 @@ test)
         words+=("$word")
     done
     cd "$here"
-    exec "$python" -m pytest ${words[@]+"${words[@]}"} # bash 3 rejects a plain empty list
+    exec "$python" -P -m pytest ${words[@]+"${words[@]}"} # bash 3 rejects a plain empty list
     ;;
 tools | tools/* | ./tools/*)
     tool="${1#./}"
     tool="${tool%.py}.py"
-    if [ ! -f "$here/$tool" ]; then
+    if ! grep -qs __main__ "$here/$tool"; then # other files are no programs
         cd "$here"
         known=$(grep -l __main__ tools/*.py)
-        die "there is no $tool; there are" $known
+        die "there is no tool $tool; there are" $known
     fi
     case "$tool" in
     tools/records* | tools/bench* | tools/bundle* | tools/machine* | tools/evaluate*) setup ;;
@@ -267,9 +348,8 @@ tools | tools/* | ./tools/*)
     tools/start.py*" --help "* | tools/start.py*" -h "*) # this file's page, then the script's
         sed -n '2,/^set /s/^# \{0,1\}//p' "$here/run.sh"
         ;;
-    *" --help "* | *" -h "*) # the docstring; no package is needed for it
-        "$python" -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1]).read())))' \
-            "$here/$start"
+    *" --help "* | *" -h "*) # the docstring; no Python is needed for it
+        sed '1s/^"""//; /^"""$/,$d' "$here/$start"
         exit
         ;;
     esac

@@ -153,15 +153,20 @@ def test_a_users_mistake_is_one_line(nproc, words, message, monkeypatch, capsys)
     assert status == 1 and re.match(f"run.sh: error: {message}", err)
 
 
+def copy_run_sh(project: Path) -> None:
+    """Copy run.sh, the tools, and what they need installed."""
+    for folder in ("", "tools", "tests", "data"):
+        (project / folder).mkdir(exist_ok=True)
+        shutil.copy(HERE / folder / "requirements.txt", project / folder)
+    for path in (HERE / "run.sh", *HERE.glob("tools/*.py")):
+        shutil.copy(path, project / path.relative_to(HERE))
+
+
 @pytest.fixture
 def shell(tmp_path):
     """Return shell(words): it runs a copy of run.sh whose Python can train, and returns what that
     starts, a line each, and the packages that are installed by then."""
-    for folder in ("", "tools", "tests", "data"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        shutil.copy(HERE / folder / "requirements.txt", tmp_path / folder)
-    for path in (HERE / "run.sh", *HERE.glob("tools/*.py")):
-        shutil.copy(path, tmp_path / path.relative_to(HERE))
+    copy_run_sh(tmp_path)
     (tmp_path / "tests" / "slow").mkdir()
     stub = tmp_path / ".venv" / "bin" / "python"
     stub.parent.mkdir(parents=True)
@@ -171,8 +176,8 @@ def shell(tmp_path):
 
     def call(words: str) -> tuple[list[str], set[str]]:
         command = [tmp_path / "run.sh", *words.split()]
-        options = {"env": {"PATH": "/usr/bin:/bin"}, "capture_output": True, "text": True}
-        done = subprocess.run(command, cwd=tmp_path, **options)
+        options = {"env": {"PATH": f"{tmp_path}:/usr/bin:/bin"}, "capture_output": True}
+        done = subprocess.run(command, cwd=tmp_path, text=True, **options)
         assert done.returncode == 0, done.stderr
         texts = [path.read_text() for path in tmp_path.glob(".venv/.installed-*")]
         installed = set(re.findall(r"(?m)^[\w-]+", "".join(texts)))
@@ -187,8 +192,7 @@ def shell(tmp_path):
         ("--seed 3", "tools/start.py --seed 3"),
         ("--runs 2 --seed 3", "tools/start.py --runs 2 --seed 3"),
         ("--compare A B", "tools/compare.py --compare A B"),
-        ("test", "-m pytest -n auto --maxprocesses 4 --dist worksteal"),
-        ("test slow -q", "-m pytest tests/slow -q"),
+        ("test slow -q", "-P -m pytest tests/slow -q"),
     ],
 )
 def test_run_sh_starts_what_a_command_names_and_installs_once(words, started, shell):
@@ -198,18 +202,38 @@ def test_run_sh_starts_what_a_command_names_and_installs_once(words, started, sh
     assert ("scipy" in installed) == (words != "--seed 3")
 
 
+@pytest.mark.parametrize(
+    ("listed", "flags"),
+    [
+        ("No GPU found", " -n auto --maxprocesses 4 --dist worksteal"),
+        ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", ""),
+    ],
+)
+def test_tests_run_in_several_processes_if_no_gpu_is_listed(listed, flags, shell, tmp_path):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listed}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert shell("test")[0][-1] == f"-P -m pytest{flags}"
+
+
+@pytest.mark.parametrize("name", ["console.py", "launch", "no_such"])
+def test_a_file_that_is_no_program_is_no_tool(name):
+    done = subprocess.run([HERE / "run.sh", f"tools/{name}"], capture_output=True, text=True)
+    message = f"run.sh: there is no tool tools/{name.removesuffix('.py')}.py; there are tools/bench"
+    assert done.returncode == 1 and done.stderr.startswith(message)
+
+
 def test_help_begins_with_the_page_of_run_sh(shell):
     lines, _ = shell(f"{FORK} --help")
     assert lines[0].startswith("Set up and train") and lines[-1] == f"tools/start.py {FORK} --help"
 
 
 def test_help_of_a_comparison_needs_no_package(tmp_path):
-    """Only bash and some Python are there. On a busy machine, run.sh says what takes seconds."""
+    """Nor does it need a Python. On a busy machine, run.sh says what takes seconds."""
     (tmp_path / "tools").mkdir()
     command = "--compare A B --help"
     for name in ("run.sh", "tools/compare.py"):
         shutil.copy(HERE / name, tmp_path / name)
-    options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, "capture_output": True}
+    options = {"env": {"PATH": "/usr/bin:/bin", "PYTHON": "no_such"}, "capture_output": True}
     done = subprocess.run([tmp_path / "run.sh", *command.split()], text=True, **options)
     assert done.returncode == 0 and "--seconds N " in done.stdout
     assert not re.sub(r"run\.sh: starting Python.*\n", "", done.stderr)
@@ -219,10 +243,11 @@ def test_help_of_a_comparison_needs_no_package(tmp_path):
 # A Python without torch. An environment made of it has a copy of it. Its pip notes its begin and
 # its end, and waits until run.sh has said what pip does.
 MADE_UP = f"""#!/bin/sh
-case "$1 $2" in
-"- "*) exit 1 ;;
-"-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-"-m pip")
+case "$*" in
+"-P -") exit 1 ;;
+*_base_executable*) echo "$0" ;;
+"-P -m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-P -m pip"*)
     echo begin >>calls
     echo "Collecting torch" && until grep -q "ing, 2 s: C" err; do /bin/sleep 0.02; done
     echo end >>calls ;;
@@ -233,11 +258,12 @@ esac
 
 
 def test_an_environment_is_made_once_of_the_python_that_is_named_while_run_sh_speaks(tmp_path):
-    """Two commands at once install one after the other."""
+    """Two commands at once install one after the other. What a killed setup leaves is replaced."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(HERE / name, tmp_path)
-    for name in ("python3.11", "python3.12"):
-        (tmp_path / name).write_text(MADE_UP.replace("NAME", name))
+    kills = MADE_UP.replace("mkdir", "kill -9 $PPID; mkdir")
+    for name, text in {"python3.11": MADE_UP, "python3.12": MADE_UP, "kills": kills}.items():
+        (tmp_path / name).write_text(text.replace("NAME", name))
         (tmp_path / name).chmod(0o755)
 
     def start(python: str, commands: int = 1) -> str:
@@ -250,12 +276,130 @@ def test_an_environment_is_made_once_of_the_python_that_is_named_while_run_sh_sp
             assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/start.py --seed 3"
         return Path("err").read_text()
 
+    subprocess.run(["./run.sh"], env={"PATH": "/usr/bin:/bin", "PYTHON": "./kills"})
+    assert Path(".venv/.made-by-run.sh").exists()
+    Path(".venv/left").touch()
     assert "\nrun.sh: installing, 2 s: Collecting torch\n" in start("python3.11", 2)
+    assert not Path(".venv/left").exists()
     assert Path("calls").read_text() == "begin\nend\n" * 2  # torch, then requirements.txt
     assert "installing" not in start("python3.11")
     replaced = f"run.sh: {tmp_path}/.venv is of another Python than python3.12: replacing it\n"
     assert replaced in start("python3.12")
     assert "replacing" not in start("python3.12")
+
+
+# A Python that prints what it is started for. Code of run.sh runs, with the packages of a folder.
+PRINTS = f"""#!/bin/sh
+lib="${{0%/bin/*}}/lib"
+case "$*" in
+-P*) [ ! -e "$lib/before_3_11.py" ] || exit 2 ;;
+esac
+case "$*" in
+*base_prefix*) echo "$0" ;;
+*.py* | *"-m "*) echo "$0 $*" ;;
+*) PYTHONPATH="$lib" exec {sys._base_executable} -S "$@" ;;
+esac
+"""
+TORCH = """
+class cuda:
+    is_available = bool  # its value is False
+class version:
+    cuda = {cuda}
+__version__ = "2.13.0"
+"""
+TRAIN = "numpy torch tqdm"
+TOOLS = f"{TRAIN} scipy matplotlib tiktoken safetensors"
+TESTS = f"{TOOLS} pytest pytest-xdist pytest-httpserver hypothesis ruff pyarrow transformers"
+
+
+def make_python(folder: Path, packages: str) -> None:
+    """Write folder/bin/python, which has these packages. With `cuda`, torch is a CUDA build."""
+    for name in packages.split():
+        (folder / "lib" / f"{name.replace('-', '_')}-1.dist-info").mkdir(parents=True)
+        text = TORCH.format(cuda="'13.0'" if "cuda" in packages else None)
+        (folder / "lib" / f"{name}.py").write_text(text if name == "torch" else "")
+    (folder / "bin").mkdir(parents=True)
+    for name in ("python", "python3"):
+        (folder / "bin" / name).write_text(PRINTS)
+        (folder / "bin" / name).chmod(0o755)
+
+
+def said_by(command: str, project: Path) -> str:
+    """Return what a command prints, with paths from here or from the project."""
+    command = command.replace("./run.sh", f"'{project}/run.sh'")
+    env = {"PATH": f"{Path.cwd()}/other/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True)
+    said = re.sub(r"run\.sh: starting Python.*\n", "", done.stderr + done.stdout)
+    for text in ("\\", f"{project}/", f"{Path.cwd()}/"):
+        said = said.replace(text, "")
+    return said.strip()
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in folder.glob("**/*") if path.is_file()}
+
+
+NAMED = "PYTHON=other/bin/python3 ./run.sh"
+HELPS = "not run.sh's to change. This helps: "
+PIP = f"{HELPS}.venv/bin/python -m pip install -r"
+OTHER_PIP = f"{HELPS}other/bin/python3 -m pip install -r"
+UV = f"{HELPS}uv pip install --python .venv/bin/python -r"
+
+
+@pytest.mark.parametrize(
+    ("command", "packages", "others", "expected"),  # packages of .venv and of the other python3
+    [
+        ("./run.sh setup", TRAIN, "", "^.venv/bin/python tools/machine.py$"),
+        ("./run.sh setup", f"{TRAIN} before_3_11", "", "^run.sh: .venv/bin/python is not Python 3"),
+        ("./run.sh setup", "pip numpy", "", f"No module named 'torch'.*{PIP} requirements.txt"),
+        ("./run.sh setup", "numpy", "", f"No module named 'torch'.*{UV} requirements.txt"),
+        ("./run.sh --runs 2", TOOLS, "", "^.venv/bin/python tools/start.py --runs 2$"),
+        ("./run.sh --runs 2", f"pip {TRAIN}", "", f"lacks scipy, .*{PIP} tools/requirements.txt"),
+        ("./run.sh tools/sample", TRAIN, "", f"lacks tiktoken, .*{UV} data/requirements.txt"),
+        ("./run.sh test -q", f"cuda {TESTS}", "", "^.venv/bin/python -P -m pytest -q$"),
+        pytest.param(
+            "./run.sh test -q",
+            f"pip {TESTS}",
+            "",
+            f"lacks triton, .*{PIP} tests/requirements.txt",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux"),
+        ),
+        ("./run.sh test -q", "pip", f"cuda {TESTS}", "^other/bin/python3 -P -m pytest -q$"),
+        (f"{NAMED} test -q", TRAIN, f"cuda {TESTS}", "^other/bin/python3 -P -m pytest -q$"),
+        (f"{NAMED} test -q", TESTS, f"pip {TRAIN}", f"{OTHER_PIP} tools/requirements.txt"),
+        (f"{NAMED} setup", TRAIN, "pip", f"'numpy'.*{OTHER_PIP} requirements.txt"),
+        (f"{NAMED} setup", TRAIN, "before_3_11", "^run.sh: other/bin/python3 is not Python 3"),
+    ],
+)
+def test_an_environment_of_the_user_is_used_or_advised_on_but_not_changed(
+    command, packages, others, expected, tmp_path
+):
+    """From another folder, whatever characters are in names."""
+    project = tmp_path / "a [b] c"
+    copy_run_sh(project)
+    make_python(project / ".venv", packages)
+    make_python(tmp_path / "other", others)
+    before = files_of(tmp_path)
+    assert re.search(expected, said_by(command, project))
+    assert files_of(tmp_path) == before
+
+
+def test_what_a_link_leads_to_is_not_replaced(tmp_path):
+    """Packages are added if run.sh has made it, and it can train."""
+    copy_run_sh(tmp_path)
+    make_python(tmp_path / "other", "")
+    make_python(tmp_path / "linked", "pip")
+    (tmp_path / "linked" / ".made-by-run.sh").touch()
+    Path(".venv").symlink_to("linked")
+    before = files_of(tmp_path)
+    assert PIP in said_by("./run.sh setup", tmp_path)
+    assert files_of(tmp_path) == before
+    shutil.copy("requirements.txt", "linked/.installed-run")
+    before = files_of(tmp_path)
+    assert f".venv is {HELPS}uv" in said_by(f"{NAMED} setup", tmp_path)
+    assert files_of(tmp_path) == before
+    assert said_by("./run.sh --runs 2", tmp_path).endswith("tools/start.py --runs 2")
+    assert Path("linked/.installed-tools").exists() and before.items() <= files_of(tmp_path).items()
 
 
 IMPORT = re.compile(r"^(?:import|from) (\w+)", re.M)
@@ -290,3 +434,35 @@ def test_a_ctrl_c_during_imports_leaves_no_traceback(name, tmp_path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{HERE}")
     done = run([], script=f"{HERE}/{name}.py")
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_no_file_of_the_current_folder_runs(tmp_path):
+    """A Python with torch is used, and then an environment is made, with no package."""
+    modules = "ast ensurepip fcntl huggingface_hub importlib numpy pip re runpy torch tqdm venv"
+    for name in modules.split():
+        Path(f"{name}.py").write_text(f"open('{tmp_path}/ran', 'a').write(__name__)\n")
+    project, python = tmp_path / "project", tmp_path / "without_torch"
+    (project / "tools").mkdir(parents=True)
+    shutil.copy(HERE / "run.sh", project)
+    for name in ("requirements.txt", "tools/requirements.txt"):
+        (project / name).touch()
+    for name in ("compare", "machine", "tool"):
+        (project / f"tools/{name}.py").write_text('"""Its help.\n"""\nprint("__main__")\n')
+    python.write_text(f'#!/bin/sh\n[ $2 != - ] && exec {sys._base_executable} "$@"\n')
+    python.chmod(0o755)
+    for named, words, last in (
+        (sys.executable, "setup", "__main__\n"),
+        (sys.executable, "--compare --help", "Its help.\n"),
+        (python, "tools/tool", "__main__\n"),
+    ):
+        env = {"PATH": "/usr/bin:/bin", "PYTHON": str(named)}
+        command = [project / "run.sh", *words.split()]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.stdout == last, done.stderr
+    assert (project / ".venv/.installed-tools").exists() and not Path("ran").exists()
+
+
+def test_python_never_imports_from_the_current_folder():
+    calls = re.findall(r'"\$\S+" (-.*)', (HERE / "run.sh").read_text())
+    assert not [call for call in calls if re.match(r"-[cm]?( |$)", call)]
+    assert sum(call.startswith("-P ") for call in calls) > 5
