@@ -487,10 +487,11 @@ class GPT(base.GPT):
 
     def numbers(self, i: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the numbers (1, T, n) that a mixer has made for layer i, by name."""
-        made = max((k for k in range(i + 1) if f"{k}" in self.mixers), default=-1)
-        if made < 0:
+        # Not max() of a generator, at which torch.compile would begin another graph.
+        made = [k for k in range(i + 1) if f"{k}" in self.mixers]
+        if not made:
             return {}
-        named = self.mixers[f"{made}"].named(streams[f"numbers {made}"])
+        named = self.mixers[f"{made[-1]}"].named(streams[f"numbers {made[-1]}"])
         return {name.split()[0]: part for name, part in named.items() if name.split()[1] == f"{i}"}
 
     def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:  # overrides
