@@ -18,6 +18,7 @@ What is overridden, in train_gpt.py's order:
     Run              the class that tools use
 """
 
+import bisect
 import itertools
 import math
 import re
@@ -294,22 +295,26 @@ def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
     return rows
 
 
-@cache
 def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages of the settings; UserError for a wrong row."""
-    table, stages = [], hp.stages
-    usual = hp.stage_class()
+    return read_stages(hp.stages, hp.stage_class, hp.seq_len)
+
+
+@cache  # by what it depends on: `hp` would hash a hundred settings, some twenty times in each step
+def read_stages(stages: str, stage_class: type[Stage], seq_len: int) -> tuple[Stage, ...]:
+    """Return the stages that --stages describes; UserError for a wrong row."""
+    table, usual = [], stage_class()
     for first, numbers in number_rows(stages, "stages", vars(usual)):
         for name, value in numbers.items():
             if isinstance(getattr(usual, name), int):
                 if value % 1:
                     raise UserError(f"--stages {stages}: {name} must be a whole number")
                 numbers[name] = int(value)
-        stage = hp.stage_class(**numbers)
+        stage = stage_class(**numbers)
         if first or not numbers or stage.length < 1 or stage.share == 0:
             rule = "a row has no name, and a length from 1; STAGES_2026 shows the form"
             raise UserError(f"--stages {stages}: {rule}")
-        if hp.seq_len * stage.length % BLOCK:
+        if seq_len * stage.length % BLOCK:
             rule = f"must make sequences of a multiple of {BLOCK} tokens"
             raise UserError(f"--stages {stages}: length={stage.length:g} {rule}")
         table.append(stage)
@@ -557,15 +562,23 @@ def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyp
 
 def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # overrides
     """Plan the batches of these moments, as train_gpt.py's `consecutive` does. With
-    hp.align_to_documents, each sequence begins with a document."""
+    hp.align_to_documents, each sequence begins with a document. A batch that comes again in a later
+    pass is the same list of sequences: in a long run, to search for each anew takes minutes."""
     step, has_documents = 0, False
+    batches = {}  # by all that next_batch depends on
     for tokens in shards:
         documents = np.flatnonzero(tokens == END_OF_TEXT)
         has_documents = has_documents or len(documents) > 0
         lengths = np.diff(documents, append=len(tokens))
         position = 0
-        while found := next_batch(tokens, documents, lengths, position, moments[step], hp):
-            sequences, position = found
+        while True:
+            now = moments[step]
+            key = id(tokens), position, now.seq_len, now.longest
+            if key not in batches:
+                batches[key] = next_batch(tokens, documents, lengths, position, now, hp)
+            if batches[key] is None:
+                break
+            sequences, position = batches[key]
             yield tokens, sequences
             step += 1
     if hp.align_to_documents and not has_documents:
@@ -576,20 +589,29 @@ def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # ove
 # Schedules: stages of the run, and what each of them sets
 
 
-def stage_starts(hp: Hyperparameters) -> list[float]:
+def stage_starts(hp: Hyperparameters) -> tuple[float, ...]:
     """Return the step at which each stage begins. Stages are shares of the scheduled steps, rounded
     to whole steps unless hp.exact_stages. With an extension, the last stage is that."""
-    table, steps = stage_table(hp), hp.scheduled_steps
+    steps, extended, exact = hp.scheduled_steps, hp.extension_frac > 0, hp.exact_stages
+    return starts_of(hp.stages, hp.stage_class, hp.seq_len, steps, extended, exact)
+
+
+@cache
+def starts_of(
+    stages: str, stage_class: type[Stage], seq_len: int, steps: int, extended: bool, exact: bool
+) -> tuple[float, ...]:
+    """Return what stage_starts does, which depends on these settings alone."""
+    table = read_stages(stages, stage_class, seq_len)
     *ends, whole = itertools.accumulate(stage.share for stage in table)
-    if hp.extension_frac > 0 and ends:
+    if extended and ends:
         whole = ends[-1]
     starts = [steps * end / whole for end in (0.0, *ends)]
-    return starts if hp.exact_stages else [round(start) for start in starts]
+    return tuple(starts if exact else (round(start) for start in starts))
 
 
 def stages_until(step: int, hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages that have begun; the last one is the current one."""
-    return stage_table(hp)[: sum(step >= start for start in stage_starts(hp))]
+    return stage_table(hp)[: bisect.bisect_right(stage_starts(hp), step)]
 
 
 def get_lr(step: int, hp: Hyperparameters) -> float:  # overrides
@@ -614,7 +636,8 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:  # overrides
 
 def left_of_stage(step: int, hp: Hyperparameters) -> float:
     """Return the share of the current stage that is left, from 1 to 0."""
-    begun, starts = len(stages_until(step, hp)), [*stage_starts(hp), hp.num_iterations]
+    starts = (*stage_starts(hp), hp.num_iterations)
+    begun = bisect.bisect_right(starts, step, hi=len(starts) - 1)
     start, end = starts[begun - 1 : begun + 1]
     return (end - step) / max(end - start, 1)
 

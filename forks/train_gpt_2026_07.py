@@ -151,9 +151,10 @@ class Moment(base.Moment):
 
     def __init__(self, step: int, hp: Hyperparameters):
         super().__init__(step, hp)
-        stage = min(len(base.stages_until(self.step, hp)), 3)
-        share = {1: 1.0, 2: base.left_of_stage(self.step, hp), 3: 0.0}[stage]
-        self.prefix = hp.prefix * share  # loss weight of the next token's prefix
+        stage = len(base.stages_until(self.step, hp))
+        self.prefix = hp.prefix if stage == 1 else 0.0  # loss weight of the next token's prefix
+        if stage == 2:
+            self.prefix = hp.prefix * base.left_of_stage(self.step, hp)
 
     @property
     def graph_key(self) -> tuple:  # overrides

@@ -246,6 +246,8 @@ RECORDS = {
 
 def part_of_stage(values: tuple, step: int, hp: Hyperparameters):
     """Return which of a stage's values holds at a step: each for an equal part of the stage."""
+    if len(values) == 1:
+        return values[0]
     gone = 1 - base.left_of_stage(step, hp)
     return values[min(int(gone * len(values) + 1e-9), len(values) - 1)]
 

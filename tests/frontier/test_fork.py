@@ -35,6 +35,15 @@ def test_a_record_is_made_of_the_forks_settings_and_can_be(script, name):
     hash(run.Moment(0, hp).graph_key)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_moment_is_made_without_a_hash_of_all_settings(script, monkeypatch):
+    """Which takes as long as all else: of 600000 moments, that were half a minute."""
+    monkeypatch.setattr(script.Hyperparameters, "__hash__", None)
+    for hp in script.RECORDS.values():
+        for step in range(0, hp.num_iterations, 50):
+            script.Run.Moment(step, hp)
+
+
 def test_without_a_record_a_gpu_has_the_newest_and_a_cpu_the_demo(monkeypatch):
     for gpu, name in ((True, "2026-03-06_SimplifyHC"), (False, "demo")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
