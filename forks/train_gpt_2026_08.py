@@ -145,19 +145,18 @@ class Hyperparameters(record_89.Hyperparameters):
 
 def check(hp: Hyperparameters) -> None:  # overrides
     """Raise UserError for settings that are not allowed, alone or together."""
+    if hp.ngram_rows:
+        check_ngrams(hp)  # first: what other checks ask for, such as --adam_every 1, it may forbid
     record_89.check(hp)
     layers = base.layer_table(hp)
     counts = [count for stage in base.stage_table(hp) for count in stage.candidates]
-    size, rows = hp.vocab_size, hp.ngram_rows
+    size = hp.vocab_size
     narrow = [layer for layer in layers if layer.narrow or layer.narrow_values]
     other_tokens = hp.canonical_mask and not 50257 <= size <= 50304
     bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
     no_prefix = hp.prefix and not any(stage.prefix for stage in base.stage_table(hp))
     mean_in_fp8 = (hp.fp8_attention or hp.fp8_mlp == "all") and not hp.loss_sum
     bad_counts = hp.sampled_softmax and any(count % 16 or not 0 < count <= size for count in counts)
-    bad_rows = rows and (rows % 2 or rows < 6 or rows > 2**31)
-    bad_signs = rows and (hp.bigram_rows or not hp.bigram_signs)
-    bad_cycle = rows and (hp.ngram_slow_from % 4 or hp.adam_every != 2)
     for name, wrong, rule in (
         ("layers", any(row.window != "short" for row in narrow), "narrow heads are short"),
         ("layers", max(row.mlps for row in layers) > 2, "a layer has at most two MLPs"),
@@ -166,7 +165,7 @@ def check(hp: Hyperparameters) -> None:  # overrides
         ("loss_sum", mean_in_fp8, "FP8 in all layers needs it, on a CPU, too"),
         ("mlp_width", hp.mlp_width > 4 * hp.model_dim, "must be at most 4 model_dim"),
         ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
-        ("canonical_mask", other_tokens, "is for GPT-2's tokens, --vocab_size 50257 to 50304"),
+        ("canonical_mask", other_tokens, "is for GPT-2's tokens: try --vocab_size 50304"),
         ("stages", bad_counts, f"candidates must be multiples of 16, from 16 to {size}"),
         ("sampled_softmax", hp.sampled_softmax and not counts, "needs candidates in --stages"),
         (
@@ -175,12 +174,24 @@ def check(hp: Hyperparameters) -> None:  # overrides
             "needs vocab_size a multiple of 128",
         ),
         ("prefix", no_prefix, "needs prefix in --stages, which says its shares"),
-        ("ngram_rows", bad_rows, "must be even, and from 6 to 2^31"),
-        ("ngram_rows", bad_signs, "needs --bigram_rows 0 and --bigram_signs above 0"),
-        ("ngram_rows", bad_cycle, "needs --ngram_slow_from a multiple of 4, --adam_every 2"),
     ):
         if wrong:
             raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
+
+
+def check_ngrams(hp: Hyperparameters) -> None:
+    """Raise UserError for settings that the n-gram table does not allow."""
+    rows = hp.ngram_rows
+    if hp.grad_clip:
+        rule = "is not possible with the n-gram table, which --ngram_rows 0 turns off"
+        raise UserError(f"--grad_clip {hp.grad_clip}: {rule}")
+    if rows % 2 or not 6 <= rows <= 2**31:
+        raise UserError(f"--ngram_rows {rows}: must be even, and from 6 to 2^31")
+    if hp.bigram_rows or not hp.bigram_signs:
+        raise UserError(f"--ngram_rows {rows}: needs --bigram_rows 0 and --bigram_signs above 0")
+    if hp.ngram_slow_from % 4 or hp.adam_every != 2:
+        rule = "needs --ngram_slow_from a multiple of 4, --adam_every 2"
+        raise UserError(f"--ngram_rows {rows}: {rule}")
 
 
 def changed(hp: record_89.Hyperparameters, **settings) -> Hyperparameters:

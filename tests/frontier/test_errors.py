@@ -50,6 +50,11 @@ BAD_AUGUST = {
     "bigram_rows 100": "needs --bigram_rows 0",
     "bigram_signs 0": "--bigram_signs above 0",
     "ngram_slow_from 6": "a multiple of 4",
+    "adam_every 0": "needs --ngram_slow_from a multiple of 4, --adam_every 2",
+    "bigram_rows 1": "needs --bigram_rows 0",
+    "grad_clip 1": "is not possible with the n-gram table, which --ngram_rows 0 turns off",
+    "grad_clip 1 --adam_every 1": "is not possible with the n-gram table",
+    "grad_clip 1 --ngram_rows 0": "needs --adam_every 1",
 }
 CASES = [
     (train_gpt_2026, words, f"(argument )?--{words.split()[0]}")
@@ -57,6 +62,11 @@ CASES = [
 ]
 CASES += [(july, words, f".*--{words.split()[0]}") for words in re.split("[;\n]", BAD_JULY)]
 CASES += [(august, words, f".*{re.escape(message)}") for words, message in BAD_AUGUST.items()]
+
+
+def test_what_errors_ask_for_leads_to_a_clipped_gradient():
+    words = ["--record", "demo", "--grad_clip", "1", "--ngram_rows", "0", "--adam_every", "1"]
+    assert train_gpt.parse_args(words, august.Run)[0].grad_clip == 1
 
 
 @pytest.mark.parametrize(("script", "words", "message"), CASES)
