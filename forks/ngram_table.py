@@ -2,6 +2,7 @@
 ranks share them, and they learn by an Adam of their own. Numbers are those of record 92 of
 github.com/KellerJordan/modded-nanogpt."""
 
+import re
 import zipfile
 from pathlib import Path
 
@@ -53,6 +54,48 @@ def ngram_adam_(
     rows[ids] = (old - update - lr_decay * old * (update * old > 0)).to(rows.dtype)
     second[ids] = square
     learned_at[ids] = step
+
+
+def pieces_beside(path: Path) -> dict[int, dict[int, Path]]:
+    """Return the pieces of n-gram tables beside a checkpoint: by the number of ranks that saved
+    them, and then by rank. Only regular files count."""
+    name = re.compile(re.escape(path.name) + r"\.(0|[1-9][0-9]{0,3})of([1-9][0-9]{0,3})")
+    sets = {}
+    for file in path.parent.iterdir():
+        found = name.fullmatch(file.name)
+        if found and int(found[1]) < int(found[2]) and file.is_file():
+            sets.setdefault(int(found[2]), {})[int(found[1])] = file
+    return sets
+
+
+def find_pieces(path: Path) -> list[Path]:
+    """Return the pieces of a checkpoint's n-gram table, by rank. Incomplete sets of another number
+    of ranks are ignored. UserError if no set is complete, or more than one."""
+    sets = pieces_beside(path)
+    complete = [parts for parts, pieces in sets.items() if len(pieces) == parts]
+    if len(complete) == 1:
+        return [piece for rank, piece in sorted(sets[complete[0]].items())]
+    if complete:
+        complete.sort(key=lambda parts: sets[parts][0].stat().st_mtime)
+        *older, newest = (f"{path.name}.*of{parts}" for parts in complete)
+        older = " ".join(older)
+        found = f"{path} has more than one n-gram table, {newest} and {older}"
+        raise UserError(f"{found}: remove the older pieces, {older}")
+    if not sets:
+        names = f"{path.name}.0ofN, {path.name}.1ofN ... of N ranks"
+        raise UserError(f"{path} lacks its n-gram table: copy the pieces {names}, too")
+    parts = min(sets, key=lambda parts: parts - len(sets[parts]))  # lacks the fewest pieces
+    missing = [f"{path.name}.{rank}of{parts}" for rank in range(parts) if rank not in sets[parts]]
+    raise UserError(f"{path} lacks {' '.join(missing)}: copy all pieces of its n-gram table, too")
+
+
+def remove_pieces(path: Path) -> None:
+    """Remove a checkpoint and its pieces, of any number of ranks, if there are some: the checkpoint
+    first, because none shall be there without its pieces."""
+    path.unlink(missing_ok=True)
+    for pieces in pieces_beside(path).values():
+        for piece in pieces.values():
+            piece.unlink()
 
 
 class NgramTable:
@@ -180,11 +223,9 @@ class NgramTable:
 
     def load(self, path: Path, weights_only: bool) -> None:
         """Load this rank's rows from the pieces of any number of ranks. With weights_only, begin
-        the optimizer anew. UserError if a piece is missing or damaged."""
+        the optimizer anew. UserError if a piece is missing or damaged, as by find_pieces."""
         self.clear()
-        pieces = sorted(path.parent.glob(f"{path.name}.*of*[0-9]"))
-        if not pieces or len(pieces) != int(pieces[0].name.split("of")[-1]):
-            raise UserError(f"{path} lacks pieces of its n-gram table: {path.name}.0of8, for 8")
+        pieces = find_pieces(path)
         begin, end = self.rank * self.size, (self.rank + 1) * self.size
         state = self.rows, self.second, self.learned_at
         try:

@@ -34,7 +34,7 @@ import train_gpt_2026_07 as record_89
 from anvil import anvil
 from canonical_mask import CanonicalMask
 from fp8_layers import FP8Projection, fp8_mlp
-from ngram_table import NgramTable, ngram_hashes, table_adam
+from ngram_table import NgramTable, ngram_hashes, remove_pieces, table_adam
 from sampled_softmax import Head, plan
 from train_gpt_2026 import UserError, t
 
@@ -484,10 +484,19 @@ class GPT(record_89.GPT):
             self.ngrams.share(rank, parts, table.device, table.dtype)
 
     def save_pieces(self, path: Path) -> None:  # overrides
-        """Save this rank's piece of the n-gram table, and wait for those of others."""
-        if self.ngrams is not None:
-            self.ngrams.save(path)
-            t.all_reduce_(torch.zeros(1, device=self.embed.weight.device)).item()
+        """Save this rank's piece of the n-gram table. No rank begins before what another save has
+        left is removed, and none goes on, to save the checkpoint, before all pieces are saved."""
+        if self.ngrams is None:
+            return
+        if self.ngrams.rank == 0:
+            remove_pieces(path)
+        self.wait_for_ranks()
+        self.ngrams.save(path)
+        self.wait_for_ranks()
+
+    def wait_for_ranks(self) -> None:
+        """Wait until all ranks call this."""
+        t.all_reduce_(torch.zeros(1, device=self.embed.weight.device)).item()
 
     def load_pieces(self, path: Path | None, weights_only: bool) -> None:  # overrides
         """Load this rank's rows of the n-gram table; without a path, zeros."""

@@ -5,7 +5,9 @@ import functools
 import os
 import re
 import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch
 import evaluate
 import runs
 import train_gpt
+import train_gpt_2026_08
 from frontier import reference_2026 as exact
 from frontier import small_runs, test_runs
-from ngram_table import NgramTable, ngram_hashes
+from ngram_table import NgramTable, find_pieces, ngram_hashes, remove_pieces
 from train_gpt import UserError
 from train_gpt_2026_08 import LAYERS_DEMO, RECORDS, Moment, Run
 
@@ -321,6 +324,51 @@ def test_a_kill_while_the_table_is_saved_leaves_the_checkpoint_before(
     assert names == sorted([*kept, *(f"{name}.0of1" for name in kept)])
 
 
+def test_pieces_of_a_checkpoint_that_was_never_saved_do_not_stay(at_ranks, tmp_path, monkeypatch):
+    """Two ranks were killed when they had saved pieces of step 6; one goes on from step 4."""
+    for step in (4, 6):
+        copied(at_ranks(2), step, tmp_path / f"{step}")
+    (tmp_path / "6" / small_runs.checkpoint(6)).unlink()
+    for piece in (tmp_path / "6/logs/it").iterdir():
+        piece.rename(tmp_path / "4/logs/it" / piece.name)
+    words = [*small_runs.language(tmp_path), *WORDS.split(), "--resume", "on"]
+    runs.console_of(words, tmp_path / "4", main)
+    names = sorted(path.name for path in (tmp_path / "4/logs/it").glob("*.*of*"))
+    pieces = ["4.pt.0of2", "4.pt.1of2", "6.pt.0of1", "8.pt.0of1"]
+    assert names == [f"state_step00000{piece}" for piece in pieces]
+    runs.assert_close(runs.outcome(tmp_path / "4", run=Run), at_ranks(2), since=4)
+    assert len(table_of(tmp_path / "4", 6)) == 3
+
+
+def saving_slowly(words: list[str]) -> None:
+    """Run main, where rank 0 is late to remove what was left, and rank 1 to save its piece."""
+
+    def remove(path):
+        time.sleep(0.6)
+        assert not list(path.parent.glob(f"{path.name}.*")), "a rank did not wait"
+        print("removes", flush=True)
+
+    def save(self, path, save=NgramTable.save):
+        time.sleep(0.3 * self.rank)
+        assert not path.exists(), "rank 0 did not wait"
+        save(self, path)
+
+    train_gpt_2026_08.remove_pieces = remove
+    NgramTable.save = save
+    runs.wait_at_most(0.6)
+    main(words)
+
+
+def test_pieces_are_saved_after_old_ones_are_removed_and_before_the_checkpoint(
+    tmp_path, monkeypatch
+):
+    words = [*small_runs.language(tmp_path), *WORDS.split(), "--save_every", "4"]
+    monkeypatch.chdir(tmp_path)
+    run = runs.Program(words, 2, saving_slowly)
+    assert run.end() == [0, 0], run.text("err") + run.text("err", 1)
+    assert run.text("out").count("removes") == 2
+
+
 def test_tools_read_the_pieces(at_ranks, tmp_path, monkeypatch, capsys):
     whole = at_ranks(2)
     copied(whole, 8, tmp_path)
@@ -330,7 +378,71 @@ def test_tools_read_the_pieces(at_ranks, tmp_path, monkeypatch, capsys):
     assert loss == pytest.approx(whole.rows[-1]["val_loss"], abs=2e-5)
     (tmp_path / f"{small_runs.checkpoint(8)}.1of2").unlink()
     status, err = runs.error_of([small_runs.checkpoint(8)], capsys, evaluate.main)
-    assert status == 1 and "lacks pieces of its n-gram table" in err
+    assert status == 1 and "lacks state_step000008.pt.1of2" in err
+
+
+NAME = "state_step000002.pt"
+# Files beside the checkpoint, and which of them are read, in this order.
+READ = {
+    "0of1": "0of1",
+    "1of2 0of2": "0of2 1of2",
+    "0of2 1of2 0of1.tmp 0of3 2of3 note x0of1": "0of2 1of2",
+    "1of2 0of8 0of1": "0of1",
+    "0of1 1of1 01of2 0of0 5of2": "0of1",
+    "0of1 folder:0of2 fifo:1of2": "0of1",
+    "11of12 10of12 9of12 8of12 7of12 6of12 5of12 4of12 3of12 2of12 1of12 0of12": (
+        "0of12 1of12 2of12 3of12 4of12 5of12 6of12 7of12 8of12 9of12 10of12 11of12"
+    ),
+}
+# Files beside the checkpoint, the oldest first, and what the error says.
+REFUSED = {
+    "0of2": f"lacks {NAME}.1of2: copy all pieces",
+    "3of4 0of4 0of8": f"lacks {NAME}.1of4 {NAME}.2of4: copy all pieces",
+    "0of2 folder:1of2": f"lacks {NAME}.1of2: copy all pieces",
+    "": f"copy the pieces {NAME}.0ofN, {NAME}.1ofN ... of N ranks, too",
+    "0of1.tmp": f"copy the pieces {NAME}.0ofN, {NAME}.1ofN ... of N ranks, too",
+    "fifo:0of1": f"copy the pieces {NAME}.0ofN, {NAME}.1ofN ... of N ranks, too",
+    "0of2 1of2 0of1": f"{NAME}.*of1 and {NAME}.*of2: remove the older pieces, {NAME}.*of2",
+    "0of1 0of2 1of2": f"{NAME}.*of2 and {NAME}.*of1: remove the older pieces, {NAME}.*of1",
+}
+
+
+def make_beside(path: Path, files: str) -> None:
+    """Make a checkpoint and such files beside it, each a second older than the next."""
+    path.parent.mkdir()
+    path.touch()
+    for age, name in enumerate(reversed(files.split())):
+        kind, _, ending = name.rpartition(":")
+        file = path.with_name(f"{path.name}.{ending}")
+        {"": Path.touch, "folder": Path.mkdir, "fifo": os.mkfifo}[kind](file)
+        os.utime(file, (10**9 - age, 10**9 - age))
+
+
+@pytest.mark.parametrize("files", READ)
+def test_the_one_complete_set_of_pieces_is_read(files, tmp_path):
+    path = tmp_path / "of [2] * ?" / NAME
+    make_beside(path, files)
+    assert find_pieces(path) == [path.with_name(f"{NAME}.{end}") for end in READ[files].split()]
+
+
+@pytest.mark.parametrize("files", REFUSED)
+def test_pieces_that_are_missing_or_too_many_are_named_in_one_line(files, tmp_path):
+    path = tmp_path / "of [2] * ?" / NAME
+    make_beside(path, files)
+    with pytest.raises(UserError, match=re.escape(REFUSED[files])) as error:
+        find_pieces(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+def test_a_save_begins_without_what_an_earlier_one_left(tmp_path):
+    """Of the same checkpoint. Those of others, and what is no file, stay."""
+    path = tmp_path / "[2]" / NAME
+    make_beside(path, "0of1 0of2 1of2 3of8 folder:2of8 fifo:0of8 note")
+    (path.parent / "state_step000004.pt.0of2").touch()
+    remove_pieces(path)
+    names = sorted(file.name for file in path.parent.iterdir())
+    kept = [f"{NAME}.{ending}" for ending in ("0of8", "2of8", "note")]
+    assert names == [*kept, "state_step000004.pt.0of2"]
 
 
 def test_a_full_disk_ends_with_one_line_and_leaves_no_piece(tmp_path):

@@ -1,20 +1,41 @@
 """Whole runs: kills, demos at their full size, what torchrun does with ranks and nodes, and runs of
 forks/train_gpt_2026_08.py that go on where other numbers of ranks were."""
 
+import functools
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
-from frontier.test_ngrams import assert_it_goes_on, at_ranks, table_of  # noqa: F401
-from runs import HANGS, RUNS, SCRIPT, assert_close, console_of, rows, run, val_losses
+from frontier.small_runs import language
+from frontier.test_ngrams import WORDS, assert_it_goes_on, at_ranks, in_folder, table_of  # noqa: F401
+from ngram_table import find_pieces
+from runs import (
+    HANGS,
+    RUNS,
+    SCRIPT,
+    Program,
+    assert_close,
+    before_step,
+    console_of,
+    outcome,
+    rows,
+    run,
+    val_losses,
+)
 from test_ranks import check_ranks
 from test_ranks import flags as small_flags  # noqa: F401
 from train_gpt import HERE
+from train_gpt_2026_08 import GPT, Run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 FORK = str(HERE / "forks/train_gpt_2026.py")
@@ -102,3 +123,99 @@ def test_other_numbers_of_ranks_go_on_with_the_same_table(at_ranks):  # noqa: F8
     last = table_of(at_ranks(4, 6, two).folder, 8)
     for a, b in zip(last, table_of(whole.folder, 8), strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4)
+
+
+# Record 92 at a small size. Its table learns at each second step, and from step 8 on at each
+# fourth: checkpoints of steps 10, 14 and so on have gradients that wait.
+LAST = 40
+TABLE = f"{WORDS} --num_iterations {LAST} --ngram_slow_from 8 --anvil_from 8 --keep 99 --resume on"
+
+
+def killed(words: list[str], folder: Path, victim: int, step: int | None, delay: float) -> None:
+    """Run main, in which one rank is killed `delay` seconds after a step begins, or without a step
+    after it begins to save."""
+
+    def kill() -> None:
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(self, path, save_pieces=GPT.save_pieces) -> None:
+        threading.Thread(target=kill).start()
+        save_pieces(self, path)
+
+    if int(os.environ["RANK"]) == victim:
+        if step is None:
+            GPT.save_pieces = save
+        else:
+            before_step(step, threading.Thread(target=kill).start)
+    in_folder(folder, words)
+
+
+def newest(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint, or 0."""
+    return max((int(path.stem[-6:]) for path in folder.glob("logs/it/*.pt")), default=0)
+
+
+def kill_at_random(words: list[str], folder: Path, ranks: int, rng: random.Random) -> None:
+    """Start or resume a run on some ranks, and kill one of them, then all, at a random moment: half
+    of them while it saves. Each checkpoint that is left has all pieces of its table."""
+    begun = newest(folder)
+    step = rng.choice([None, begun + rng.randrange(6)])
+    delay = rng.random() * (0.06 if step is None else 0.15)
+    victim = rng.randrange(ranks)
+    work = functools.partial(killed, folder=folder, victim=victim, step=step, delay=delay)
+    run = Program(words, ranks, work)
+    while all(process.is_alive() for process in run.ranks):
+        time.sleep(0.005)
+    time.sleep(0.2 * rng.random())
+    run.send(signal.SIGKILL)
+    assert run.end()[victim] == -signal.SIGKILL, run.text("err", victim)
+    assert (f"resumed at step {begun}\n" in run.text("out")) == (begun > 0)
+    assert newest(folder) >= begun
+    for path in folder.glob("logs/it/*.pt"):
+        assert find_pieces(path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return what a run's checkpoints and pieces, which are zip files, have in them: all but the
+    description of a checkpoint, which has the run's time."""
+    found = {}
+    for path in folder.glob("logs/it/*"):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if not name.endswith(("/data.pkl", "/serialization_id")):  # its hash
+                    found[f"{path.name} {name}"] = archive.read(name)
+    return found
+
+
+def whole_and_killed(words: list[str], folder: Path, kills: list[int], ranks: int) -> list[Path]:
+    """Make a run undisturbed and, in another folder, with kills on these numbers of ranks; let both
+    end on some ranks. Return the folders."""
+    rng, folders = random.Random(len(kills)), [folder / "whole", folder / "killed"]
+    for name in folders:
+        name.mkdir()
+    for number in kills:
+        kill_at_random(words, folders[1], number, rng)
+    assert newest(folders[1]) < LAST
+    for name in folders:
+        ended = Program(words, ranks, functools.partial(in_folder, name))
+        assert ended.end() == [0] * ranks, ended.text("err")
+    return folders
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ten_kills_change_no_bit_of_any_checkpoint_and_piece(ranks, tmp_path):
+    words = [*language(tmp_path), *TABLE.split()]
+    whole, killed = whole_and_killed(words, tmp_path, [ranks] * 10, ranks)
+    expected, found = contents(whole), contents(killed)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    assert sum(name.endswith(" waiting") for name in expected) == ranks * LAST / 2
+    assert outcome(killed, LAST, Run).rows == outcome(whole, LAST, Run).rows
+
+
+def test_kills_and_other_numbers_of_ranks_change_a_run_by_rounding_alone(tmp_path):
+    """1, 2, 4 and 1 again, each killed three times."""
+    words = [*language(tmp_path), *TABLE.split()]
+    whole, killed = whole_and_killed(words, tmp_path, [1] * 3 + [2] * 3 + [4] * 3 + [1] * 3, 1)
+    assert_close(*(outcome(folder, LAST, Run) for folder in (killed, whole)))
