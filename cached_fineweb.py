@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -89,10 +90,16 @@ def verify(repository: str, folder: Path) -> None:
     print(f"{folder}: {len(here)} shards have the hub's checksums")
 
 
+def fail(message: str) -> NoReturn:
+    """Raise UserError: argparse calls this for a bad flag."""
+    raise UserError(message)
+
+
 def main() -> None:
     """Do what the command line says. An error is the last line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.error = fail
     add = parser.add_argument
     add("shards", type=int, nargs="?", default=7, help="train shards [7]")
     add("--edu", action="store_const", const="edu", default="", help="from FineWeb-Edu")
@@ -100,8 +107,8 @@ def main() -> None:
     add("--dir", type=Path, help="folder of shards [data/ and the dataset's name]")
     add("--verify", action="store_true", help="check shards; no download")
     args = vars(parser.parse_args())
-    if args["shards"] < 0:
-        raise UserError(f"{args['shards']} train shards: ask for 0 (validation alone) or more")
+    if not 0 <= args["shards"] <= 1030:
+        raise UserError(f"{args['shards']} train shards: ask for 0 (validation alone) to 1030")
     if "HF_HUB_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()  # it warns at each attempt; our error follows the last one
     prefix = f"fineweb{args['edu']}"

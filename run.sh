@@ -131,7 +131,7 @@ is_foreign() { # whether .venv is not run.sh's to make or to change
 advise() { # advise REASON FILE: stop, and say why $python will not do, and how to install FILE
     local command
     "$python" -P -c "" 2>/dev/null ||
-        die "$python is not Python 3.11 or later: name another with PYTHON=path," \
+        die "$python is missing, or is not Python 3.11 or later: name another with PYTHON=path," \
             "or move $venv away, which is not run.sh's to change"
     if has_pip "$python"; then
         printf -v command '%q -m pip install -r %q' "$python" "$here/$2"
@@ -139,7 +139,7 @@ advise() { # advise REASON FILE: stop, and say why $python will not do, and how 
         printf -v command 'uv pip install --python %q -r %q' "$python" "$here/$2"
     fi
     die "$python $1, and $venv is not run.sh's to change. This helps: $command" \
-        "(or name another Python with PYTHON=path)"
+        "(or move $venv away, and run.sh makes its own; or name another Python with PYTHON=path)"
 }
 
 must_write() { # stop if nothing can be installed

@@ -36,6 +36,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections import Counter
@@ -73,8 +74,9 @@ except ImportError:  # without Triton, or this file alone: it computes the same
 
 
 HERE = Path(__file__).resolve().parent
-FINEWEB = f"{HERE}/data/fineweb10B/fineweb"
-SAMPLE = f"{HERE}/data/kjv"  # the King James Bible
+DATA = glob.escape(f"{HERE}/data")  # shards are named by patterns
+FINEWEB = f"{DATA}/fineweb10B/fineweb"
+SAMPLE = f"{DATA}/kjv"  # the King James Bible
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
 END_OF_TEXT = 50256  # the GPT-2 token that begins every document
 RULE = "=" * 100  # a line of it follows each part of a log's header
@@ -248,7 +250,7 @@ def show(value) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return " ".join(show(part) for part in value)
-    return str(value).removeprefix(f"{HERE}/")
+    return str(value).removeprefix(f"{HERE}/").removeprefix(f"{glob.escape(str(HERE))}/")
 
 
 def check(hp: Hyperparameters) -> None:
@@ -259,8 +261,11 @@ def check(hp: Hyperparameters) -> None:
         raise UserError("--resume on: say which run with --run_id NAME")
     for name, value in vars(hp).items():
         numbers = [] if isinstance(value, str) else np.ravel(value)
-        if not all(0 <= number < (2**40 if type(value) is int else math.inf) for number in numbers):
-            raise UserError(f"--{name} {show(value)}: must be finite and not negative")
+        limit = 2**40 if type(value) is int else 1e38
+        if not all(0 <= number < limit for number in numbers):
+            raise UserError(f"--{name} {show(value)}: must be at least 0, and below {limit:.0e}")
+        if isinstance(value, str) and ("\n" in value or value != printable(value)):
+            raise UserError(f"--{name} {value}: must be one line of UTF-8 text")
     units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
     positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
     for name in (*units, *positive, "num_layers", "num_heads", "model_dim", "vocab_size"):
@@ -268,24 +273,38 @@ def check(hp: Hyperparameters) -> None:
         if value == 0 or value % unit:
             raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
     largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
-    if hp.num_iterations > 10**6 or largest > 10**11:
-        raise UserError(f"{hp.num_iterations} steps, matrices of {largest} numbers: far too many")
+    steps, heads = hp.num_iterations, hp.num_layers * hp.num_heads
+    if steps > 10**6 or heads > 10**4 or largest > 10**10:
+        raise UserError(f"{steps} steps, {heads} heads, matrices of {largest} numbers: too many")
 
 
 # -----------------------------------------------------------------------------
 # Data: shards of GPT-2 tokens, and batches that depend on the step alone
 
 
+def regular(path: str | Path) -> Path:
+    """Return a path. OSError if a pipe or a device is there: reading it may never end."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(22, "is a pipe or a device, not a file", str(path))
+    return Path(path)
+
+
 def load_data_shard(path: str | Path) -> np.ndarray:
     """Return the tokens of a shard, (n,) uint16, memory-mapped. The format is llm.c's: 256
     little-endian int32 (20240520, version 1, n, zeros), then n uint16. UserError for another."""
-    size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 3).tolist()
+    file = regular(path).open("rb")
+    size = os.fstat(file.fileno()).st_size
+    header = np.fromfile(file, "<i4", 3).tolist()
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
         found = f"its {size} bytes begin with {header}, not {expected}"
-        raise UserError(f"{path} is no shard: {found}; fetch it, or make it again in uint16")
-    return np.memmap(path, "<u2", mode="r", offset=1024)
+        reason = "is not whole: fetch it or make it again"
+        if header[:1] != expected[:1]:
+            reason = "has no header of a shard: data/tokenize_text.py adds it to uint16 tokens"
+        raise UserError(f"{path} {reason} ({found})")
+    tokens = np.memmap(file, "<u2", mode="r", offset=1024)
+    tokens.file = file  # for read_tokens
+    return tokens
 
 
 def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
@@ -306,7 +325,10 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     moments. UserError for shards that are missing, damaged, too short or of other tokens."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        raise UserError(f"no shard matches {pattern}: cached_fineweb.py fetches FineWeb")
+        remedy = "name one pattern, with * for any text and [[] for [, without braces and commas"
+        if "fineweb" in pattern:
+            remedy = "cached_fineweb.py fetches FineWeb"
+        raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
     passes = min(hp.epochs or num_batches, num_batches)  # each has a batch, unless none has
     planned = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
@@ -323,13 +345,26 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     return planned
 
 
-def distributed_data_generator(planned, rank, world_size, device, start_step=0) -> Iterator[tuple]:
+def read_tokens(shard: np.memmap, start: int, stop: int, vocab_size: int) -> np.ndarray:
+    """Return tokens of a shard, from its open file: if that has become shorter, reading the memory
+    map would kill the process. UserError if the file has changed."""
+    file = shard.file
+    data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
+    tokens = np.frombuffer(data, "<u2")
+    if len(tokens) < stop - start or tokens.max() >= vocab_size:
+        raise UserError(f"{file.name} has changed: its tokens from {start} on are missing or wrong")
+    return tokens
+
+
+def distributed_data_generator(planned, hp, rank, world_size, device, start_step=0) -> Iterator:
     """Yield this rank's part of each planned batch from start_step on, on its way to the device:
     inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences."""
     for tokens, sequences in planned[start_step:]:
         share = len(sequences) // world_size
         own = sequences[rank * share : (rank + 1) * share]
-        rows = np.stack([np.concatenate([tokens[i:j] for i, j in pieces]) for pieces in own])
+        size = hp.vocab_size
+        parts = [read_tokens(tokens, i, j, size) for pieces in own for i, j in pieces]
+        rows = np.concatenate(parts).reshape(share, -1)
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
         if device.type == "cuda":
@@ -1177,13 +1212,19 @@ class Optimizers:
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients."""
+        """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients.
+        KeyError or RuntimeError if it cannot be the state of these groups."""
         for _, rows in self.groups:
             rows.clear()
-            rows.state = {}
+            before, rows.state = rows.state, {}
             shape = rows.weights.shape[:3]
-            for key, value in saved.get(rows.name, {}).items():
-                padded = value.new_zeros(math.prod(shape), *value.shape[1:])
+            for key, value in (saved[rows.name] if saved else {}).items():
+                like = before.get(key, value[None])  # what the rule made in the warm-up
+                is_number = value.is_floating_point() == like.is_floating_point()
+                if not is_number or value.shape != (rows.total, *like.shape[2:]):
+                    raise RuntimeError(f"{rows.name}: {key} is {value.dtype} {[*value.shape]}")
+                # On another device, or number of ranks, a rule may keep it in another dtype.
+                padded = value.new_zeros(math.prod(shape), *value.shape[1:], dtype=like.dtype)
                 padded[: rows.total] = value
                 own = padded.unflatten(0, shape)[:, self.rank]
                 rows.state[key] = own.contiguous().to(rows.weights.device, copy=True)
@@ -1198,18 +1239,21 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if wanted == "cuda" or (wanted == "auto" and gpus):
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if local_rank >= gpus:
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if not local_rank.isdecimal() or int(local_rank) >= gpus:
             raise UserError(f"process {local_rank} finds {gpus} GPUs: start fewer, or --device cpu")
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(local_rank))
         if torch.cuda.get_device_capability(device) < (8, 0):
             raise UserError(f"GPU {local_rank} has no bfloat16, as an A100 has: try --device cpu")
         torch.cuda.set_device(device)
     elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return device, 0, 1
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE, RANK and so on are for torchrun to set: {error}") from error
     # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -1258,23 +1302,31 @@ class Console(io.FileIO):
         return len(data)
 
 
-def open_console(rank: int) -> None:
+def open_console(rank: str) -> None:
     """Make Consoles of the standard streams. Only rank 0 has an output."""
-    while os.open(os.devnull, os.O_RDWR) <= 2:  # instead of what was closed, as by `>&-`
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # instead of what `>&-` has closed
         pass
+    os.close(number)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):  # not what a caller has put there
             file = io.BufferedWriter(Console(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(file, "utf-8", line_buffering=True))
-    if rank:
+            text = io.TextIOWrapper(file, "utf-8", "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
+    if rank != "0":
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def printable(text: str) -> str:
+    """Return text for a terminal: control characters are escaped, but for \\n and \\t."""
+    odd = r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]"
+    return re.sub(odd, lambda found: ascii(found[0])[1:-1], text)
 
 
 def as_program(name: str, work: Callable) -> None:
     """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
     once; torchrun then ends the other ranks, which wait. A rank that lost another one waits, too,
     so that the one that failed reports first."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
     open_console(rank)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as while importing: see the top
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1284,20 +1336,22 @@ def as_program(name: str, work: Callable) -> None:
             dist.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UserError, SyntaxError, OSError, RuntimeError) as error:  # syntax: of a fork
+    except (UserError, ImportError, SyntaxError, OSError, RuntimeError) as error:  # also of a fork
         message = " ".join(str(error).split())[:500]
         lost = isinstance(error, dist.DistError) or re.search("gloo/|pair clos", message)
         if lost:
             message = f"another rank has stopped or hangs: {message}"
-        elif isinstance(error, torch.OutOfMemoryError):
-            message = f"out of GPU memory, make --seq_len and --val_seq_len smaller: {message}"
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
+            message = f"out of memory, make --seq_len and --val_seq_len smaller: {message}"
+        elif re.search(r"Failed to find C compiler|No working C\+\+ compiler", message):
+            message = f"torch.compile needs gcc and g++, or set CC and CXX to others: {message}"
         elif isinstance(error, RuntimeError):
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends a rank that waits
         if lost and stop_signals:
             signal.raise_signal(signal.SIGTERM)  # torchrun has asked for it already
-        time.sleep(10 if rank or lost else 0)
-        print(f"{name}: error: {message}", file=sys.stderr)
+        time.sleep(10 if rank != "0" or lost else 0)
+        print(f"{name}: error: {printable(message)}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -1326,8 +1380,8 @@ class Log:
             self.path.parent.mkdir(exist_ok=True)
             if hp.keep:
                 self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
-            self.file = self.path.open("a", buffering=1, encoding="utf-8")
-            self.metrics = self.path.with_suffix(".jsonl").open("a", buffering=1, encoding="utf-8")
+            self.file = regular(self.path).open("a", buffering=1, encoding="utf-8")
+            self.metrics = regular(self.path.with_suffix(".jsonl")).open("a", buffering=1)
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -1435,10 +1489,11 @@ def header(run: type["Run"], hp: Hyperparameters) -> str:
     script = script_of(run)
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     files = {p for name in names if name and (p := Path(name).resolve()).is_file()} - {script}
-    folders = script.parent, script.parent / "optimizers", HERE
+    folders = [script.parent, HERE, HERE / "forks"]
+    folders += [folder / "optimizers" for folder in folders]
     command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
     parts = [
-        script.read_text("utf-8"),
+        script.read_text("utf-8", errors="replace"),
         f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
         subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout,
         "\n".join([f"script: {script.name}", *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
@@ -1456,26 +1511,38 @@ def checkpoints(folder: Path) -> list[Path]:
 def written_whole(path: Path, unfinished: Path) -> Iterator:
     """Give a file to write, which gets its path when it is complete; else nothing is left of it."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(path)
-    except Exception as error:  # torch's writer turns all errors into RuntimeError
-        unfinished.unlink(missing_ok=True)
-        raise UserError(f"could not save {path}: is the disk full? ({error})") from error
+    except Exception as error:  # torch's writer turns the system's errors into RuntimeErrors
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise UserError(f"could not save {path}: {error.__context__ or error}") from error
 
 
 def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
     """Save a checkpoint completely or not at all. Keep this one and those of the highest steps.
-    Pieces beside it, which a fork has saved before, are removed with their checkpoint."""
+    Pieces beside it, which a fork has saved before, are removed with their checkpoint. UserError if
+    it cannot be saved there: it says whether the checkpoint is in TMPDIR or the like instead."""
     path = folder / f"state_step{state['step']:06}.pt"
-    with written_whole(path, folder / "unfinished.tmp") as file:
-        torch.save(state, file)
+    try:
+        with written_whole(path, folder / "unfinished.tmp") as file:
+            torch.save(state, file)
+    except UserError as error:
+        text = ""
+        with contextlib.suppress(OSError, UserError):
+            other = Path(tempfile.mkdtemp(prefix=f"{folder.name}_"), path.name)
+            with written_whole(other, other.with_suffix("")) as file:
+                torch.save(state, file)
+            text = f"; it is {other}: move it there, and the run goes on"
+        raise UserError(f"{error}{text}") from error
     for old in [other for other in checkpoints(folder) if other != path][keep - 1 :]:
         old.unlink()
     for piece in folder.glob("state_step*.pt.*"):
-        if not piece.with_suffix("").exists():
+        if piece.is_file() and not piece.with_suffix("").exists():
             piece.unlink()
 
 
@@ -1483,7 +1550,7 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
     """Return a checkpoint, on the CPU: what `train` saves, or only `model` of a published one.
     UserError if the file is damaged, no checkpoint, or of a script with other settings."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
+        with zipfile.ZipFile(regular(path)) as archive:  # torch.load does not notice flipped bytes
             if archive.testzip():
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -1558,8 +1625,12 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     if unknown:
         near = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in fields(default)], 1)
         remedy = f"is it {near[0]}? --help" if near else "--help"
-        raise UserError(f"unknown words: {' '.join(unknown)}; {remedy} lists the flags")
+        if unknown[0].endswith(".bin"):
+            remedy = "a pattern must be quoted, as '*.bin'; --help"
+        raise UserError(f"unknown words: {' '.join(unknown):.200}; {remedy} lists the flags")
     given = vars(given)
+    if [] in given.values():
+        raise UserError("-- is not a value of a flag")  # argparse has dropped it
     asked = given.pop("record")
     for name, value in given.items():
         if isinstance(value, list):
@@ -1572,9 +1643,6 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     if len(found) != 1:
         near = difflib.get_close_matches(asked, run.records, 1)
         reason = f"must be one of {', '.join(found or near or run.records)}"
-        for path in [*HERE.glob("train_gpt.py"), *HERE.glob("forks/*.py")]:
-            if not found and re.search(f'\n    "(?=20){re.escape(asked)}', path.read_text("utf-8")):
-                reason = f"{show(path)} has it"
         raise UserError(f"--record {asked}: {reason}")
     hp = replace(run.records[found[0]], **given)
     run.check(hp)
@@ -1586,7 +1654,7 @@ def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
     words = []
     for name, value in vars(hp).items():
         if value != getattr(then, name):
-            words += [f"--{name}", *show(value).split(" ")]
+            words += [f"--{name}", *([value] if isinstance(value, str) else show(value).split())]
     return words
 
 
@@ -1624,7 +1692,7 @@ def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Te
     count = hp.val_tokens // hp.val_seq_len
     of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=count, epochs=1)
     planned = plan_batches(hp.val_files, of_val, 1, consecutive)  # all sequences are one batch
-    inputs, targets = next(distributed_data_generator(planned, 0, 1, torch.device("cpu")))
+    inputs, targets = next(distributed_data_generator(planned, of_val, 0, 1, torch.device("cpu")))
     return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
 
 
@@ -1689,7 +1757,10 @@ def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
     changed = changed_flags(hp, replace(saved.get("hyperparameters", hp), **may_change))
     if changed or author != script_of(run).name:
         command = shlex.join([script_of(run).name, *changed])
-        raise UserError(f"{found[0]} was saved by {author} without this: {command}")
+        remedy = f"; --run_id OTHER --init_from {found[0]} begins a new run from its weights alone"
+        raise UserError(f"{found[0]} was saved by {author} without this: {command}{remedy}")
+    if saved.get("step") not in range(1, hp.num_iterations + 1):
+        raise UserError(f"{found[0]} is of step {saved.get('step')!r}, which this run has not")
     return saved
 
 
@@ -1744,12 +1815,12 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
-    batches = distributed_data_generator(planned, rank, world_size, device, first_step)
-    batch = next(batches)
+    batches = distributed_data_generator(planned, hp, rank, world_size, device, first_step)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
             signal.signal(number, note_signal)
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
+    highest = math.log(hp.vocab_size)  # the loss of equal chances, or the first one
     log.ended = clock(device)
     for now in moments[first_step:]:
         step = now.step  # steps made so far
@@ -1764,6 +1835,10 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 loss = evaluate(model, val_batch, now, device, log.note_validation)
                 log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times(step)}")
                 log.write_row({"step": step, "val_loss": loss}, loss)
+                if step == 0:
+                    highest = min(highest, loss)
+                if last and loss > highest:
+                    log(f"the run has diverged: its last loss is above {highest:.4f}")
             if save:
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
@@ -1786,17 +1861,18 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 break
             log.ended = clock(device)
 
+        batch = next(batches)  # while a GPU computes the step before
         result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
-        batch = next(batches, None)  # is read while the GPU computes
         log.begin_step(now, result)
 
     log.bar.close()
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
     if leave:
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        command = [f"{HERE}/run.sh", show(script_of(run)), "--record", record, *flags]
+        command = [f"{HERE}/run.sh", str(script_of(run)), "--record", record, *flags]
         command += ["--run_id", log.run_id, "--resume", "on"]
-        saving = f"saved; go on with {shlex.join(command)}" if hp.keep else "not saved"
+        command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"
+        saving = f"saved; go on with {command}" if hp.keep else "not saved"
         log(f"stopped by {number.name} after step {step}: {saving}")
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -381,15 +381,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
     add("--field", default="text", metavar="NAME", help="key or column of the documents [text]")
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
-    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes [all cores]")
+    cores = min(os.cpu_count() or 1, 256)
+    add("--workers", type=int, default=cores, metavar="N", help="processes [all cores]")
     add("--overwrite", action="store_true", help="replace the shards in DIR")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    for word in words:
+        if re.search("[\ud800-\udfff]", word):
+            parser.error(f"{word!a} is not UTF-8 text")
+        if re.fullmatch(r"--\w+=--", word):  # argparse drops --
+            parser.error(f"{word}: -- is not a value of a flag")
+    args = parser.parse_args(words)
     if args.val_fraction is None:
         args.val_fraction = Fraction(0) if args.val else Fraction("0.05")
     if not 1 <= args.shard_size < 2**31:
         parser.error(f"--shard_size {args.shard_size}: must be from 1 to {2**31 - 1}")
-    if args.workers < 1:
-        parser.error(f"--workers {args.workers}: must be at least 1")
+    if not 1 <= args.workers <= 256:
+        parser.error(f"--workers {args.workers}: must be from 1 to 256")
     if not re.fullmatch(r"[\w.-]+", args.name):
         parser.error(f"--name {args.name}: must be of letters, digits, '_', '-' and '.'")
     return args

@@ -118,9 +118,9 @@ class NgramTable:
         """Make this rank's part, of zeros. UserError if it does not fit."""
         self.rank, self.parts = rank, parts
         self.size = -(-self.hp.ngram_rows // parts)
-        row_bytes = self.hp.model_dim * dtype.itemsize + 8
         if device.type == "cuda":
             free = 0.9 * torch.cuda.mem_get_info(device)[0]
+            row_bytes = self.row_bytes(dtype)
             if self.size * row_bytes > free:
                 found = f"--ngram_rows {self.hp.ngram_rows} needs {self.size * row_bytes / 1e9:.1f}"
                 fits = int(free / row_bytes / 2) * parts // 2 * 2
@@ -130,6 +130,10 @@ class NgramTable:
         self.second = self.rows.new_zeros(self.size + 1, dtype=precise)
         self.learned_at = self.rows.new_zeros(self.size + 1, dtype=torch.int32)
         self.clear()
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a row, with its second moment and the step when it learned."""
+        return self.hp.model_dim * dtype.itemsize + max(dtype.itemsize, 4) + 4
 
     def clear(self) -> None:
         """Begin anew, with zeros."""

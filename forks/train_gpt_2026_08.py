@@ -483,6 +483,14 @@ class GPT(record_89.GPT):
             table = self.embed.weight
             self.ngrams.share(rank, parts, table.device, table.dtype)
 
+    @property
+    def bytes_of_pieces(self) -> int:
+        """The bytes of what save_pieces saves on all ranks. Gradients that wait for the table's
+        next update add a few per cent."""
+        if self.ngrams is None:
+            return 0
+        return self.hp.ngram_rows * self.ngrams.row_bytes(self.embed.weight.dtype)
+
     def save_pieces(self, path: Path) -> None:  # overrides
         """Save this rank's piece of the n-gram table. No rank begins before what another save has
         left is removed, and none goes on, to save the checkpoint, before all pieces are saved."""

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/data"  # for programs that tests start, as in run.sh
+# For programs that tests start, as in tools/console.py.
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/data:{ROOT}/forks"
 
 if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"

@@ -113,7 +113,7 @@ def test_a_users_mistake_is_one_line_and_status_1(words, elsewhere, monkeypatch,
 def test_out_of_memory_says_that_two_models_were_held(monkeypatch, capsys):
     error = torch.OutOfMemoryError("tried to allocate")
     monkeypatch.setattr(bench, "work", Mock(side_effect=error))
-    for words, message in {"": "out of GPU memory, make", "--vs ''": "models of both"}.items():
+    for words, message in {"": "out of memory, make", "--vs ''": "models of both"}.items():
         status, err = error_of(["--device", "cpu", *shlex.split(words)], capsys, bench.main)
         assert status == 1 and message in err
 

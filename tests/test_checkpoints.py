@@ -145,6 +145,59 @@ def test_a_run_does_not_go_on_with_a_model_that_has_other_weights(
         )
 
 
+HEAD = "head 32"
+
+
+def with_state(state: dict, change) -> dict:
+    """Return a checkpoint whose Adam has another average for the head."""
+    head = state["optimizers"][HEAD]
+    head = head | {"exp_avg": change(head["exp_avg"])}
+    return state | {"optimizers": state["optimizers"] | {HEAD: head}}
+
+
+def without(state: dict, group: str) -> dict:
+    return {name: of for name, of in state["optimizers"].items() if name != group}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s | {"step": 0}, "is of step 0, which this run has not"),
+        (lambda s: s | {"step": 99}, "is of step 99, which"),
+        (lambda s: s | {"step": "6"}, "is of step '6', which"),
+        (lambda s: {k: v for k, v in s.items() if k != "step"}, "is of step None, which"),
+        (lambda s: s | {"optimizers": without(s, HEAD)}, f"not one of this model: '{HEAD}'"),
+        (lambda s: with_state(s, lambda value: value.long()), f"{HEAD}: exp_avg is torch.int64"),
+        (lambda s: with_state(s, lambda value: value[:1]), f"{HEAD}: exp_avg is .* [1, 32]"),
+        (lambda s: with_state(s, lambda value: value[:, :1]), f"{HEAD}: exp_avg is .* [512, 1]"),
+    ],
+)
+def test_a_checkpoint_that_was_made_by_hand_is_refused_in_a_line(
+    change, message, run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("logs/it").mkdir(parents=True)
+    state = torch.load(run.folder / "logs/it/state_step000006.pt", weights_only=True)
+    torch.save(change(state), "logs/it/state_step000006.pt")
+    _, err = error_of([*run.flags, "--resume", "on"], capsys)
+    gc.collect()  # closes its log
+    assert re.search(message.replace("[", r"\["), err)
+
+
+def test_state_of_another_precision_is_taken_over_in_that_of_the_rule(run, tmp_path, monkeypatch):
+    """As it may be on another device, or another number of ranks."""
+    monkeypatch.chdir(tmp_path)
+    Path("logs/it").mkdir(parents=True)
+    state = torch.load(run.folder / "logs/it/state_step000006.pt", weights_only=True)
+    rounded = with_state(state, torch.Tensor.bfloat16)
+    torch.save(rounded, "logs/it/state_step000006.pt")
+    words = [*run.flags, "--resume", "on", "--save_every", "1", "--keep", "9"]
+    losses = val_losses(console_of(words, tmp_path))
+    assert losses[8] == pytest.approx(run.losses[8], abs=1e-3)
+    saved = torch.load("logs/it/state_step000007.pt", weights_only=True)
+    assert saved["optimizers"][HEAD]["exp_avg"].dtype == torch.float32
+
+
 class Evil:
     """Unpickled, it makes a folder."""
 

@@ -190,6 +190,17 @@ def test_a_change_that_does_nothing_ends_the_comparison_and_is_named(fork):
     assert len(fork.calls()) == 11
 
 
+@pytest.mark.parametrize("torn", [b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"])
+def test_a_torn_plan_is_named_and_its_runs_are_read(torn, fork):
+    _, answers, _ = fork.compare("", "--runs", 4)
+    fork.calls()
+    Path("logs/it.json").write_bytes(torn)
+    status, _, err = fork.compare("", "--runs", 4)
+    assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err
+    Path("logs/it.json").unlink()
+    assert fork.compare("", "--runs", 4)[1] == answers and fork.calls() == []
+
+
 def test_what_has_ended_may_be_extended_and_read_by_another_judge(fork):
     _, before, _ = fork.compare("", "--runs", 5)
     fork.calls()

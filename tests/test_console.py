@@ -20,7 +20,7 @@ import launch
 import result
 import train_gpt
 from conftest import language
-from runs import HANGS, Program, before_step, console_of, outcome
+from runs import HANGS, SCRIPT, Program, before_step, console_of, outcome
 from test_scripts import launch_with
 from train_gpt import HERE, main
 
@@ -220,7 +220,8 @@ def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
     number = STOPS.get(lose)
     assert run.end() == [128 + number if number else 0], run.text("err")
     if number:
-        said = f"stopped by {number.name} after step {AT + 2}: saved; go on with {HERE}/run.sh"
+        said = f"stopped by {number.name} after step {AT + 2}: saved; go on with "
+        said += f"cd {Path.cwd()} && {HERE}/run.sh {SCRIPT} "
         assert said in Path("logs/it.txt").read_text()
         console_of([*flags, "--resume", "on"], Path.cwd())
     found = outcome(Path.cwd(), LAST)

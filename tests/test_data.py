@@ -20,6 +20,7 @@ from train_gpt_2026 import Hyperparameters, Moment
 
 END_OF_TEXT = 50256
 CPU = torch.device("cpu")
+HP = train_gpt.Hyperparameters()
 
 
 def plan_of(pattern, seq_len: int, batch_seqs: int, count: int, **settings) -> list:
@@ -73,7 +74,7 @@ def test_ranks_together_see_the_stream_in_order(
     steps = start_step + len(expected) + 1
     planned = plan_of(tmp_path / "s*.bin", seq_len, batch_seqs, steps, epochs=0)
     loaders = [
-        distributed_data_generator(planned, rank, world_size, CPU, start_step)
+        distributed_data_generator(planned, HP, rank, world_size, CPU, start_step)
         for rank in range(world_size)
     ]
     for step in range(start_step, steps):
@@ -129,7 +130,7 @@ def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shar
     with pytest.raises(UserError, match="has 8 batches .* the run reads 9: .* --epochs"):
         plan_of(path, 8, 2, 9, epochs=2)
     for epochs in (3, 0):
-        loader = distributed_data_generator(plan_of(path, 8, 2, 9, epochs=epochs), 0, 1, CPU)
+        loader = distributed_data_generator(plan_of(path, 8, 2, 9, epochs=epochs), HP, 0, 1, CPU)
         assert [int(inputs[0, 0]) for inputs, _ in loader] == [0, 16, 32, 48] * 2 + [0]
 
 
@@ -194,7 +195,8 @@ def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
     plan = planned(pattern, 4, steps, len(expected))
     for size in (1, 2, 4):
         ranks = [
-            distributed_data_generator(plan, rank, size, CPU, start_step) for rank in range(size)
+            distributed_data_generator(plan, HP, rank, size, CPU, start_step)
+            for rank in range(size)
         ]
         for batch, *parts in zip(expected[start_step:], *ranks, strict=True):
             inputs, targets = (torch.cat(both).tolist() for both in zip(*parts, strict=True))
@@ -238,7 +240,7 @@ def test_without_documents_a_batch_has_the_stages_length(write_shard):
     hp = Hyperparameters(num_iterations=6, batch_seqs=2, seq_len=128, stages="length=1,length=3")
     path = str(write_shard("s.bin", range(2560)))
     plan = train_gpt_2026.Run.plan, [Moment(step, hp) for step in range(7)]
-    batches = distributed_data_generator(plan_batches(path, hp, 5, *plan), 0, 1, CPU)
+    batches = distributed_data_generator(plan_batches(path, hp, 5, *plan), hp, 0, 1, CPU)
     position = 0
     for length, (inputs, targets) in zip([128] * 3 + [384] * 2, batches, strict=True):
         assert inputs.flatten().tolist() == list(range(position, position + 2 * length))

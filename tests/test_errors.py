@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -36,14 +37,18 @@ TABLE = [
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
     ("--record 2025-01-27", "--record 2025-01-27: must be one of 2025-01-26_BatchSize"),
     ("--record x", "one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup, 2025-01-26_Ba"),
-    ("--record 2026-07-17", "--record 2026-07-17: forks/train_gpt_2026_07.py has it"),
-    ("--num_iterations 99999999999", "99999999999 steps, matrices of 32768 numbers: far too many"),
-    ("--model_dim 1000000", "matrices of 4000000000000 numbers: far too many"),
+    ("--muon_lr 1e39", "--muon_lr 1e+39: must be at least 0, and below 1e+38"),
+    ("--train_files 'a\x1bb'", r"--train_files a\x1bb: must be one line of UTF-8 text"),
+    (
+        "--num_iterations 99999999999",
+        "99999999999 steps, 8 heads, matrices of 32768 numbers: too many",
+    ),
+    ("--model_dim 1000000", "4000000000000 numbers: too many"),
     ("--batch_seqs 99999999999", "has 0 batches of 99999999999 x 128 tokens"),
     ("--device mps", "invalid choice: 'mps' (choose from"),
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),
     ("--val_tokens 300", "--val_tokens 300: must be a positive multiple of 256"),
-    ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be finite and not negative"),
+    ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be at least 0, and below 1e+38"),
     ("--num_layers 14", "--num_layers 14: must be even, and at most 12"),
     ("--device cuda", "process 0 finds 0 GPUs: start fewer, or --device cpu"),
     ("--seq_len 17408 --batch_seqs 1", "17408 tokens need a GPU and --compile on: try --record"),
@@ -52,11 +57,19 @@ TABLE = [
     ("--run_id a/b", "--run_id a/b: must be a plain name"),
     ("--run_id results", "--run_id results: must be a plain name"),
     ("--run_id a.txt", "--run_id a.txt: must be a plain name"),
-    ("--seed 9999999999999999999", "--seed 9999999999999999999: must be finite"),
+    ("--seed 9999999999999999999", "must be at least 0, and below 1e+12"),
     ("--run_id taken", "File exists: 'logs/taken'"),
-    ("--train_files none*.bin", "no shard matches none*.bin"),
-    ("--train_files magic.bin", "magic.bin is no shard: its 1040 bytes begin "),
-    ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000]; fetch"),
+    ("--train_files none*.bin", "no shard matches none*.bin: name one pattern"),
+    ("--train_files 'train_*.bin,val_*.bin'", "name one pattern, with * for any text and"),
+    ("--train_files train_1.bin val_0.bin", "val_0.bin; a pattern must be quoted, as '*.bin'"),
+    ("--train_files none[1]/*.bin", "name one pattern, with * for any text and [[] for [,"),
+    ("--train_files pipe.bin", "is a pipe or a device, not a file: 'pipe.bin'"),
+    (
+        "--train_files nanogpt.bin",
+        "nanogpt.bin has no header of a shard: data/tokenize_text.py adds it",
+    ),
+    ("--train_files magic.bin", "magic.bin has no header of a shard: data/tok"),
+    ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000])"),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--epochs 1 --num_iterations 30", "has 29 batches of 8 x 128 tokens, the run reads 30: add"),
@@ -65,8 +78,13 @@ TABLE = [
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),
     ("--init_from nothing.pt", "No such file or directory: 'nothing.pt'"),
     ("--init_from train_1.bin", "train_1.bin is not an intact checkpoint"),
-    ("--embed_lr 1e38", "the loss is nan at step 2: try lower rates, smaller"),
-    ("--init_bound 1e38", "the loss is nan at step 1: try lower rates, smaller"),
+    ("--init_from pipe.bin", "is a pipe or a device, not a file: 'pipe.bin'"),
+    ("--resume on --run_id pipe", "is a pipe or a device, not a file: 'logs/pipe.txt'"),
+    ("--resume on --run_id it --num_iterations 9", ".pt begins a new run from its weights alone"),
+    ("--run_id \udcff", r"--run_id \udcff: must be a plain name"),
+    ("--model_dim 65536", "matrices of 17179869184 numbers: too many"),
+    ("--embed_lr 9e37", "the loss is nan at step 2: try lower rates, smaller"),
+    ("--init_bound 9e37", "the loss is nan at step 1: try lower rates, smaller"),
 ]
 
 
@@ -78,6 +96,9 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     flags = [*language(folder), "--val_loss_every", "0"]
     console_of([*flags, "--num_iterations", "1", "--run_id", "it"], folder)
     (folder / "logs/taken").touch()
+    for name in ("pipe.bin", "logs/pipe.txt"):
+        os.mkfifo(folder / name)
+    (folder / "nanogpt.bin").write_bytes(bytes(4000))
     shard(folder / "magic.bin", range(8), magic=1)
     shard(folder / "uint32.bin", range(1000), magic=20240801, version=7, count=500)  # llm.c's
     shard(folder / "high.bin", [1] * 7 + [512] + [1] * 2100)
@@ -145,6 +166,21 @@ def on_a_disk_that_fills(words: list[str]) -> None:
 IN_THE_HEADER = functools.partial(on_a_small_disk, size=50_000)
 
 
+@pytest.mark.parametrize(
+    ("losses", "diverged"),
+    [([6.2383, 5.0], False), ([5.0, 5.1], True), ([6.23], False), ([6.3], True)],
+)
+def test_a_run_that_ends_above_its_first_loss_or_that_of_chance_says_so(
+    losses, diverged, flags, tmp_path, monkeypatch
+):
+    """That of equal chances is 6.2383. The first one is validated, or not."""
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: losses.pop(0))
+    every = len(losses) - 1  # one more is the warm-up's
+    losses = [9.0, *losses]
+    out = console_of([*flags, "--val_loss_every", str(4 * (every > 0))], tmp_path)
+    assert ("\nthe run has diverged: its last loss is above " in out) == diverged
+
+
 @pytest.mark.parametrize("work", [IN_THE_HEADER, on_a_disk_that_fills])
 def test_a_log_that_a_full_disk_has_cut_is_whole_when_the_run_goes_on(work, flags, tmp_path):
     words = [*flags, "--save_every", "1", "--run_id", "it", "--resume", "on"]
@@ -164,7 +200,7 @@ def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
     assert program.end() == [1]
     err = program.text("err")
     assert err.count("\n") == 1
-    assert "could not save logs/it/state_step000002.pt: is the disk full?" in err
+    assert "could not save logs/it/state_step000002.pt: [Errno 27] File too large" in err
     assert not list(tmp_path.glob("logs/*/*"))
 
 
@@ -172,7 +208,7 @@ def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path):
     ("words", "ranks", "message"),
     [
         ("--batch_seqs 4", 3, "3 ranks cannot share --batch_seqs 4 evenly"),
-        ("--embed_lr 1e38", 2, "the loss is nan at step 2"),
+        ("--embed_lr 9e37", 2, "the loss is nan at step 2"),
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(words, ranks, message, flags):
@@ -212,3 +248,96 @@ def test_a_rank_that_is_killed_stops_the_others(flags):
     program = Program(flags, 2, functools.partial(failing, fail=killed))
     assert program.end() == [1, -signal.SIGKILL]
     assert "train_gpt.py: error: another rank has stopped or hangs" in program.text("err")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "x", "RANK": "0"}, "are for torchrun to set: invalid literal for int"),
+        ({"WORLD_SIZE": "2"}, "are for torchrun to set: .* environment variable RANK expected"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "are for torchrun to set: invalid literal for int"),
+    ],
+)
+def test_variables_of_torchrun_that_cannot_be_end_with_one_line(
+    variables, message, flags, capsys, monkeypatch
+):
+    monkeypatch.setattr(train_gpt.time, "sleep", lambda seconds: None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _, err = error_of(flags, capsys)
+    assert re.search(message, err)
+
+
+def changing(words: list[str], content: bytes, stops: bool) -> None:
+    """Run main; in its third step the shard of training changes. Perhaps a signal came before."""
+    if stops:
+        before_step(1, lambda: signal.raise_signal(signal.SIGTERM))
+    before_step(2, lambda: Path("train_1.bin").write_bytes(content))
+    main(words)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("content", [bytes(3000), bytes([255]) * 70_000])
+def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_path):
+    """It is shorter, or has other ids. If a signal has come before, a checkpoint is saved."""
+    work = functools.partial(changing, content=content, stops=stops)
+    program = Program([*flags, "--run_id", "it", "--num_iterations", "6"], work=work)
+    assert program.end() == [143 if stops else 1]
+    message = r"train_1.bin has changed: its tokens from \d+ on are missing or wrong\n$"
+    assert bool(re.search(message, program.text("err"))) != stops
+    assert (tmp_path / "logs/it/state_step000003.pt").exists() == stops
+
+
+def replacing(words: list[str]) -> None:
+    """Run main; in its third step, another file takes the place of the shard of training."""
+
+    def replace() -> None:
+        Path("train_1.bin").unlink()
+        Path("train_1.bin").write_bytes(b"another")
+
+    before_step(2, replace)
+    main(words)
+
+
+def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(flags, tmp_path):
+    flags += ["--num_iterations", "6", "--val_loss_every", "0"]
+    expected = val_losses(console_of([*flags, "--run_id", "whole"], tmp_path))
+    program = Program([*flags, "--run_id", "it"], work=replacing)
+    assert program.end() == [0], program.text("err")
+    assert val_losses(program.text("out")) == expected
+
+
+def losing_its_folder(words: list[str], place: str) -> None:
+    """Run main; before its last step, the folder of checkpoints is gone, or no folder any more."""
+
+    def lose() -> None:
+        shutil.rmtree("logs/it")
+        if place == "a file":
+            Path("logs/it").touch()
+
+    before_step(2, lose)
+    main(words)
+
+
+@pytest.mark.parametrize("place", ["nothing", "a file"])
+def test_a_run_that_loses_its_folder_saves_its_weights(place, flags, tmp_path, monkeypatch):
+    """In the folder, which is made again, or in another place, from which the run goes on."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    flags += ["--num_iterations", "5", "--save_every", "3", "--run_id", "it", "--keep", "9"]
+    console_of([*flags, "--run_id", "whole"], tmp_path)
+    program = Program(flags, work=functools.partial(losing_its_folder, place=place))
+    assert program.end() == [int(place == "a file")], program.text("err")
+    if place == "a file":
+        said = (
+            r"could not save (\S+): \[Errno 17\] File exists: 'logs/it'; it is (\S+): move it there"
+        )
+        there, here = re.search(said, program.text("err")).groups()
+        Path("logs/it").unlink()
+        Path("logs/it").mkdir()
+        shutil.move(here, there)
+        assert "resumed at step 3" in console_of([*flags, "--resume", "on"], tmp_path)
+    weights, expected = (
+        train_gpt.load_checkpoint(f"logs/{run}/state_step000005.pt", train_gpt.Run)["model"]
+        for run in ("it", "whole")
+    )
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())

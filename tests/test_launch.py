@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import launch
+import machine
 import result
 import script
 import start
@@ -61,6 +62,7 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: sys.exit(command[1:]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "lacks", lambda: "")
     with pytest.raises(SystemExit) as end:
         start.main([str(path), *words])
     assert calls == [[str(shards)]]
@@ -91,6 +93,55 @@ def test_runs_have_different_seeds_and_names_and_end_with_their_statistics(monke
         ["--keep", "0", *words, "--seed", "6", "--run_id", "it_seed6"],
         [f"{HERE}/tools/leaderboard.py", "logs/it_seed5.txt", "logs/it_seed6.txt"],
     ]
+
+
+def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys):
+    """One that has a checkpoint goes on. Other flags, or another source, are refused."""
+    made, stopped = [], []
+
+    def train(path, words, group, **known) -> dict:
+        made.append(words[-1])
+        hp, record = script.parse(path, words)
+        begin = result.Start(path, hp, record, {"group": group})
+        if stopped:
+            return {"exit": stopped.pop()}
+        train_gpt.main(words)
+        found = result.result_of(begin, result.End(0))
+        result.note(found)
+        return found
+
+    def ended(*words) -> tuple[int, list[str]]:
+        made.clear()
+        with pytest.raises(SystemExit) as end:
+            start.main([*flags, "--num_iterations", "2", "--run_id", "ten", *words])
+        return end.value.code, made
+
+    monkeypatch.setattr(launch, "train", train)
+    assert ended("--runs", "2") == (0, ["ten_seed1", "ten_seed2"])
+    assert ended("--runs", "3") == (0, ["ten_seed3"])
+    rows = [(run["run"], run["group"]) for run in result.noted()]
+    assert rows == [(f"ten_seed{seed}", "ten") for seed in (1, 2, 3)]
+    assert ended("--runs", "2", "--val_loss_every", "1", "--keep", "1") == (0, [])
+    capsys.readouterr()
+    assert ended("--runs", "2", "--muon_lr", "0.1") == (1, [])
+    reason = "logs/ten_seed1.txt was made without --muon_lr 0.1: choose another --run_id"
+    assert reason in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(result, "digest", lambda path: "edited")
+        assert ended("--runs", "2") == (1, [])
+        assert "was made by another source: choose" in capsys.readouterr().err
+    result.note(result.noted()[0] | {"log": None, "group": None, "status": "failed"})  # refused
+    assert start.flags_like("ten") == start.flags_like("ten_seed1")
+
+    Path("logs/ten_seed4.txt").write_text("begun")
+    assert ended("--seed", "4", "--runs", "1") == (0, ["ten_seed4"])
+    (aside,) = Path("logs").glob("ten_seed4.txt_*.unfinished")
+    assert aside.read_text() == "begun"
+    Path("logs/ten_seed5").mkdir()
+    Path("logs/ten_seed5/state_step000001.pt").touch()
+    Path("logs/ten_seed5.txt").write_text("begun")
+    stopped.append(3)
+    assert ended("--seed", "5", "--runs", "1") == (3, ["on"])  # --resume on
 
 
 def test_a_run_like_others_has_their_flags_but_not_their_seed():
@@ -350,7 +401,7 @@ UV = f"{HELPS}uv pip install --python .venv/bin/python -r"
     ("command", "packages", "others", "expected"),  # packages of .venv and of the other python3
     [
         ("./run.sh setup", TRAIN, "", "^.venv/bin/python tools/machine.py$"),
-        ("./run.sh setup", f"{TRAIN} before_3_11", "", "^run.sh: .venv/bin/python is not Python 3"),
+        ("./run.sh setup", f"{TRAIN} before_3_11", "", "^run.sh: .venv/bin/python is missing, or"),
         ("./run.sh setup", "pip numpy", "", f"No module named 'torch'.*{PIP} requirements.txt"),
         ("./run.sh setup", "numpy", "", f"No module named 'torch'.*{UV} requirements.txt"),
         ("./run.sh --runs 2", TOOLS, "", "^.venv/bin/python tools/start.py --runs 2$"),
@@ -368,7 +419,7 @@ UV = f"{HELPS}uv pip install --python .venv/bin/python -r"
         (f"{NAMED} test -q", TRAIN, f"cuda {TESTS}", "^other/bin/python3 -P -m pytest -q$"),
         (f"{NAMED} test -q", TESTS, f"pip {TRAIN}", f"{OTHER_PIP} tools/requirements.txt"),
         (f"{NAMED} setup", TRAIN, "pip", f"'numpy'.*{OTHER_PIP} requirements.txt"),
-        (f"{NAMED} setup", TRAIN, "before_3_11", "^run.sh: other/bin/python3 is not Python 3"),
+        (f"{NAMED} setup", TRAIN, "before_3_11", "^run.sh: other/bin/python3 is missing, or"),
     ],
 )
 def test_an_environment_of_the_user_is_used_or_advised_on_but_not_changed(
@@ -460,9 +511,3 @@ def test_no_file_of_the_current_folder_runs(tmp_path):
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.stdout == last, done.stderr
     assert (project / ".venv/.installed-tools").exists() and not Path("ran").exists()
-
-
-def test_python_never_imports_from_the_current_folder():
-    calls = re.findall(r'"\$\S+" (-.*)', (HERE / "run.sh").read_text())
-    assert not [call for call in calls if re.match(r"-[cm]?( |$)", call)]
-    assert sum(call.startswith("-P ") for call in calls) > 5

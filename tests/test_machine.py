@@ -93,6 +93,9 @@ def test_the_remedy_depends_on_what_keeps_torch_from_the_gpus(
     assert f": {remedy}" in machine.fault()
     if cuda is None:
         monkeypatch.setattr(torch, "__file__", str(tmp_path / ".venv/lib/torch/__init__.py"))
+        assert f": {remedy}" in machine.fault()  # that environment is the user's
+        (tmp_path / ".venv").mkdir()
+        (tmp_path / ".venv/.made-by-run.sh").touch()
         assert f": delete {tmp_path}/.venv, and ./run.sh installs" in machine.fault()
 
 

@@ -118,7 +118,7 @@ def test_a_program_reads_how_each_run_ended(flags, tmp_path):
     (tmp_path / "wrong.py").write_text("import train_gpt\nprint(undefined)\n")
     (tmp_path / "up.py").write_text(UP)
     flags += ["--val_loss_every", "0", "--batch_seqs", "2"]
-    failing = Program([*flags, "--embed_lr", "1e38"], work=launch_with)
+    failing = Program([*flags, "--embed_lr", "9e37"], work=launch_with)
     wrong = Program(["wrong.py"], work=launch_with)
     assert failing.end() == wrong.end() == [1]
     found = {line["status"]: line for line in result.noted()}

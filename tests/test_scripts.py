@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import bundle
 import evaluate
 import export
 import result
@@ -85,6 +86,40 @@ def test_a_file_is_itself_by_whatever_path_it_is_named(elsewhere, monkeypatch):
     monkeypatch.delitem(sys.modules, "train_gpt_2026_07", raising=False)
     july = script.load(Path("linked/train_gpt_2026_07.py"))
     assert march in july.__mro__ and script.load(relative) is march
+
+
+def test_a_fork_outside_forks_has_the_modules_of_forks(tmp_path, flags, monkeypatch):
+    """Beside train_gpt.py, or in any folder. Its log and its digest have their sources."""
+    path = tmp_path / "mine.py"
+    path.write_text("""import train_gpt_2026 as r
+class Run(r.Run):
+    pass
+if __name__ == "__main__":
+    r.t.main(run=Run)
+""")
+    monkeypatch.setenv("PYTHONPATH", "")
+    words = [*flags, "--num_iterations", "2", "--align_to_documents", "off", "--run_id", "it"]
+    launched([path, *words], tmp_path)
+    log = Path("logs/it.txt").read_text()
+    assert f"\ntrain_gpt_2026.py:\n{FRONTIER.read_text()}" in log and "\ntrain_gpt.py:\n" in log
+    assert {p.name for p in script.sources(path)} >= {
+        "mine.py",
+        "train_gpt_2026.py",
+        "train_gpt.py",
+    }
+    assert script.sources(path)[1] == FRONTIER
+
+
+def test_what_a_script_imports_and_nothing_has_is_named(tmp_path, capsys):
+    path, out = tmp_path / "mine.py", tmp_path / "out.py"
+    path.write_text("import train_gpt\nimport not_there\nclass Run(train_gpt.Run):\n    pass\n")
+    _, err = error_of([path], capsys, start.main)
+    assert f"{path} imports not_there, which is neither beside it, nor in the project" in err
+    bundle.main([str(path), str(out)])
+    assert "it imports not_there: not in it, and not found here" in capsys.readouterr().out
+    path.write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+    _, err = error_of([path], capsys, start.main)
+    assert f"{path} is not Python source in UTF-8" in err
 
 
 def test_a_syntax_error_of_a_script_is_a_line(copy, capsys):
@@ -193,6 +228,28 @@ def test_a_checkpoint_starts_no_script_of_the_current_folder_and_its_faults_are_
     words += ["--export", "hf", "exported"] if tool is export else []
     status, err = error_of(words, capsys, tool.main)
     assert status == 1 and re.search(message, err) and not Path("exported").exists()
+
+
+def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
+    odd, shown = "\x1b[2J\x07\x9b.py", r"\x1b[2J\x07\x9b.py"
+    path = saved("it", script=odd)
+    status, err = error_of([path], capsys, evaluate.main)
+    assert status == 1 and f"saved by '{shown}'" in err
+    evaluate.main([str(path), "--script", SCRIPT, "--device", "cpu"])
+    assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
+    words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
+    status, err = error_of(words, capsys)
+    assert f"was saved by {shown} without this" in err
+    assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
+
+
+@pytest.mark.parametrize("tool", [evaluate, export, sample])
+@pytest.mark.parametrize("name", ["", "/etc", "../x", "*", "a/b"])
+def test_a_name_of_a_run_is_plain(tool, name, capsys):
+    words = ["--run_id", name] + ["--export", "hf", "out"] * (tool is export)
+    if name != "*":  # all runs
+        _, err = error_of(words, capsys, tool.main)
+        assert "--run_id: the name is empty" in err or f"{name}: must be a plain name" in err
 
 
 def test_a_tool_starts_by_a_link_in_another_folder(elsewhere, monkeypatch):

@@ -71,6 +71,8 @@ def main(words: list[str]) -> None:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
     out.write_text(bundle(path), "utf-8")
     print(f"wrote {out}, which needs no other Python file of the project")
+    if names := script.not_found(path):
+        print(f"it imports {', '.join(names)}: not in it, and not found here")
 
 
 if __name__ == "__main__":

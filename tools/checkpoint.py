@@ -10,8 +10,8 @@ import torch
 import train_gpt
 from console import doing
 from gpt2 import is_gpt2
-from script import OWN, core, find, load
-from train_gpt import GPT, HERE, Hyperparameters, Moment, UserError
+from script import OWN, check_name, core, find, load
+from train_gpt import GPT, HERE, Hyperparameters, Moment, UserError, printable, regular
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Checkpoint:
 
     def __str__(self) -> str:
         script = self.saved.get("script", "a script that it does not name")
-        return f"{self.path}, saved by {script}"
+        return printable(f"{self.path}, saved by {script}")
 
     @property
     def now(self) -> Moment:
@@ -49,6 +49,7 @@ class Checkpoint:
 def script_that_saved(path: Path) -> Path:
     """Return the script that a checkpoint names; train_gpt.py if it names none. UserError if the
     project and forks/ have no script of that name: a checkpoint chooses no code elsewhere."""
+    regular(path)
     try:  # with mmap, weights stay in the file
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         name = saved.get("script", OWN.name)
@@ -95,6 +96,8 @@ def parse_with_checkpoint(
     parser.add_argument("--run_id", default="*", help="take the newest one of this run [of all]")
     path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     args, flags = parser.parse_known_args(words)
+    if args.run_id != "*":
+        check_name(args.run_id)
     found = Path("logs").glob(f"{args.run_id}/state_step*.pt")
     path = path or max(found, key=getmtime, default=None)
     if path is None:

@@ -77,13 +77,14 @@ import result
 import script
 import seconds
 import significance
-from logfile import Run, is_live, read_log
+from logfile import Run, is_finished, is_live, put_aside, read_log
 from significance import ALPHA, FEWEST, Difference, show_p
-from train_gpt import UserError
+from train_gpt import UserError, regular, written_whole
 
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
 WITHOUT = ("--keep", "0", "--val_loss_every", "0")
+PLAN = "judge", "alpha", "seed", "deviation", "seconds"  # flags that a plan keeps
 NOISY = 2.0  # per cent: times with a wider interval are too noisy to tell
 # Each question: what it asks for, the words for less and for more, the unit, and a number's form.
 QUESTIONS = {
@@ -140,7 +141,8 @@ class Side:
         if not is_finished(log):
             if log.exists() and is_live(log):
                 raise UserError(f"another process is writing {log}: choose another --run_id")
-            log.unlink(missing_ok=True)
+            if log.exists():
+                put_aside(log)
             own = ["--seed", str(seed), "--run_id", log.stem]
             flags = [*WITHOUT, *self.flags, *own]
             found = launch.train(self.path, flags, f"{label}, {self.name}", group=name)
@@ -153,14 +155,6 @@ class Side:
         text = f"{self.name} seed {seed}: loss {found.loss:.5f} in {found.seconds:.1f} s"
         print(f"{label}, {text}", flush=True)
         return found
-
-
-def is_finished(log: Path) -> bool:
-    """Return whether a log is that of a finished run."""
-    try:
-        return bool(read_log(log))
-    except (OSError, ValueError):
-        return False
 
 
 def check_equal(runs: list[Run]) -> None:
@@ -267,14 +261,23 @@ def print_answers(answers: dict[str, dict], when: str, limit: float, text: str) 
 def plan_of(name: str) -> dict:
     """Return the plan of a comparison of that name; {} if there is none."""
     path = Path("logs", f"{name}.json")
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        plan = json.loads(regular(path).read_bytes())
+        if {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]:
+            return plan
+    except (AttributeError, ValueError):
+        pass
+    remedy = "remove it, and the same command reads the runs that are finished"
+    raise UserError(f"{path} is not a whole plan of a comparison: {remedy}")
 
 
 def write_plan(name: str, plan: dict) -> None:
     """Keep the plan of a comparison beside its logs."""
     path = Path("logs", f"{name}.json")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(plan))
+    with written_whole(path, path.with_suffix(".json.tmp")) as file:
+        file.write(json.dumps(plan).encode())
 
 
 def settle(name: str, plan: dict, runs: int | None) -> tuple[dict, bool]:
@@ -321,7 +324,7 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     """Make pairs until the judge has an answer, and print all answers after each. UserError if a
     run fails, or if the worth of time is needed and cannot be measured."""
     name, judge, began = args.run_id, args.judge, datetime.now().astimezone()
-    plan = {key: getattr(args, key) for key in ("judge", "alpha", "seed", "deviation", "seconds")}
+    plan = {key: getattr(args, key) for key in PLAN}
     if args.seconds is not None:
         before = plan_of(name) or {"steps": seconds.steps_in(args.seconds, a.path, list(a.flags))}
         plan["steps"] = steps = before.get("steps", 1)  # without steps, `settle` refuses the plan
@@ -398,6 +401,7 @@ def main(words: list[str]) -> None:
     known = args.deviation
     if known is not None and (args.judge != "loss" or not 0 < known < math.inf):
         parser.error("--deviation needs a finite number above 0, and --judge loss")
+    script.check_name(args.run_id)
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
     if args.seconds is not None and seconds.is_given("num_iterations", list(b.flags)):

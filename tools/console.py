@@ -13,7 +13,7 @@ from threading import Event, Thread
 # Any Python may start a tool, from any folder. Each tool imports this module first, so that it and
 # the programs that it starts find the project.
 HERE = Path(__file__).resolve().parents[1]
-FOLDERS = [str(HERE), str(HERE / "data")]
+FOLDERS = [str(HERE), str(HERE / "data"), str(HERE / "forks")]
 sys.path[1:1] = FOLDERS
 os.environ["PYTHONPATH"] = ":".join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -31,11 +31,22 @@ def program(name: str) -> Callable:
             if ticker := os.environ.pop("RUN_SH_TICKER", ""):  # run.sh's lines about Python's start
                 os.close(int(ticker))
             words = sys.argv[1:] if words is None else words
-            train_gpt.as_program(name, lambda: work(list(words)))
+            train_gpt.as_program(name, lambda: work(checked(words)))
 
         return main
 
     return decorate
+
+
+def checked(words: list[str]) -> list[str]:
+    """Return the words of a command line. UserError for one that is not UTF-8, and for a value of
+    --, which argparse drops."""
+    for word in words:
+        if re.search("[\ud800-\udfff]", word):
+            raise train_gpt.UserError(f"{word} is not UTF-8 text")
+        if re.fullmatch(r"--\w+=--", word):
+            raise train_gpt.UserError(f"{word}: -- is not a value of a flag")
+    return list(words)
 
 
 def parser_of(description: str | None = None) -> ArgumentParser:
@@ -80,6 +91,7 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
 
 def print_table(rows: list[list[str]]) -> None:
     """Print rows in columns, words to the left, numbers to the right."""
+    rows = [[train_gpt.printable(cell) for cell in cells] for cells in rows]
     number = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?(/\d+)?|-")
     padded = []
     for cells in zip(*rows, strict=True):  # of a column

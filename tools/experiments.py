@@ -40,6 +40,7 @@ def baseline_of(runs: list[dict], name: str) -> list[dict]:
         raise UserError("no run has --like: name the group of the baseline by --base NAME")
     name = name or named[-1]
     found = [run for run in runs if run["group"] == name and run["status"] == "finished"]
+    found = [run for run in found if run["val_loss"] is not None]
     if len(found) < 3 or np.ptp([run["val_loss"] for run in found]) == 0:
         remedy = f"make it by ./run.sh --runs 4 --run_id {name}"
         text = f"{len(found)} finished runs, three with unequal losses are needed"
@@ -80,7 +81,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--base", default="", metavar="NAME", help="group of the baseline")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     args = parser.parse_args(words)
-    runs = [run for run in result.noted() if run["kind"] == "run"]
+    runs = result.runs_noted()
     base = baseline_of(runs, args.base)
     rows = [row_of(run, base) for run in runs if not run["group"]]
     if args.json:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Thread
 
 import numpy as np
@@ -158,6 +160,41 @@ def start(
 # A run
 
 
+def check_compiler(hp: Hyperparameters) -> None:
+    """Raise UserError if the run is to be compiled, and this machine lacks what that needs."""
+    gpus, reason = gpus_for(hp), ""
+    if hp.compile == "on" or (hp.compile == "auto" and gpus):
+        reason = machine.lacks() if gpus else machine.compiler_fault()
+    if reason:
+        raise UserError(reason)
+
+
+def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
+    """Say so if the disk has less room than the run's checkpoints may need. OSError if its folder
+    cannot be written: the run would find that out after hours."""
+    folder = Path("logs", hp.run_id)
+    if not folder.is_dir():
+        folder = folder.parent
+        folder.mkdir(exist_ok=True)
+    TemporaryFile(dir=folder).close()
+    try:
+        with torch.device("meta"):
+            model = run_class.GPT(hp)
+    except Exception:  # a fork's model that reads its numbers: its size is not known
+        return
+    for table in model.tables() if gpus_for(hp) else []:
+        table.to(torch.bfloat16)
+    size = 3 * sum(p.nbytes for p in model.parameters())  # weights, and at most two moments of each
+    size += getattr(model, "bytes_of_pieces", 0)
+    size *= hp.keep if hp.save_every else 1
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        text = (
+            f"checkpoints may need {size / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free"
+        )
+        print(f"run.sh: {text}", file=sys.stderr, flush=True)
+
+
 class Live:
     """A run that is being made, seen by its files. With a label, its own lines are not shown."""
 
@@ -182,8 +219,11 @@ class Live:
             if not line.endswith("\n"):  # it is being written
                 self.metrics.seek(self.metrics.tell() - len(line))
                 break
-            row = json.loads(line)
-            if "train_loss" in row:
+            try:
+                row = json.loads(line)
+            except ValueError:  # a line that another process has cut
+                continue
+            if isinstance(row, dict) and "train_loss" in row:
                 self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
                 loss = math.inf if loss is None else loss  # null: it was not finite
                 self.first = min(self.first, loss) if self.step == 1 else self.first
@@ -220,6 +260,7 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     flags, or if the name is taken."""
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
+    check_compiler(hp)
     fetch(hp, run_class)
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())
@@ -229,6 +270,8 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
         raise UserError(f"another process is writing {live.log}: choose another --run_id")
     if begin.log_size and not hp.resume:  # an empty log is of a run that was killed at once
         raise UserError(f"{live.log} exists: choose another --run_id, or --resume on")
+    if hp.keep:
+        check_room(hp, run_class)
     output = {"stdout": subprocess.DEVNULL} if label else {}
     with console.doing(live.news), live.bar:
         end = start(hp, [str(path), *flags], live.check, **output)

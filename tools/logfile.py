@@ -4,9 +4,14 @@ import fcntl
 import json
 import math
 import re
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+from train_gpt import regular
 
 RULE = "=" * 100  # separates the parts of a log: script, machine, settings, other files, steps
 FILE = re.compile(r"(\w+\.py):(\n|$)")  # the first line of another file's part
@@ -111,7 +116,7 @@ def read_trials(
 ) -> list[Run]:
     """Return the runs of a log: some public logs have several. `at` is a step that counts as the
     last one, and `name` is the field with the loss. ValueError as for read_log."""
-    text = path.read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
+    text = regular(path).read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
     *head, results = [part for part in parts if part] or [""]  # logs of 2024 begin with a rule
     first = re.search("^step:", results, re.M)
@@ -210,17 +215,47 @@ def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, nam
         raise ValueError(f"is truncated: it ends at step {last} of {run.steps}")
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Return a row of a run's .jsonl for each step, up to the last one that was written; [] if
-    there is no file. Of a step's several objects, later fields count. Torn lines are skipped. null
-    stands for a number that was not finite: it is read as NaN."""
-    rows, last = {}, 0
-    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+def is_finished(path: Path) -> bool:
+    """Return whether a file is the log of a finished run."""
+    try:
+        return bool(read_log(path))
+    except (OSError, ValueError):
+        return False
+
+
+def put_aside(path: Path) -> None:
+    """Rename an unfinished log and its metrics, so that the run can be made anew; say so."""
+    suffix = time.strftime("_%Y-%m-%d_%H-%M-%S.unfinished")
+    for old in (path, path.with_suffix(".jsonl")):
+        if old.exists():
+            old.rename(f"{old}{suffix}")
+    print(f"{path} is not finished: it is now {path.name}{suffix}, and its run is made anew")
+
+
+def objects_in(path: Path) -> Iterator[dict]:
+    """Yield the objects of a file that has one in each line; none if there is no file. Programs may
+    still write to it, or may have been killed: a line that is no object is named and left out."""
+    lines = regular(path).read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            last = row["step"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            yield row
+        elif line.endswith(b"\n"):  # else it is being written
+            print(f"{path}:{number} is not a JSON object: left out", file=sys.stderr)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return a row of a run's .jsonl for each step, up to the last one that was written; [] if
+    there is no file. Of a step's several objects, later fields count. null stands for a number that
+    was not finite: it is read as NaN."""
+    rows, last = {}, 0
+    for row in objects_in(path):
+        if type(row.get("step")) is not int:
             continue
+        last = row["step"]
         row = {name: math.nan if value is None else value for name, value in row.items()}
         rows[last] = rows.get(last, {}) | row
     return [rows[step] for step in sorted(rows) if step <= last]
@@ -228,7 +263,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 def is_live(path: Path) -> bool:
     """Return whether a process may be writing a log: a run locks its log while it lives."""
-    with path.open() as log:
+    with regular(path).open() as log:
         try:
             fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

@@ -66,6 +66,7 @@ def fault() -> str:
     if hidden or torch.cuda.is_available() or not (gpus := gpus_and_complaints()[0]):
         return ""
     venv = HERE / ".venv"
+    is_ours = (venv / ".made-by-run.sh").exists()
     if torch.version.cuda:
         remedy = "update the driver, or install a torch with an older CUDA by that Python's pip"
         try:
@@ -73,7 +74,7 @@ def fault() -> str:
         except RuntimeError as error:
             if "too old" not in str(error):
                 remedy = f"torch says: {error}"
-    elif venv.resolve() in Path(torch.__file__).resolve().parents:
+    elif is_ours and venv.resolve() in Path(torch.__file__).resolve().parents:
         remedy = f"delete {venv}, and ./run.sh installs a torch with CUDA"
     else:
         remedy = "install a torch with CUDA there, or name another Python with PYTHON=path"

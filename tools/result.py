@@ -5,7 +5,7 @@ run, group       name of the run, and that of the command that has made several
 like             the group whose steps and flags the run has taken (--like)
 start            when it began: ISO 8601, with the offset to UTC
 status           finished, stopped (by a signal), failed, or diverged
-                 (its last loss is not finite, or above its first one)
+                 (its last loss is not finite, or above its first one, or ln(vocabulary))
 exit             exit status
 reason           the signal, or the error
 file, line       where a failure was
@@ -30,20 +30,19 @@ kernels          Triton kernels in use
 kernels_off      those that could not be used, and why
 log              the path of its log
 
-What is unknown is null in the file, and not printed.
+What is unknown is null in the file, and not printed. Of several objects of a run, the last counts.
 """
 
 import hashlib
-import json
 import math
 import os
 import platform
 import re
 import shlex
 import signal
+import sys
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -60,6 +59,9 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
+NUMBERS = "exit", "steps", "tokens", "val_loss"  # the keys that tools read again
+TEXTS = "run", "group", "like", "status", "reason", "script", "digest", "record", "flags", "data"
+TEXTS += "machine", "host", "torch", "log"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,13 @@ def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float
     return bits and round(bits, 5)
 
 
+def flags_of(path: Path, hp: Hyperparameters, record: str) -> str:
+    """Return the flags that make these settings of a record, without the run's name."""
+    run_class = script.load(path)
+    unnamed = replace(hp, run_id="", resume=False)
+    return shlex.join(script.core(run_class).changed_flags(unnamed, run_class.records[record]))
+
+
 def facts(path: Path, known: dict) -> dict:
     """Return the summary of a run that begins now, without its settings. `known` are other keys."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -105,9 +114,7 @@ class Start:
 
 def result_of(start: Start, end: End) -> dict:
     """Return the summary of a run that has ended."""
-    hp, run_class = start.hp, script.load(start.path)
-    default = run_class.records[start.record]
-    flags = script.core(run_class).changed_flags(replace(hp, run_id="", resume=False), default)
+    hp = start.hp
     found = start.facts | {
         "run": hp.run_id,
         "exit": end.status,
@@ -115,7 +122,7 @@ def result_of(start: Start, end: End) -> dict:
         "file": end.file,
         "line": end.line,
         "record": start.record,
-        "flags": shlex.join(flags),
+        "flags": flags_of(start.path, hp, start.record),
         "seed": hp.seed,
         "data": f"{hp.train_files}; {hp.val_tokens} tokens of {hp.val_files}",
         "total_s": round(time.monotonic() - start.clock, 1),
@@ -137,15 +144,16 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
     hp, run_class = start.hp, script.load(start.path)
     rows = logfile.read_metrics(start.log.with_suffix(".jsonl"))
     losses = [row["train_loss"] for row in rows if "train_loss" in row]
+    first_loss, _ = run.curve.get(0, (math.inf, 0.0))
     steps, seconds = run.last
     tokens = hp.batch_seqs * sum(run_class.Moment(step, hp).seq_len for step in range(steps))
     val_loss, _ = run.curve.get(hp.num_iterations, (None, None))
-    went_up = bool(losses) and not max(losses[-1], val_loss or 0.0) <= losses[0]
+    went_up = val_loss is not None and val_loss > min(first_loss, math.log(hp.vocab_size))
     status, reason = "failed" if end.status else "finished", end.reason
     if end.status in STOPPED:
         status = "stopped"
         reason += "" if "; go on with" in run.stop else ": no checkpoint was saved"
-    if end.diverged or (went_up and (val_loss or not math.isfinite(losses[-1]))):
+    if end.diverged or went_up or not all(map(math.isfinite, losses[-1:])):
         status = "diverged"
     return {
         "status": status,
@@ -195,12 +203,35 @@ def note(result: dict) -> None:
 
 
 def noted() -> list[dict]:
-    """Return all objects of logs/results.jsonl; torn lines are left out."""
+    """Return the objects of logs/results.jsonl. One that has a text in place of a number, or the
+    other way round, is named and left out."""
     found = []
-    for line in RESULTS.read_text("utf-8").splitlines() if RESULTS.exists() else []:
-        with suppress(ValueError):
-            found.append(NOTHING | {"kind": "run"} | json.loads(line))
+    for row in logfile.objects_in(RESULTS):
+        row = NOTHING | {"kind": "run"} | row
+        odd = [key for key in TEXTS if not isinstance(row[key], str | None)]
+        odd += [key for key in NUMBERS if not isinstance(row[key], int | float | None)]
+        if odd:
+            text = f"an object is left out, because its {odd[0]} is {row[odd[0]]!r}"
+            print(f"{RESULTS}: {text}", file=sys.stderr)
+        else:
+            found.append(row)
     return found
+
+
+def runs_noted() -> list[dict]:
+    """Return the runs among the objects: of one that has several, the last that has a log, in the
+    group of those before."""
+    found = {}
+    for number, run in enumerate(row for row in noted() if row["kind"] == "run"):
+        name = run["run"] or number  # one that has not begun may have no name
+        before = found.get(name)
+        if before and run["log"] is None:
+            continue  # it was refused
+        if before:
+            run |= {key: run[key] or before[key] for key in ("group", "like")}
+        found.pop(name, None)
+        found[name] = run
+    return list(found.values())
 
 
 def print_result(result: dict) -> None:

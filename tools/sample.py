@@ -23,7 +23,7 @@ import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
 from gpt2 import gpt2_encoding
-from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError
+from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError, printable
 
 # -----------------------------------------------------------------------------
 # Decoding: tokens in, logits (V,) of the next token out
@@ -91,7 +91,7 @@ class Decoder:
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw a token from the top_k likeliest (0: from all); at temperature 0, the likeliest."""
     logits = logits[: END_OF_TEXT + 1]  # the head's last rows are no tokens
-    if not temperature:
+    if temperature < 1e-6:  # where float32 could not divide by it
         return logits.argmax().item()
     logits, tokens = logits.cpu().topk(min(top_k or len(logits), len(logits)))
     chance = torch.softmax((logits - logits[0]) / temperature, 0)
@@ -151,7 +151,7 @@ def main(words: list[str]) -> None:
         print(args.prompt, end="")
         tokens = generate(Decoder(model, checkpoint.now), prompt, args.tokens, *how)
         for text in text_of(tokens, encoding):
-            print(text, end="", flush=True)
+            print(printable(text), end="", flush=True)
         print()
     rate = args.n * args.tokens / (time.perf_counter() - start)
     print(f"{rate:.1f} tokens/s", file=sys.stderr)

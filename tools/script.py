@@ -4,11 +4,13 @@ A script is train_gpt.py, an edited copy of it, or a fork that imports it. Tools
 and the functions of its core: train_gpt.py, or the edited copy, in which Run's base class is.
 """
 
+import ast
 import importlib.util
 import re
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +18,13 @@ import train_gpt
 from train_gpt import HERE, Hyperparameters, UserError, show
 
 OWN = Path(train_gpt.__file__).resolve()  # the default script
+
+
+def check_name(run_id: str) -> None:
+    """Raise UserError for what is not the name of a run: train_gpt.py's check, and not empty."""
+    if not run_id:
+        raise UserError("--run_id: the name is empty")
+    train_gpt.check(replace(train_gpt.RECORDS["demo"], run_id=run_id))
 
 
 def of_project() -> list[Path]:
@@ -44,20 +53,44 @@ def take_script(words: list[str]) -> tuple[Path, list[str]]:
     return OWN, list(words)
 
 
+def names_imported(path: Path) -> list[str]:
+    """Return the names of the modules that a file imports, anywhere in it, sorted. UserError if the
+    file is not text; SyntaxError."""
+    try:
+        tree = ast.parse(path.read_text("utf-8-sig"), str(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not Python source in UTF-8: {error}") from error
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+    return sorted(names)
+
+
 def sources(path: Path) -> list[Path]:
     """Return a script, and the files beside it or in the project that it imports, directly or
     indirectly. They need not be imported, or importable, here."""
-    folders = [path.parent, path.parent / "optimizers", HERE]
+    folders = [path.parent, HERE, HERE / "forks"]
     if path.parent.name == "forks":
         folders.insert(1, path.parents[1])
+    folders += [folder / "optimizers" for folder in folders]
     found = [path]
     for file in found:  # found grows in the loop
-        names = re.findall(r"^ *(?:import|from) (\w+)", file.read_text("utf-8"), re.MULTILINE)
-        for name in sorted(set(names)):
+        for name in names_imported(file):
             there = [folder / f"{name}.py" for folder in folders]
             there = [place for place in there if place.exists()][:1]
             found += [place for place in there if place not in found]
     return found
+
+
+def not_found(path: Path) -> list[str]:
+    """Return the names that a script and its sources import, and that no module here has."""
+    files = sources(path)
+    names = {name for file in files for name in names_imported(file)} - {f.stem for f in files}
+    names -= {*sys.stdlib_module_names, *sys.modules}
+    return sorted(name for name in names if importlib.util.find_spec(name) is None)
 
 
 def load(path: Path) -> type[train_gpt.Run]:
@@ -77,7 +110,14 @@ def load(path: Path) -> type[train_gpt.Run]:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(path.parent))
-        spec.loader.exec_module(sys.modules[name])
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except Exception as error:
+            del sys.modules[name]
+            if isinstance(error, ModuleNotFoundError):
+                places = "neither beside it, nor in the project and its forks/, nor a package"
+                error.msg = f"{path} imports {error.name}, which is {places} of {sys.executable}"
+            raise
     run_class = getattr(sys.modules[name], "Run", None)
     if getattr(run_class, "__module__", None) != name:
         raise UserError(f'{path} has no Run of its own: "class Run(train_gpt.Run)" is wanted')
@@ -96,7 +136,15 @@ def parse(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
     """Return the settings of a script with these flags, and the record's name. UserError for bad
     flags."""
     run_class = load(path)
-    return core(run_class).parse_args(flags, run_class)
+    try:
+        return core(run_class).parse_args(flags, run_class)
+    except UserError as error:
+        asked = re.match(r"--record (20\S*): must be one of", str(error))
+        if asked and not any(name.startswith(asked[1]) for name in run_class.records):
+            for other in of_project():
+                if f'\n    "{asked[1]}' in other.read_text("utf-8"):
+                    raise UserError(f"--record {asked[1]}: {show(other)} has it") from error
+        raise
 
 
 def new_name() -> str:

@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -21,16 +22,17 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 
 import console
 import launch
+import logfile
 import result
 import script
 import seconds
-from train_gpt import HERE, UserError
+from train_gpt import HERE, Hyperparameters, UserError
 
 
 def flags_like(name: str) -> list[str]:
     """Return the flags of the last finished run of that name, or of that group, but for the seed.
     UserError if there is none."""
-    runs = [r for r in result.noted() if r["kind"] == "run" and r["status"] == "finished"]
+    runs = [r for r in result.runs_noted() if r["status"] == "finished" and r["flags"] is not None]
     found = [r for r in runs if name in (r["group"], r["run"])]
     if not found:
         known = ", ".join(sorted({r["group"] or r["run"] for r in runs})) or "none"
@@ -42,18 +44,54 @@ def flags_like(name: str) -> list[str]:
     return words
 
 
+def difference(path: Path, hp: Hyperparameters) -> str:
+    """Return how the finished run of this name differs from what would be made; "" if it does not,
+    but for what one run may have of its own."""
+    before = [run for run in result.runs_noted() if run["run"] == hp.run_id]
+    if not before or before[-1]["flags"] is None:
+        return f"is not in {result.RESULTS}"
+    if before[-1]["digest"] != result.digest(path):
+        return "was made by another source"
+    words = ["--record", before[-1]["record"], *shlex.split(before[-1]["flags"])]
+    then, _ = script.parse(path, words)
+    own = {name: getattr(hp, name) for name in logfile.OF_ONE_RUN & vars(hp).keys()}
+    changed = script.core(script.load(path)).changed_flags(hp, replace(then, **own))
+    return f"was made without {shlex.join(changed)}" if changed else ""
+
+
+def words_to_make(path: Path, flags: list[str]) -> list[str]:
+    """Return the flags that make, or finish, a run with these; [] if it is finished. UserError if
+    it was made in another way, or is being made."""
+    hp, _ = script.parse(path, flags)
+    log = Path("logs", f"{hp.run_id}.txt")
+    if logfile.is_finished(log):
+        if reason := difference(path, hp):
+            raise UserError(f"{log} {reason}: choose another --run_id")
+        return []
+    if log.exists() and logfile.is_live(log):
+        raise UserError(f"another process is writing {log}: choose another --run_id")
+    if script.core(script.load(path)).checkpoints(log.with_suffix("")):
+        return [*flags, "--resume", "on"]
+    if log.exists():
+        logfile.put_aside(log)
+    return flags
+
+
 def repeat(count: int, path: Path, flags: list[str], known: dict) -> int:
-    """Make `count` runs with consecutive seeds, then print their statistics. Weights are saved only
-    if the flags ask for it. Return the exit status; the first run that fails is the last one."""
+    """Make `count` runs with consecutive seeds, then print their statistics. Those of this name
+    that are finished are not made again. Weights are saved only if the flags ask for it. Return the
+    exit status; the first run that fails is the last one."""
     hp, _ = script.parse(path, flags)
     name = hp.run_id or script.new_name()
     logs = []
     for seed in range(hp.seed, hp.seed + count):
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
-        found = launch.train(path, ["--keep", "0", *flags, *own], group=name, **known)
-        if found["exit"]:
-            return found["exit"]
-        logs.append(found["log"])
+        logs.append(f"logs/{name}_seed{seed}.txt")
+        words = words_to_make(path, ["--keep", "0", *flags, *own])
+        if not words:
+            print(f"{logs[-1]} is finished", flush=True)
+        elif status := launch.train(path, words, group=name, **known)["exit"]:
+            return status
     return subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode
 
 

@@ -89,7 +89,7 @@ class Timed:
         hp, plan = replace(self.hp, epochs=0), self.run_class.plan
         planned = self.core.plan_batches(self.data, hp, BATCHES, plan, [now] * (BATCHES + 1))
         while True:
-            yield from self.core.distributed_data_generator(planned, RANK, RANKS, self.device)
+            yield from self.core.distributed_data_generator(planned, hp, RANK, RANKS, self.device)
 
 
 def time_in_turn(blocks: list[tuple[Timed, int, int]], rounds: int) -> list[list[tuple]]:
@@ -129,8 +129,9 @@ def main(words: list[str]) -> None:
     if len(words) < 3:
         raise train_gpt.UserError("for seconds.py: timing.py OUT SECONDS SCRIPT.py [flags]")
     out, budget, path, *flags = words
-    device, _, _ = train_gpt.start_device(script.parse(Path(path), flags)[0].device)
-    ms = time_schedule(Timed(Path(path), flags, device), float(budget))
+    path = script.find(path)
+    device, _, _ = train_gpt.start_device(script.parse(path, flags)[0].device)
+    ms = time_schedule(Timed(path, flags, device), float(budget))
     if RANK == 0:
         Path(out).write_text(str(ms))
 

@@ -289,6 +289,18 @@ def test_pieces_of_any_number_of_ranks_make_the_same_table(tmp_path):
         assert torch.cat(ids).tolist() == [5, 1001] and torch.equal(torch.cat(grads), waits)
 
 
+def test_a_model_says_how_many_bytes_its_pieces_have(tmp_path):
+    """Beside its weights. Names and headers within the files have a little more."""
+    model = Run.GPT(replace(RECORDS["demo"], ngram_rows=3002))
+    for rank in range(2):
+        model.ngrams.rows = None
+        model.share_ngrams(rank, 2)
+        model.ngrams.save(tmp_path / "it.pt")
+    size = sum(piece.stat().st_size for piece in tmp_path.iterdir())
+    assert model.bytes_of_pieces == 3002 * (4 * 128 + 8) == pytest.approx(size, rel=0.02)
+    assert Run.GPT(replace(RECORDS["demo"], ngram_rows=0)).bytes_of_pieces == 0
+
+
 def killed(words: list[str]) -> None:
     """Run main, which is killed while it saves the second checkpoint's piece."""
     saved, save = [], torch.save
