@@ -1,0 +1,170 @@
+"""Odd values for each flag of each script, and in place of each word of each tool, end with a
+result or with an error for people, never with another exception. These are some of them: all are
+tried in tests/slow/test_all_odd_values.py."""
+
+import gc
+import importlib
+import random
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import launch
+import sample
+import script
+import timing
+import train_gpt
+from conftest import language
+
+ODD = ["", " ", "a" * 3000, "\udcff", "é", "٣", "\x1b[31m", "a\nb", "None", "on", "../x", "*", "0"]
+ODD += ["--", "-", "1e400", "-1", "1", "3", "nan", "inf", "-inf", "1e-320", "1e39", "9e37", "1_0"]
+ODD += ["9" * 40, "1,2", "1 2", "[1]", "1.5", "65536", "+1", "0x10"]
+SMALL = "--num_iterations 2 --model_dim 32 --head_dim 16 --keep 0"
+# Words that work, and the tool's own flags.
+TOOLS = {
+    "sample --n 1": "prompt tokens temperature top_k seed script run_id seq_len",
+    "evaluate --device cpu": "script run_id val_files val_tokens model_dim",
+    "export --export hf out": "script run_id",
+    "bundle train_gpt.py out.py": "",
+    "experiments": "base json",
+    "leaderboard logs/it.txt": "target at field deviation plot",
+    "records --diff demo 2025": "",
+    "submission out logs/it.txt": "",
+    "bench --device cpu": "steps vs trace json seq_len",
+    "start --device cpu": "runs like seconds run_id seed record",
+    "compare --compare A B": "run_id judge seconds runs deviation alpha seed plot",
+    "timing out 1 train_gpt.py": "",
+    "tokenize_text t.txt --out tok --workers 1": "name val val_fraction shard_size field",
+    "cached_fineweb 1": "dir",
+}
+
+
+class Enough(BaseException):
+    """What has come so far is a result."""
+
+
+def enough(*arguments, **options) -> None:
+    raise Enough
+
+
+def at_most(count: int, function: Callable) -> Callable:
+    """Return the function, which may be called so often."""
+    left = iter(range(count))
+
+    def call(*arguments, **options):
+        return function(*arguments, **options) if next(left, None) is not None else enough()
+
+    return call
+
+
+def build_only(run, hp, record) -> None:
+    """Make some moments of a run and its model, without numbers."""
+    last = hp.num_iterations
+    for step in (0, 1, last // 2, last):
+        run.Moment(step, hp)
+    with torch.device("meta"):
+        run.GPT(hp)
+
+
+def odd_flags(path: Path, count: int) -> list[list[str]]:
+    """Return flags of a script with odd values, `count` for each flag."""
+    chance, found = random.Random(0), []
+    for name in vars(script.load(path).records["demo"]):
+        for value in chance.sample(ODD, count):
+            found += [[f"--{name}={value}"], [f"--{name}", value]]
+    return found
+
+
+def odd_words(tool: str, count: int) -> list[list[str]]:
+    """Return words of a tool with odd values, `count` in each place and for each flag."""
+    chance, found = random.Random(0), []
+    _, *words = tool.split()
+    for place in range(len(words) + 1):
+        for value in chance.sample(ODD, count):
+            found.append([*words[:place], value, *words[place + 1 :]])
+    for flag in TOOLS[tool].split():
+        for value in chance.sample(ODD, count):
+            found.append([*words, f"--{flag}={value}"])
+    return found
+
+
+def try_all(main, commands: list[list[str]], capsys) -> None:
+    """Call main with the words of each command. It may return, raise Enough, or end with a line."""
+    for words in commands:
+        capsys.readouterr()
+        try:
+            main(words)
+        except Enough:
+            pass
+        except SystemExit as end:
+            text = f"{capsys.readouterr().err}{end.code}"
+            assert not end.code or re.search(r"(?m)^[\w.]+: ", text), (words, text)
+        except Exception as error:
+            raise AssertionError(words) from error
+
+
+def try_script(path: Path, count: int, capsys, monkeypatch) -> None:
+    """Try a script's flags, but for the run itself."""
+    monkeypatch.setattr(train_gpt, "train", build_only)
+    commands = [["--record", "demo", *words] for words in odd_flags(path, count)]
+    try_all(partial(train_gpt.main, run=script.load(path)), commands, capsys)
+
+
+def try_runs(folder: Path, count: int, capsys, monkeypatch) -> None:
+    """Try the flags of train_gpt.py in runs of two steps."""
+    monkeypatch.chdir(folder)
+    small = [*language(folder), *SMALL.split()]
+    step = train_gpt.train_step
+    for words in odd_flags(Path(train_gpt.__file__), count):
+        if words[-1] in ("on", "--compile=on"):
+            continue  # compiling takes a minute
+        monkeypatch.setattr(train_gpt, "train_step", at_most(3, step))
+        try_all(train_gpt.main, [[*small, *words]], capsys)
+        gc.unfreeze()  # what a run has frozen; its log is closed when it is collected
+        gc.collect()
+        shutil.rmtree("logs", ignore_errors=True)
+
+
+def try_tool(tool: str, count: int, capsys, monkeypatch, trained) -> None:
+    """Try a tool's words in a folder with a checkpoint. Nothing is started or fetched."""
+    name = tool.split()[0]
+    module = importlib.import_module(name)
+    Path("t.txt").write_text("In the beginning. " * 99)
+    shutil.copytree(trained.folder, ".", dirs_exist_ok=True)
+    for owner in (launch, bench, timing):
+        for work in ("start", "Timed"):
+            monkeypatch.setattr(owner, work, enough, raising=False)
+    monkeypatch.setattr(sample, "generate", enough)
+    main = module.main
+    if name == "cached_fineweb":
+        monkeypatch.setattr(module, "download", enough)
+
+        def main(words: list[str]) -> None:
+            monkeypatch.setattr(sys, "argv", [name, *words])
+            train_gpt.as_program(name, module.main)
+
+    for words in odd_words(tool, count):
+        try_all(main, [words], capsys)
+        for left in ("out", "tok"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.mark.parametrize("path", script.of_project(), ids=lambda path: path.stem)
+def test_odd_values_of_a_script_s_flags(path, capsys, monkeypatch, elsewhere):
+    try_script(path, 3, capsys, monkeypatch)
+
+
+def test_odd_values_of_flags_in_runs(tmp_path, capsys, monkeypatch):
+    try_runs(tmp_path, 1, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_odd_words_of_a_tool(tool, capsys, monkeypatch, trained, elsewhere):
+    try_tool(tool, 1, capsys, monkeypatch, trained)
