@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,3 +248,12 @@ def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, 
     assert re.search(r"\ncompiler +there is no .+\+\+, which --compile on needs: apt", out)
     assert "\nGPUs           none\n" in out and "\nFineWeb        2 train and 1 validation" in out
     assert out.endswith("run.sh: ready to train the demo, without a GPU\n")
+
+
+@pytest.mark.parametrize(("compiled", "is_said"), [("on", True), ("auto", False), ("off", False)])
+def test_a_run_that_is_to_be_compiled_says_that_there_is_no_compiler(
+    compiled, is_said, monkeypatch, capsys
+):
+    monkeypatch.setattr(machine, "compiler_fault", lambda: "there is no g++")
+    launch.check_compiler(replace(train_gpt.RECORDS["demo"], device="cpu", compile=compiled))
+    assert (capsys.readouterr().err == "run.sh: there is no g++\n") == is_said

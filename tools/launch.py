@@ -161,12 +161,13 @@ def start(
 
 
 def check_compiler(hp: Hyperparameters) -> None:
-    """Raise UserError if the run is to be compiled, and this machine lacks what that needs."""
+    """Say so if the run is to be compiled and this machine seems to lack what that needs. The run
+    may find the compiled code in its cache, so it begins."""
     gpus, reason = gpus_for(hp), ""
     if hp.compile == "on" or (hp.compile == "auto" and gpus):
         reason = machine.lacks() if gpus else machine.compiler_fault()
     if reason:
-        raise UserError(reason)
+        print(f"run.sh: {reason}", file=sys.stderr, flush=True)
 
 
 def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
