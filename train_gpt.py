@@ -350,7 +350,7 @@ def read_tokens(shard: np.memmap, start: int, stop: int, vocab_size: int) -> np.
     map would kill the process. UserError if the file has changed."""
     file = shard.file
     data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
-    tokens = np.frombuffer(data, "<u2")
+    tokens = np.frombuffer(data, "<u2", len(data) // 2)
     if len(tokens) < stop - start or tokens.max() >= vocab_size:
         raise UserError(f"{file.name} has changed: its tokens from {start} on are missing or wrong")
     return tokens

@@ -277,7 +277,7 @@ def changing(words: list[str], content: bytes, stops: bool) -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("content", [bytes(3000), bytes([255]) * 70_000])
+@pytest.mark.parametrize("content", [bytes(3001), b"", bytes([255]) * 70_000])
 def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_path):
     """It is shorter, or has other ids. If a signal has come before, a checkpoint is saved."""
     work = functools.partial(changing, content=content, stops=stops)
