@@ -190,9 +190,7 @@ def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
     size *= hp.keep if hp.save_every else 1
     free = shutil.disk_usage(folder).free
     if free < size:
-        text = (
-            f"checkpoints may need {size / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free"
-        )
+        text = f"checkpoints may need {size / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free"
         print(f"run.sh: {text}", file=sys.stderr, flush=True)
 
 
