@@ -1534,10 +1534,11 @@ def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
     except UserError as error:
         text = ""
         with contextlib.suppress(OSError, UserError):
-            other = Path(tempfile.mkdtemp(prefix=f"{folder.name}_"), path.name)
-            with written_whole(other, other.with_suffix("")) as file:
+            name = f"{folder.name}_{os.urandom(3).hex()}_{path.name}"
+            other = Path(tempfile.gettempdir(), name)
+            with written_whole(other, other.with_suffix(".tmp")) as file:
                 torch.save(state, file)
-            text = f"; it is {other}: move it there, and the run goes on"
+            text = f"; it is {other}: move it to {path}, and the run goes on"
         raise UserError(f"{error}{text}") from error
     for old in [other for other in checkpoints(folder) if other != path][keep - 1 :]:
         old.unlink()
