@@ -695,7 +695,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: add the embeddings x0, apply attention and MLP."""
+    """One layer: add an earlier output and the embeddings, apply attention and MLP."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -704,9 +704,13 @@ class Block(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0
         self.eps = hp.norm_eps
 
-    def forward(self, x, x0, value, rotary, mask) -> tuple[Tensor, Tensor | None]:
-        """Map x (1, T, C) to (1, T, C), and first_v, as attention returns it."""
+    @compiled
+    def forward(self, x, x0, skip, skip_weight, value, rotary, mask):
+        """Map x (1, T, C) to (1, T, C). `skip` is None or an earlier layer's output (1, T, C), to
+        be added times its weight (). Also return first_v, as attention does."""
         first_v = None
+        if skip is not None:
+            x = x + skip_weight * skip
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
             out, first_v = self.attn(norm(x, self.eps), value, rotary, mask)
@@ -838,16 +842,26 @@ class GPT(nn.Module):
         masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
         rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
         x, values = self.embedded(input_seq)
-        # Four layers are a graph: between graphs, the gradients of x0 and of outputs that several
-        # layers read are added by kernels of their own. With one graph for all layers, no gradient
-        # could be sent before the backward pass ends. Graphs of one layer save 1 to 2 GB in
-        # validation.
-        streams, count = {"x": x}, len(self.blocks)
-        layers_per_graph = 1 if memory_is_small(x.device) else 4
-        for start in range(0, count, layers_per_graph):
-            stop = min(start + layers_per_graph, count)
-            streams = self.run_layers(start, stop, streams, values, rotary, masks)
-        return streams["x"]
+        return self.run_layers(x, values, rotary, masks)
+
+    def run_layers(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
+        """Map embeddings (T, C) to the head's input (T, C). Layer num_layers - 1 - i of the upper
+        half adds the output of layer i, as in a U-net. `values` are rows of the value tables."""
+        x = x0 = norm(x, self.hp.norm_eps)[None]
+        half = len(self.blocks) // 2
+        skip_weights = self.skip_weights.unbind()
+        outputs, first_v = [], None  # outputs of the lower half that are not added yet
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            value = first_v if layer.values == "first" else values.get(layer.values)
+            skip = skip_weight = None
+            if i >= half:
+                skip, skip_weight = outputs.pop(), skip_weights[i - half]
+            x, v = block(x, x0, skip, skip_weight, value, rotary, masks.get(layer.mask))
+            if v is not None:
+                first_v = v
+            if i < half:
+                outputs.append(x)
+        return norm(x, self.hp.norm_eps)[0]
 
     @torch.no_grad()
     @compiled
@@ -867,30 +881,6 @@ class GPT(nn.Module):
         x = look_up(input_seq, self.embed.weight)
         tables = self.value_embeds["embed"].items()
         return x, {name: look_up(input_seq, table.weight) for name, table in tables}
-
-    @compiled
-    def run_layers(self, start: int, stop: int, streams: dict, values, rotary, masks) -> dict:
-        """Run the layers from start to stop. `streams` are tensors (1, T, C) by name: x, and what
-        later layers read: x0, "output 0" and so on, and the first v. The first layer begins with
-        embeddings (T, C), the last one ends with the head's input (T, C). The layer num_layers - 1
-        - i of the second half adds a skip weight times the output of layer i."""
-        streams = dict(streams)
-        if start == 0:
-            streams["x"] = streams["x0"] = norm(streams["x"], self.hp.norm_eps)[None]
-        x, x0 = streams["x"], streams["x0"]
-        count = len(self.blocks)
-        for i in range(start, stop):
-            values_of = self.layers[i].values
-            value = streams.get("first v") if values_of == "first" else values.get(values_of)
-            if i >= count // 2:
-                x = x + self.skip_weights[i - count // 2] * streams.pop(f"output {count - 1 - i}")
-            x, first_v = self.blocks[i](x, x0, value, rotary, masks.get(self.layers[i].mask))
-            if first_v is not None:
-                streams["first v"] = first_v
-            if i < count // 2:
-                streams[f"output {i}"] = x
-        streams["x"] = norm(x, self.hp.norm_eps)[0] if stop == count else x
-        return streams
 
     def tables(self) -> list[nn.Module]:
         """Return the vocabulary tables that are bfloat16 on CUDA."""
@@ -1662,7 +1652,7 @@ def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
 def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
     """Return the model on its device, with initial weights. Decide what @compiled does."""
     compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
-    torch._dynamo.config.recompile_limit = 64  # groups of layers, each in several shapes
+    torch._dynamo.config.recompile_limit = 64  # of several kinds of layers, each in several shapes
     # Otherwise, layers with an autograd.Function would be compiled anew at each start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(hp.seed)

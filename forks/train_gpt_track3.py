@@ -238,13 +238,12 @@ class GPT(t.GPT):
         """Return the rotary_table of tokens at positions (T,); each context begins at 0."""
         return super().rotary(position % self.hp.context_len, now)
 
-    def run_layers(self, start, stop, streams: dict, values, rotary, masks) -> dict:  # overrides
-        """Run the layers from start to stop: map x, at first embeddings (T, C), to (1, T, C), at
-        last to the head's input (T, C)."""
-        x = streams["x"] if start else self.norm1(streams["x"])[None]
-        for block in self.blocks[start:stop]:
+    def run_layers(self, x: Tensor, values, rotary, masks: dict) -> Tensor:  # overrides
+        """Map embeddings (T, C) to the head's input (T, C)."""
+        x = self.norm1(x)[None]
+        for block in self.blocks:
             x = block(x, rotary, masks["long"])
-        return {"x": self.norm2(x)[0] if stop == len(self.blocks) else x}
+        return self.norm2(x)[0]
 
 
 # -----------------------------------------------------------------------------

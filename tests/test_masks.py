@@ -128,7 +128,7 @@ def check_flex_attention(backend: str, tiny, randomize) -> None:
                 masks[name] = block_lists(first)
             rotary = model.rotary(torch.arange(length), now)
             x, values = flexible.embedded(tokens)
-            found = flexible.run_layers(0, 2, {"x": x}, values, rotary, masks)["x"]
+            found = flexible.run_layers(x, values, rotary, masks)
             torch.testing.assert_close(found, model.hidden(tokens, now), rtol=0, atol=1e-4)
 
 

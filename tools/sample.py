@@ -78,8 +78,7 @@ class Decoder:
             # A fork's embedding may read one token back, and a sequence's first two bigrams differ.
             x, more = model.embedded(torch.cat([before[-2:], new]))
             more = {name: rows[-len(new) :] for name, rows in more.items()}
-            streams = {"x": x[-len(new) :]}
-            x = model.run_layers(0, len(model.blocks), streams, more, rotary, masks)["x"]
+            x = model.run_layers(x[-len(new) :], more, rotary, masks)
             self.position += len(new)
         return model.lm_head.logits(x[-1:])[0]
 
