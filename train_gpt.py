@@ -39,7 +39,6 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -932,12 +931,12 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 
 
 # An update rule is a function rule(rows, lr, now, hp). `rows` is a Rows (below): parameters of one
-# group as rows of one shape, n of them on each rank in each message. lr is the group's learning
-# rate at the Moment `now`. The rule reads rows.grad, this rank's part of the mean gradient, and
-# changes rows.own, this rank's part of the weights; both are (messages, n, *row_shape). Tensors
-# (messages, n, ...) in the dict rows.state are saved and resumed. A rule may instead return an
-# update (messages, n, ...), and a function that is called with the update of all ranks (messages,
-# ranks, n, ...), and changes rows.weights, which has the same shape. A whole rule:
+# group as rows of one shape, of which each rank owns n. lr is the group's learning rate at the
+# Moment `now`. The rule reads rows.grad, the mean gradient of this rank's rows, and changes
+# rows.own, their weights; both are (n, *row_shape). Tensors (n, ...) in the dict rows.state are
+# saved and resumed. A rule may instead return an update (n, ...), and a function that is called
+# with the update of all ranks (ranks, n, ...), and changes rows.weights, which has the same shape.
+# A whole rule:
 #
 #     def sign_descent(rows, lr, now, hp):
 #         rows.own.sub_(rows.grad.sign(), alpha=lr)
@@ -962,17 +961,17 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
     hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
     if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(rows.own.shape[:2], device=rows.own.device)
+        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
         rows.state["exp_avg"] = torch.zeros_like(rows.own)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own)
     rows.state["step"] += 1
     torch._fused_adamw_(
-        list(rows.own),  # a tensor for each message, because fused Adam wants contiguous ones
-        list(rows.grad.type_as(rows.own)),
-        list(rows.state["exp_avg"]),
-        list(rows.state["exp_avg_sq"]),
+        [rows.own],
+        [rows.grad.type_as(rows.own)],
+        [rows.state["exp_avg"]],
+        [rows.state["exp_avg_sq"]],
         [],  # what amsgrad keeps
-        list(rows.state["step"][:, 0]),
+        [rows.state["step"][0]],
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -985,7 +984,7 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
 
 @dataclass
 class Group:
-    """Parameters that learn alike, in the order in which the backward pass reaches them."""
+    """Parameters that learn alike. Saved state has their order."""
 
     name: str
     params: list[nn.Parameter]
@@ -996,17 +995,19 @@ class Group:
 
 
 class Rows:
-    """Parameters of one group whose rows have one shape, as views of one tensor, `weights`. A
-    backward pass makes new gradients; `collect` adds them to their places in another, `sums`.
+    """Parameters of one group and shape, as views of one tensor, `weights` (ranks, n, *row_shape).
+    Each rank owns n rows: on 8 ranks, 6 of the 44 matrices of 2025-01-26 with 768 x 768 numbers.
+    The parameters' rows follow each other, with zeros as padding. From now on, nothing may rebind a
+    parameter's .data, as model.to() does: the parameter would no longer learn.
 
-    Both are (messages, ranks, n, *row_shape): a message is what ranks send at once, and each rank
-    owns a part of it. On 8 ranks, the 44 matrices of 2025-01-26 with 768 x 768 numbers are (6, 8,
-    1, 768, 768). The parameters' rows follow each other; padding stays zero. From now on, nothing
-    may rebind a parameter's .data, as model.to() does: the parameter would no longer learn.
+    Gradients add up in another such tensor, `grads`. The last one of a step sends it. All ranks
+    must use the same parameters in a step: they send in the order of their backward passes. A
+    parameter's hook that reads or changes p.grad must be registered before: hooks run in turn, and
+    the last gradient leaves p.grad at once.
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank, world_size, micro_batches):
-        self.rank, self.world_size = rank, world_size
+        self.params, self.rank, self.world_size = params, rank, world_size
         self.state: dict[str, Tensor] = {}  # the update rule's
         self.works = []  # collectives that are under way
         row_shape = params[0].shape[params[0].ndim - group.row_ndim :]
@@ -1018,87 +1019,72 @@ class Rows:
         for p in params:
             starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
         self.total = starts.pop()
+        n = -(-self.total // (world_size * spacing)) * spacing
         self.passes = group.steps * micro_batches  # backward passes whose gradients add up
-        dtype = torch.float32 if self.passes > 1 else params[0].dtype  # of their sum
-        # Messages of matrices have at least 8 rows, and at least one for each rank. They leave one
-        # after the other, within the backward pass. Sums that are cast leave in one message.
-        in_turn = group.row_ndim == 2 and world_size > 1 and dtype == params[0].dtype
-        size = max(8, world_size) if in_turn else self.total
-        n = -(-min(size, self.total) // (world_size * spacing)) * spacing
-        size = n * world_size
-        messages = -(-self.total // size)
-        self.weights = params[0].detach().new_zeros(messages, world_size, n, *row_shape)
-        self.sums = torch.zeros_like(self.weights, dtype=dtype)
-        self.own = self.weights[:, rank]
-        self.places, self.messages_of = {}, {}
+        self.weights = params[0].detach().new_zeros(world_size, n, *row_shape)
+        self.own = self.weights[rank]
+        dtype = torch.float32 if self.passes > 1 else self.weights.dtype
+        self.grads = torch.zeros_like(self.weights, dtype=dtype)
+        self.grad_views = []  # the parameters' parts of grads
         for p, start in zip(params, starts, strict=True):
             stop = start + p.numel() // row_len
-            p.data = self.weights.flatten(0, 2)[start:stop].view(p.shape).copy_(p.detach())
-            self.places[p] = self.sums.flatten(0, 2)[start:stop].view(p.shape)
-            self.messages_of[p] = range(start // size, -(-stop // size))
-            if world_size > 1 and p.requires_grad:
+            p.data = self.weights.flatten(0, 1)[start:stop].view(p.shape).copy_(p.detach())
+            self.grad_views.append(self.grads.flatten(0, 1)[start:stop].view(p.shape))
+            if world_size > 1:
                 p.register_post_accumulate_grad_hook(self.arrived)
         self.clear()
 
     def clear(self) -> None:
         """Wait for what is under way, and forget all gradients: a step begins."""
         self.wait()
-        self.grad = self.sums[:, self.rank]  # this rank's part: in a rule, of the mean gradient
-        self.missing = Counter()  # by message: gradients to come until it is sent
-        for messages in self.messages_of.values():
-            self.missing.update([*messages] * self.passes)
-        self.empty = set(self.places)  # parameters without a gradient; their places hold old ones
-        for p in self.places:
-            p.grad = None
-
-    def collect(self) -> None:
-        """Add new gradients to their places, or copy them there if they are the first."""
-        new = [p for p in self.places if p.grad is not None]
-        for p in new:
-            if p.grad.is_sparse and p in self.empty:
-                self.places[p].zero_()  # sparse gradients can be added, not copied
-                self.empty.remove(p)
-        for first, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
-            chosen = [p for p in new if (p in self.empty) == first]
-            if chosen:
-                write([self.places[p] for p in chosen], [p.grad for p in chosen])
-        self.empty.difference_update(new)
-        for p in new:
+        self.grad = self.grads[self.rank]  # of own rows: in a rule, the mean gradient
+        self.missing = self.passes * len(self.params)  # gradients to come until they are sent
+        self.is_stale = True  # grads are still those of the step before
+        for p in self.params:
             p.grad = None
 
     def arrived(self, p: nn.Parameter) -> None:
-        """Send what a gradient completes, within the backward pass, which calls this. All ranks do
-        so in the same order."""
-        self.missing.subtract(self.messages_of[p])
-        for message in self.messages_of[p]:
-            if self.missing[message] < 0:
-                raise RuntimeError(f"{self.name}: over {self.passes} gradients, see Group.steps")
-            if self.missing[message] == 0:
-                self.collect()
-                self.send(message)
+        """Count a gradient, within the backward pass, which calls this. Send with the last one."""
+        self.missing -= 1
+        if self.missing < 0:
+            raise RuntimeError(f"{self.name}: over {self.passes} gradients, see Group.steps")
+        if self.missing == 0:
+            self.add_gradients()
+            self.send()
 
-    def send(self, message: int) -> None:
-        """Begin to sum a message's gradients over all ranks, in the weights' dtype. Each rank gets
-        the sum of its part, in the place of its own gradients."""
-        self.missing[message] = 0
-        sent = self.sums[message]
-        if sent.dtype != self.weights.dtype:  # then there is one message
-            sent = sent.to(self.weights.dtype)
-            self.grad = sent[None, self.rank]
-        self.works.append(reduce_scatter(sent[self.rank], sent.flatten(0, 1), async_op=True))
+    def add_gradients(self) -> None:
+        """Move the parameters' new gradients to `grads`. One that has not come counts as zero."""
+        views, dense = [], []
+        for p, view in zip(self.params, self.grad_views, strict=True):
+            if self.is_stale and (p.grad is None or p.grad.is_sparse):
+                view.zero_()
+            if p.grad is not None and p.grad.is_sparse:
+                view.add_(p.grad)
+            elif p.grad is not None:
+                views.append(view)
+                dense.append(p.grad)
+            p.grad = None
+        if dense:
+            write = torch._foreach_copy_ if self.is_stale else torch._foreach_add_
+            write(views, dense)
+        self.is_stale = False
+
+    def send(self) -> None:
+        """Begin to sum the gradients over all ranks, in the weights' dtype. This rank gets the sum
+        of its rows, in the place of its own gradients."""
+        self.missing = 0
+        sent = self.grads.type_as(self.weights)
+        self.grad = sent[self.rank]
+        self.works.append(reduce_scatter(self.grad, sent.flatten(0, 1), async_op=True))
 
     def gather(self, own: Tensor) -> Tensor:
-        """Begin to collect the parts of all ranks, (messages, ranks, n, ...), of which this one is
-        own (messages, n, ...). Weights are collected in their place."""
+        """Begin to collect the parts (n, ...) of all ranks, of which this one is own. Return what
+        they become, (ranks, n, ...). Weights are collected in their place."""
         if self.world_size == 1:
-            return own[:, None]
-        if own is self.own:
-            for weights, part in zip(self.weights, own, strict=True):
-                self.works.append(all_gather(weights.flatten(0, 1), part, async_op=True))
-            return self.weights
-        parts = own.new_empty(self.world_size, *own.shape)
+            return own[None]
+        parts = self.weights if own is self.own else own.new_empty(self.world_size, *own.shape)
         self.works.append(all_gather(parts.flatten(0, 1), own.contiguous(), async_op=True))
-        return parts.transpose(0, 1)
+        return parts
 
     def wait(self) -> None:
         """Wait for what is sent and gathered."""
@@ -1110,8 +1096,8 @@ class Rows:
 class Optimizers:
     """Applies the update rules to all parameters. All ranks make a step in this order:
 
-    1. The last backward pass sends gradients when they are complete: the head's first, matrices'
-       from the last layer to the first, the embeddings' at the end.
+    1. The last backward pass sends the gradients of Rows when they are complete: the head's first,
+       then those of the matrices, those of the embeddings at the end.
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
     3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
@@ -1128,9 +1114,13 @@ class Optimizers:
         for group in groups:
             by_shape = {}
             for p in group.params:
-                by_shape.setdefault(p.shape[p.ndim - group.row_ndim :], []).append(p)
+                if p.requires_grad:  # a frozen one stays as it is
+                    shape = p.shape[p.ndim - group.row_ndim :]
+                    by_shape.setdefault((shape, p.dtype), []).append(p)
             for params in by_shape.values():
                 rows = Rows(group, params, rank, world_size, hp.batch_seqs // world_size)
+                if any(rows.name == other.name for _, other in self.groups):
+                    raise ValueError(f"two groups, or dtypes, of the name and shape {rows.name}")
                 self.groups.append((group, rows))
 
     @staticmethod
@@ -1151,21 +1141,23 @@ class Optimizers:
         """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
         return self.groups
 
+    def add_gradients(self) -> None:
+        """Add the gradients of a backward pass to those of the step."""
+        for _, rows in self.groups:
+            rows.add_gradients()
+
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and clear their gradients. Return a list, which
         with grad_clip holds the mean gradient's global L2 norm ()."""
         learning = self.learning(now)
         for _, rows in learning:
-            rows.collect()
-            for p in rows.empty:  # a gradient that has not come is zero
-                rows.places[p].zero_()
-            for message, count in rows.missing.items():
-                if count > 0 and self.world_size > 1:  # not sent within the backward pass
-                    rows.send(message)
+            rows.add_gradients()
+            if rows.missing and self.world_size > 1:  # not sent within the backward pass
+                rows.send()
         grad_scale, norms = 1 / self.hp.batch_seqs, []
         if self.hp.grad_clip:
-            squares = torch.zeros((), device=learning[0][1].own.device)
+            squares = torch.zeros((), device=next(self.model.parameters()).device)
             for _, rows in learning:
                 rows.wait()
                 squares += torch.linalg.vector_norm(rows.grad, dtype=torch.float32).square()
@@ -1174,8 +1166,10 @@ class Optimizers:
         sent = []
         for group, rows in learning:
             storage = rows.weights.untyped_storage().data_ptr()
-            if any(p.untyped_storage().data_ptr() != storage for p in rows.places):
+            if any(p.untyped_storage().data_ptr() != storage for p in rows.params):
                 raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
+            if not all(p.requires_grad for p in rows.params):
+                raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
             rows.wait()
             rows.grad.mul_(grad_scale)
             # A rule returns None, or an update and a function that applies it: see above muon.
@@ -1197,7 +1191,7 @@ class Optimizers:
                 parts = rows.gather(value)
                 rows.wait()
                 if self.rank == 0:
-                    whole = parts.flatten(0, 2)[: rows.total]
+                    whole = parts.flatten(0, 1)[: rows.total]
                     saved[rows.name][key] = whole.to("cpu", copy=True)
         return saved
 
@@ -1207,17 +1201,17 @@ class Optimizers:
         for _, rows in self.groups:
             rows.clear()
             before, rows.state = rows.state, {}
-            shape = rows.weights.shape[:3]
+            shape = rows.weights.shape[:2]
             for key, value in (saved[rows.name] if saved else {}).items():
-                like = before.get(key, value[None])  # what the rule made in the warm-up
+                like = before.get(key, value)  # what the rule made in the warm-up
                 is_number = value.is_floating_point() == like.is_floating_point()
-                if not is_number or value.shape != (rows.total, *like.shape[2:]):
+                if not is_number or value.shape != (rows.total, *like.shape[1:]):
                     raise RuntimeError(f"{rows.name}: {key} is {value.dtype} {[*value.shape]}")
                 # On another device, or number of ranks, a rule may keep it in another dtype.
                 padded = value.new_zeros(math.prod(shape), *value.shape[1:], dtype=like.dtype)
                 padded[: rows.total] = value
-                own = padded.unflatten(0, shape)[:, self.rank]
-                rows.state[key] = own.contiguous().to(rows.weights.device, copy=True)
+                own = padded.unflatten(0, shape)[self.rank]
+                rows.state[key] = own.to(rows.weights.device, copy=True)
 
 
 # -----------------------------------------------------------------------------
@@ -1695,8 +1689,7 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
     for input_seq, target_seq in zip(inputs, targets, strict=True):
         micro_loss = model(input_seq, target_seq, now)
         micro_loss.backward()
-        for _, rows in optimizers.groups:
-            rows.collect()
+        optimizers.add_gradients()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
     norms = optimizers.step(now)

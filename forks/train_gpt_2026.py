@@ -1255,10 +1255,10 @@ def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # over
     if hp.adam_rule == "torch":
         return t.adam(rows, lr, now, hp, betas)
     if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(rows.own.shape[:2], device=rows.own.device)
+        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
         rows.state["exp_avg"] = torch.zeros_like(rows.own, dtype=torch.float32)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own, dtype=torch.float32)
-    step, lr = rows.state["step"].add_(1)[0, 0], number(lr, rows.state["step"])
+    step, lr = rows.state["step"].add_(1)[0], number(lr, rows.state["step"])
     size = rows.own.numel() if rows.own.is_cuda else 65536
     tensors = rows.own, rows.grad, rows.state["exp_avg"], rows.state["exp_avg_sq"]
     for parts in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
@@ -1307,11 +1307,12 @@ class Optimizers(t.Optimizers):
     def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment: see train_gpt.py."""
         rows_of = {group.name: rows for group, rows in self.groups}
-        head, embed = rows_of["head"], rows_of["embed"]  # of one shape, if they are ever tied
-        if self.hp.tied_frac and not now.tied and not embed.state:
+        head, embed = rows_of.get("head"), rows_of.get("embed")  # of one shape, if ever tied
+        can_part = self.hp.tied_frac > 0 and head is not None and embed is not None
+        if can_part and not now.tied and not embed.state:
             embed.state = {key: value.clone() for key, value in head.state.items()}
         norms = super().step(now)
-        if now.tied and now.adam:
+        if can_part and now.tied and now.adam:
             embed.weights.copy_(head.weights)
         return norms
 

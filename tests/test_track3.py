@@ -77,7 +77,9 @@ def test_loss_and_gradients_are_those_of_the_specification(float32_gains, random
     loss = train_step(model, optimizers, inputs.int(), targets, Run.Moment(0, hp))[0]
     assert loss.item() == pytest.approx(sum(losses).item() / 512, rel=1e-6)
     assert len(found) == 5 + 14 * hp.num_layers
-    sums = {p: place for _, rows in optimizers.groups for p, place in rows.places.items()}
+    sums = {}
+    for _, of_group in optimizers.groups:
+        sums |= zip(of_group.params, of_group.grad_views, strict=True)
     for name, p in found.items():
         grad = sums[p] / hp.batch_seqs  # as Optimizers.step divides
         assert relative_error(grad, weights[name].grad) < 2e-5, name

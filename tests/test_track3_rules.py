@@ -43,8 +43,8 @@ def preset(optimizers, expected: dict, scale: float, hp) -> None:
             factor = basis * d * (scale * (highest if hp.optimizer == "klsoap" else 1)) ** 2
             given = {"factor": factor, "basis": basis, "root": torch.linspace(0.9, 1, d) * highest}
             for key, value in given.items():
-                rows.state[f"{side} {key}"] = value.expand(1, rows.total, *value.shape).clone()
-            for weight in (expected[p] for p in rows.places):
+                rows.state[f"{side} {key}"] = value.expand(rows.total, *value.shape).clone()
+            for weight in (expected[p] for p in rows.params):
                 weight.q, weight.roots = [*weight.q, basis], [*weight.roots, given["root"]]
                 weight.past[f"factor{i}"], weight.second = [(factor, 0)], 0 * weight.w
         rows.state |= {key: torch.zeros_like(rows.own) for key in ("exp_avg", "exp_avg_sq")}
@@ -72,7 +72,7 @@ def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="
         preset(optimizers, expected, scale, hp)
 
     def probes(rows, now, hp):
-        return torch.stack([expected[p].probes[now.step] for p in rows.places], 1)[:, None]
+        return torch.stack([expected[p].probes[now.step] for p in rows.params], 1)
 
     patch.setattr(psgd, "probes", probes)
     for s in range(first, first + count):
@@ -88,8 +88,8 @@ def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="
             rest, way = (expected[p].w - x for x in (p.detach(), expected[p].initial))
             assert rest.abs().max() < error * way.abs().max() + 1e-15, name
     for rows in [rows for _, rows in optimizers.groups if "left" in rows.state]:  # psgd balances it
-        factors = torch.stack([expected[p].q[0] for p in rows.places])
-        torch.testing.assert_close(rows.state["left"][0], factors, rtol=1e-9, atol=1e-9)
+        factors = torch.stack([expected[p].q[0] for p in rows.params])
+        torch.testing.assert_close(rows.state["left"], factors, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("record", "first", "scale", "shape"), CASES)
@@ -142,8 +142,8 @@ def test_probes_are_noise_of_each_matrix_and_step_on_any_number_of_ranks():
         params = [torch.nn.Parameter(torch.zeros(32, 48)) for _ in range(4)]
         group = train_gpt.Group("", params, None, 0.0, 2)
         parts = [train_gpt.Rows(group, params, rank, ranks, 1) for rank in range(ranks)]
-        drawn.append(torch.cat([psgd.probes(rows, now, hp)[:, 0] for rows in parts], 1))
-    later = psgd.probes(parts[0], Run.Moment(4, hp), hp)[:, 0]
+        drawn.append(torch.cat([psgd.probes(rows, now, hp) for rows in parts], 1))
+    later = psgd.probes(parts[0], Run.Moment(4, hp), hp)
     assert torch.equal(*drawn)
     noise = torch.cat([drawn[0], later], 1).flatten(2).flatten(0, 1)
     assert (noise @ noise.T / 1536 - torch.eye(12)).abs().max() < 0.15

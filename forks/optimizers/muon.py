@@ -57,7 +57,7 @@ RECORDS["ema_nesterov"]["lookahead"] = (0.6, 500 / 3125, 2400 / 3125)
 
 
 def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the running average of a value (messages, n, ...), which begins at zero and is kept
+    """Return the running average of a value (n, ...), which begins at zero and is kept
     by its name in rows.state."""
     if name not in rows.state:
         rows.state[name] = torch.zeros_like(value)
@@ -65,7 +65,7 @@ def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def nesterov(rows, gradient: torch.Tensor, now, hp, orthogonalise=torch.positive) -> torch.Tensor:
-    """Return Nesterov's momentum of gradients (messages, n, rows, cols), as train_gpt.py's Muon
+    """Return Nesterov's momentum of gradients (n, rows, cols), as train_gpt.py's Muon
     has it, orthogonalised if a function is given."""
     if "momentum" not in rows.state:
         rows.state["momentum"] = torch.zeros_like(gradient)

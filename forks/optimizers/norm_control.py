@@ -50,7 +50,7 @@ def radius_step(weights: torch.Tensor, update: torch.Tensor, lr: float, hp) -> N
 
 
 def move(rows, update: torch.Tensor, lr: float, hp) -> None:
-    """Let a rank's own matrices make a step along -update, (messages, n, rows, cols) as they."""
+    """Let a rank's own matrices make a step along -update, (n, rows, cols) as they."""
     update = update.type_as(rows.own)
     if hp.norm_control == "hyperball":
         hyperball_step(rows.own, update, lr)

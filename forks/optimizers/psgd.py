@@ -22,17 +22,16 @@ RECORDS = {
 
 
 def probes(rows, now, hp) -> torch.Tensor:
-    """Return two standard normal numbers for each weight of this rank (2, messages, n, rows,
-    cols)."""
-    messages, parts, n, *shape = rows.weights.shape
-    device = rows.weights.device
-    numbers = torch.arange(messages * parts * n).view(messages, parts, n)[:, rows.rank]
+    """Return two standard normal numbers for each weight of this rank (2, n, rows, cols). A matrix
+    draws the same on any number of ranks."""
+    n, *shape = rows.own.shape
+    device = rows.own.device
     drawn = []
-    for number in numbers.flatten().tolist():
+    for number in range(rows.rank * n, (rows.rank + 1) * n):
         seed = hash((hp.seed, now.step, number, *shape))
         generator = torch.Generator(device).manual_seed(seed)
         drawn.append(torch.randn(2, *shape, generator=generator, device=device))
-    return torch.stack(drawn, 1).unflatten(1, (messages, n))
+    return torch.stack(drawn, 1)
 
 
 def spectral_norm(matrix: torch.Tensor) -> torch.Tensor:

@@ -326,8 +326,7 @@ def play(name: str, hp, first: int, count: int, randomize) -> tuple[dict, dict, 
             of_both = model.get_parameter("lm_head.weight" if tied else key)
             grad = hp.batch_seqs * grad
             of_both.grad = grad if of_both.grad is None else of_both.grad + grad
-        for _, rows in optimizers.groups:
-            rows.collect()
+        optimizers.add_gradients()
         optimizers.step(now)
         gradients.append({key: grad.double() for key, grad in of_step.items()})
     if name == "August":
