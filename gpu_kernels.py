@@ -1,9 +1,9 @@
 """Triton kernels, forward and backward, for train_gpt.py and its forks, and the choice among them.
 
-The scripts run without this file. Each kernel here is the twin of a plain function or method, which
-is marked @has_twin there and says what is computed. A run uses a twin if the twin builds, agrees
-with the plain function and is not slower (choose_kernels). Kernels take floats as constants,
-because torch.compile would pass them as float64.
+The scripts run without this file. A function there computes a formula, or calls a kernel of this
+file if its name is IN_USE. choose_kernels puts it there if the formula is not edited, and if the
+kernel builds, agrees with the formula and is not slower. Kernels take floats as constants, because
+torch.compile would pass them as float64.
 """
 
 import contextlib
@@ -20,22 +20,9 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-IN_USE = {}  # by name: the twins that are called in place of plain functions
-TIMES = {}  # by name: milliseconds of the plain function and of its twin, on this rank
+IN_USE = set()  # names of the functions that call a kernel in place of their formula
+TIMES = {}  # by name: milliseconds of the formula and of the kernel, on this rank
 LOG2_E = math.log2(math.e)
-
-
-def has_twin(plain):
-    """Decorate a plain function or method: its twin, the function of its name in TWINS, is called
-    in its place where choose_kernels allows it."""
-    name = plain.__name__
-
-    @functools.wraps(plain)
-    def call(*args):
-        return IN_USE.get(name, plain)(*args)
-
-    call.in_use = lambda: name in IN_USE
-    return call
 
 
 @torch.compiler.assume_constant_result
@@ -148,11 +135,18 @@ class FusedLoss(torch.autograd.Function):
         return grad_x, grad_w, None, None, None, None, None  # autograd casts to the inputs' dtypes
 
 
-def fused_chunk_loss(head, x, targets, scale, shares=None):
-    """Compute chunk_loss of a head of train_gpt.py, or of forks/train_gpt_2026.py with its form.
-    cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap."""
+def has_fp8(device: torch.device) -> bool:
+    """Say whether a device has FP8 matmuls, as an NVIDIA GPU from Ada on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fused_chunk_loss(head, x, targets, scale):
+    """Compute chunk_loss of a head of train_gpt.py, or of forks/train_gpt_2026.py with its form and
+    shares. cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap.
+    """
     form = getattr(head, "form", (2 * head.softcap, 0.0, head.softcap / 2))
-    fp8_scales = head.fp8_scales if head.in_fp8(x.device) else None
+    shares = getattr(head, "shares", None)
+    fp8_scales = head.fp8_scales if head.use_fp8 and head.training and has_fp8(x.device) else None
     return FusedLoss.apply(x, head.weight, targets, shares, form, scale, fp8_scales)
 
 
@@ -348,15 +342,15 @@ class AllFP8MLP(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# The twins, and the choice among them
+# The choice of kernels
 
-# By the plain function's name: the twin, and digests of the plain functions that it was written
-# for. A fork may edit these by less than `fault` detects; its twin is then not used.
-TWINS = {
-    "chunk_loss": (fused_chunk_loss, ("751b62b02dd2", "40d12e93344c")),
-    "fp8_mlp": (AllFP8MLP.apply, ("b87edc7de2b2",)),
-    "fp8_relu2_mlp": (FusedFP8MLP.apply, ("f3c343130c4c",)),
-    "relu2_mlp": (FusedMLP.apply, ("d618c7ed1e58",)),
+# By a function's name: digests of the formulas that its kernel computes. An edit may change a
+# formula by less than `fault` detects: the kernel is then not used.
+WRITTEN_FOR = {
+    "chunk_loss": ("3324041da394", "de61a7f07a2d"),
+    "fp8_mlp": ("0a60f07bf5f9",),
+    "fp8_relu2_mlp": ("c18dcd6c6760",),
+    "relu2_mlp": ("422701e309bf",),
 }
 
 
@@ -382,7 +376,7 @@ def digest(model, name: str) -> str:
 
 
 def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
-    """Return example arguments of a twin, for so many tokens, or for a chunk of them."""
+    """Return example arguments of a function, for so many tokens, or for a chunk of them."""
     drawn = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     C, V, count = hp.model_dim, hp.vocab_size, getattr(hp, "most_targets", 1)
     width = getattr(hp, "mlp_width", 0) or 4 * C
@@ -404,12 +398,16 @@ def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
     targets = torch.randint(V, (rows, count), device=device)
     targets[-1, 1:] = -1
     scale = head.grad_scale or 1 / hp.seq_len
-    shares = [torch.linspace(1, 0.25, count, device=device)] if count > 1 else []
-    return head, drawn(rows, C), targets.squeeze(1), scale, *shares
+    if count > 1:
+        head.shares = torch.linspace(1, 0.25, count, device=device)
+    return head, drawn(rows, C), targets.squeeze(1), scale
 
 
-def outcome(function, arguments) -> list[Tensor]:
-    """Return the results of a call, and the gradients of its arguments, or of their weight."""
+def outcome(function, arguments, in_use: set[str]) -> list[Tensor]:
+    """Return the results of a call, and the gradients of its arguments, or of their weight, with
+    these kernels in use."""
+    IN_USE.clear()
+    IN_USE.update(in_use)
     leaves = [a.weight if isinstance(a, nn.Module) else a for a in arguments]
     leaves = [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
     results = function(*arguments)
@@ -422,34 +420,33 @@ def outcome(function, arguments) -> list[Tensor]:
 
 
 def fault(name: str, model, hp, device: torch.device) -> str:
-    """Return why a twin cannot replace the plain function that a model calls, or "" if it can. Both
-    are compiled as the run compiles them, and compared at the run's widths: in float32, which shows
+    """Return why a model's function cannot call its kernel, or "" if it can. Formula and kernel are
+    compiled as the run compiles them, and compared at the run's widths: in float32, which shows
     small errors, and on a GPU also as the run computes. There both are timed, unless memory is
-    small: plain functions, which keep more, might then not fit beside a run."""
-    twin, written_for = TWINS[name]
+    small: formulas, which keep more, might then not fit beside a run."""
     on_gpu = device.type == "cuda"
-    in_fp8 = name.startswith("fp8")  # numbers with three bits, of which the plain function has none
+    in_fp8 = name.startswith("fp8")  # numbers with three bits, of which the formula has none
     cases = [] if in_fp8 else [(replace(hp, fp8=False), torch.float32, 1e-4)]
     if on_gpu:
         cases.append((hp, torch.bfloat16, 0.15 if in_fp8 else 0.02))
     try:
-        if in_fp8 and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
+        if in_fp8 and on_gpu and not has_fp8(device):
             return "this GPU has no FP8"
-        if digest(model, name) not in written_for:
-            return "the plain function was edited: change its twin and its digest in gpu_kernels.py"
-        compiled = functions(model, "compiled")[0]
-        both = compiled(functions(model, name)[0]), compiled(twin)
+        if digest(model, name) not in WRITTEN_FOR[name]:
+            return "the formula was edited: change the kernel and its digest in gpu_kernels.py"
+        function = functions(model, "compiled")[0](functions(model, name)[0])
         for settings, dtype, limit in cases:
             arguments = example(name, model, settings, device, dtype, 2048)
-            pairs = zip(*[outcome(function, arguments) for function in both], strict=True)
-            pairs = [(a.float(), b.float()) for a, b in pairs]
+            both = [outcome(function, arguments, in_use) for in_use in (set(), {name})]
+            pairs = [(a.float(), b.float()) for a, b in zip(*both, strict=True)]
             deviation = torch.stack([(b - a).norm() / a.norm() for a, b in pairs]).max().item()
             if not deviation < limit:  # it is NaN, if one is
-                return f"in {dtype} it deviates from the plain function by {deviation:.1e}"
+                return f"in {dtype} it deviates from the formula by {deviation:.1e}"
         if on_gpu and not functions(model, "memory_is_small")[0](device):
             with contextlib.suppress(torch.OutOfMemoryError):
                 arguments = example(name, model, hp, device, torch.bfloat16, hp.seq_len)
-                calls = [functools.partial(outcome, function, arguments) for function in both]
+                call = functools.partial(outcome, function, arguments)
+                calls = [functools.partial(call, in_use) for in_use in (set(), {name})]
                 times = [[triton.testing.do_bench(call) for call in calls] for _ in range(3)]
                 TIMES[name] = torch.tensor(times).median(0).values.tolist()
     except Exception as error:  # any error of a compiler or a driver
@@ -458,8 +455,8 @@ def fault(name: str, model, hp, device: torch.device) -> str:
 
 
 def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> None:
-    """Use the twins of model.kernels that have no `fault` on any rank and are not slower in all
-    ranks' times: all ranks must compute the same. Log what is used, and why others are not."""
+    """Use those of model.kernels that have no `fault` on any rank and are not slower in all ranks'
+    times: all ranks must compute the same. Log what is used, and why others are not."""
     IN_USE.clear()
     # AMD's cards have other instructions and formats of numbers, with which nobody has tried them.
     on_nvidia = device.type == "cuda" and not torch.version.hip
@@ -470,18 +467,19 @@ def choose_kernels(model, hp, device: torch.device, all_reduce_, log=print) -> N
         return
     TIMES.clear()
     faults = {name: fault(name, model, hp, device) for name in model.kernels}
-    # By how much a twin is slower, where noise of 10 % does not decide; or infinity for a fault.
+    IN_USE.clear()
+    # By how much a kernel is slower, where noise of 10 % does not decide; or infinity for a fault.
     slower = []
     for name in model.kernels:
-        plain, twin = TIMES.get(name, (0.0, 0.0))
-        slower.append(math.inf if faults[name] else twin - 1.1 * plain)
-        if twin:
-            log(f"kernel {name}: {twin:.2f} ms, plain {plain:.2f} ms")
+        plain, fused = TIMES.get(name, (0.0, 0.0))
+        slower.append(math.inf if faults[name] else fused - 1.1 * plain)
+        if fused:
+            log(f"kernel {name}: {fused:.2f} ms, plain {plain:.2f} ms")
     slower = all_reduce_(torch.tensor(slower, device=device)).tolist()
     for name, ms in zip(model.kernels, slower, strict=True):
         if ms <= 0:
-            IN_USE[name] = TWINS[name][0]
+            IN_USE.add(name)
         else:
             elsewhere = "another rank cannot use it" if ms == math.inf else "plain is faster"
             log(f"kernel {name} is off: {faults[name] or elsewhere}")
-    log(f"kernels: {' '.join(IN_USE) or 'none'}")
+    log(f"kernels: {' '.join(sorted(IN_USE)) or 'none'}")

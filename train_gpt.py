@@ -58,14 +58,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-# A function with @has_twin is replaced by its twin there, a Triton kernel, when choose_kernels has
-# found that both compute the same.
+# A function whose name is IN_USE calls a Triton kernel in place of its formula. choose_kernels puts
+# it there at the start of a run if both agree.
 try:
-    from gpu_kernels import choose_kernels, has_twin
+    import gpu_kernels
+    from gpu_kernels import IN_USE, choose_kernels
 except ImportError:  # without Triton, or this file alone: it computes the same
-
-    def has_twin(function):
-        return function
+    IN_USE = set()
 
     def choose_kernels(model, hp, device, all_reduce_, log):
         if device.type == "cuda":
@@ -508,14 +507,23 @@ class FP8Linear(torch.autograd.Function):
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias whose weight is cast to its input's dtype when used."""
+    """A linear layer without bias whose weight is cast to its input's dtype when used. With use_fp8
+    it trains in FP8 on GPUs that have it, and in bfloat16 on CPUs that are fast in that."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
         super().__init__(in_features, out_features, bias=False)
+        self.use_fp8 = use_fp8
+        self.fp8_scales = x_s, w_s, grad_s
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
+        if self.use_fp8 and self.training:
+            if fp8_supported(x.device):
+                out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.fp8_scales)
+                return out.view(*x.shape[:-1], -1)
+            if x.dtype == torch.float32 and bfloat16_is_fast(x.device):
+                x = x.bfloat16()
         return F.linear(x, self.weight.type_as(x))
 
 
@@ -671,10 +679,11 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-@has_twin
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H). Autograd
     would keep relu's result and its square, 7 GB more in all layers of 2025-01-26."""
+    if "relu2_mlp" in IN_USE:
+        return gpu_kernels.FusedMLP.apply(x, w_in, w_out)
     return F.linear(recomputed(relu_squared, F.linear(x, w_in)), w_out)
 
 
@@ -731,50 +740,56 @@ class WithGradients(torch.autograd.Function):
         return None, None, *(gradient.mul_(grad) for gradient in ctx.saved_tensors)
 
 
+def leaves_below(result: Tensor) -> list[Tensor]:
+    """Return the leaf tensors, as parameters, that a result's gradient is for."""
+    nodes = [result.grad_fn]
+    for node in nodes:  # which grow in the loop
+        for below, _ in node.next_functions:
+            if below is not None and below not in nodes:
+                nodes.append(below)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
 class Head(CastedLinear):
-    """Turns the trunk's output into logits and their loss. In training, its matmuls are in FP8 on
-    GPUs that have it, and in bfloat16 on CPUs that are fast in that."""
+    """Turns the trunk's output into logits and their loss."""
 
     def __init__(self, hp: Hyperparameters):
         rows = -(-hp.vocab_size // 128) * 128
-        super().__init__(hp.model_dim, rows)
+        super().__init__(hp.model_dim, rows, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.weight)
-        self.fp8 = hp.fp8
-        self.fp8_scales = hp.x_s, hp.w_s, hp.grad_s
         self.softcap = hp.logit_softcap
         self.grad_scale = None  # factor on the gradient of a sequence's summed loss; None: its mean
 
-    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss () of x (T, C) and targets (T, ...), one chunk of tokens after
         another: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients
-        are made at once, too. `more` goes to chunk_loss, of which a fork may have another."""
-        total, grads_x, grads = 0, [], []
+        are made at once: those of x, and of all parameters that chunk_loss reads."""
+        total, leaves, grads_x, grads = 0, [], [], []
         size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
-        params = [p for p in self.parameters() if p.requires_grad]
-        for part, part_targets in zip(x.split(size), targets.split(size), strict=True):
-            # Apart from x, which depends on the weight, too, if embeddings are tied to it. A view,
-            # because torch's FlopCounterMode does not take a leaf here.
-            part = part.detach().requires_grad_(x.requires_grad).view_as(part)
-            loss = self.chunk_loss(part, part_targets, scale, *more)
-            if x.requires_grad:
-                grad_x, *new = torch.autograd.grad(loss, [part, *params], materialize_grads=True)
+        for chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
+            # Apart from x, which also depends on the weight if embeddings are tied to it.
+            chunk = chunk.detach().requires_grad_(torch.is_grad_enabled())
+            loss = self.chunk_loss(chunk, chunk_targets, scale)
+            total = total + loss.detach()
+            if loss.requires_grad:
+                leaves = leaves or [leaf for leaf in leaves_below(loss) if leaf is not chunk]
+                grad_x, *new = torch.autograd.grad(loss, [chunk, *leaves], materialize_grads=True)
                 grads_x.append(grad_x)
                 if grads:
                     torch._foreach_add_(grads, new)
                 else:
                     grads = new
                 del new  # and its memory, before the next chunk
-            total = total + loss.detach()
         mean = total / (scale * len(x))
-        if not x.requires_grad:
+        if not grads_x:
             return mean
-        return WithGradients.apply(mean, [torch.cat(grads_x), *grads], x, *params)
+        return WithGradients.apply(mean, [torch.cat(grads_x), *grads], x, *leaves)
 
     @compiled
-    @has_twin
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64. On a
-        GPU, unless this or what it calls is edited, its twin in gpu_kernels.py may do so."""
+        """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64."""
+        if "chunk_loss" in IN_USE:
+            return gpu_kernels.fused_chunk_loss(self, x, targets, scale)
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
     def logits(self, x: Tensor) -> Tensor:
@@ -782,20 +797,6 @@ class Head(CastedLinear):
         tanh(logit / cap) + cap, as 2 cap * sigmoid(2 logit / cap), which is faster on a CPU.
         Softmax does not see the constant cap."""
         return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T (T, padded vocabulary) of x (T, C), in bfloat16 if that or FP8 is in
-        use, else in x's dtype."""
-        if self.in_fp8(x.device):
-            return FP8Linear.apply(x, self.weight, *self.fp8_scales)
-        if self.fp8 and self.training and x.dtype == torch.float32 and bfloat16_is_fast(x.device):
-            x = x.bfloat16()
-        weight = self.weight.type_as(x)
-        return F.linear(x, weight)
-
-    def in_fp8(self, device: torch.device) -> bool:
-        """Say whether matmuls are in FP8 now, on a device."""
-        return self.fp8 and self.training and fp8_supported(device)
 
     def chunk_len(self, device: torch.device) -> int:
         """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient. 8192
@@ -815,7 +816,7 @@ class GPT(nn.Module):
     """The language model: embeddings, layers linked as a U-net, the head and its loss. Parameters
     are named as in 2025-01-26, so its published checkpoints load."""
 
-    kernels = ("chunk_loss", "relu2_mlp")  # twins in gpu_kernels.py
+    kernels = ("chunk_loss", "relu2_mlp")  # of gpu_kernels.py, if they agree
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train_gpt_2026 import has_twin, t
+from train_gpt_2026 import t
 
 
 def narrowed(x: Tensor, largest: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -41,10 +41,11 @@ class FP8Projection(torch.autograd.Function):
         return grad_x, product(grad8.T, x8, (grad_back, x_back), fast=False)
 
 
-@has_twin
 def fp8_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return relu2_mlp of x (..., C), w_in (H, C) and w_out (C, H), and the largest square (). Its
-    twin in gpu_kernels.py makes all six matmuls in FP8, for which it divides the squares by scale
-    (). This plain function is in x's own dtype."""
+    """Return relu2_mlp of x (..., C), w_in (H, C) and w_out (C, H), and the largest square (). The
+    kernel makes all six matmuls in FP8, for which it divides the squares by scale (). The formula
+    is in x's own dtype."""
+    if "fp8_mlp" in t.IN_USE:
+        return t.gpu_kernels.AllFP8MLP.apply(x, w_in, w_out, scale)
     post = t.recomputed(t.relu_squared, F.linear(x, w_in))
     return F.linear(post, w_out), post.detach().max().float()

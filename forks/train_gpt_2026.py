@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train_gpt as t
-from train_gpt import BLOCK, END_OF_TEXT, Group, UserError, has_twin
+from train_gpt import BLOCK, END_OF_TEXT, Group, UserError
 
 Triple = tuple[float, float, float]
 
@@ -950,17 +950,19 @@ class Head(t.Head):
         # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
         self.grad_scale = 1.0 if hp.loss_sum else None
         self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
+        self.shares = None  # of several targets (K,), while a loss is computed
 
     @t.compiled
-    @has_twin
-    def chunk_loss(self, x, targets, scale, shares: Tensor | None = None) -> Tensor:  # overrides
+    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
         """Return scale times the summed loss () of the next token. With shares (K,) and targets
         (T, K) of next_targets, its gradient is that of the losses of all targets, times their
         shares; a target of -1 has no share."""
-        if shares is None:
+        if self.shares is None:
             return super().chunk_loss(x, targets, scale)
+        if "chunk_loss" in t.IN_USE:
+            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
         chances = torch.log_softmax(self.logits(x), dim=-1).gather(1, targets.clamp(min=0))
-        learned = -scale * (chances * shares * (targets >= 0)).sum()
+        learned = -scale * (chances * self.shares * (targets >= 0)).sum()
         shown = -scale * chances[:, 0].sum()
         return learned + (shown - learned).detach()
 
@@ -973,7 +975,11 @@ class Head(t.Head):
 
     def weighted_loss(self, x: Tensor, columns: Tensor, shares: tuple[float, ...]) -> Tensor:
         """Return what `loss` returns, for targets (T, K) with as many shares."""
-        return super().loss(x, columns, torch.stack([number(share, x) for share in shares]))
+        self.shares = torch.stack([number(share, x) for share in shares])
+        try:
+            return super().loss(x, columns)
+        finally:
+            self.shares = None
 
     def logits(self, x: Tensor) -> Tensor:  # overrides
         """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train_gpt_2026 as base
-from train_gpt_2026 import BLOCK, UserError, has_twin, t
+from train_gpt_2026 import BLOCK, UserError, t
 
 # -----------------------------------------------------------------------------
 # Settings
@@ -283,11 +283,12 @@ class CausalSelfAttention(base.CausalSelfAttention):
         return self.output(out, post)
 
 
-@has_twin
 def fp8_relu2_mlp(x, w_in, w_out, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return relu2_mlp of x (..., C), w_in (H, C) and w_out (C, H), and the largest square (). Its
-    twin in gpu_kernels.py makes the forward matmuls in FP8, for which it divides the squares by
-    scale (); without a scale, only the first one. This plain function is in x's own dtype."""
+    """Return relu2_mlp of x (..., C), w_in (H, C) and w_out (C, H), and the largest square (). The
+    kernel makes the forward matmuls in FP8, for which it divides the squares by scale (); without a
+    scale, only the first one. The formula is in x's own dtype."""
+    if "fp8_relu2_mlp" in t.IN_USE:
+        return t.gpu_kernels.FusedFP8MLP.apply(x, w_in, w_out, scale)
     post = t.recomputed(t.relu_squared, F.linear(x, w_in))
     return F.linear(post, w_out), post.detach().max().float()
 
@@ -306,7 +307,7 @@ class MLP(base.MLP):
 
     def product(self, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:  # overrides
         """Return relu2_mlp of x (..., C)."""
-        if not (self.training and getattr(self.fp8_product, "in_use", bool)()):  # without kernels
+        if not (self.training and self.fp8_product.__name__ in t.IN_USE):
             return super().product(x, w_in, w_out)
         out, largest = self.fp8_product(x, w_in, w_out, self.scale if self.squares_in_fp8 else None)
         self.largest.copy_(torch.maximum(self.largest, largest))

@@ -387,9 +387,9 @@ def main(record: str, choice: str, *parts: str) -> None:
     if run is of_august.Run:
         hp = replace(hp, canonical_mask=False, ngram_rows=1234)  # what the kernels do not see
     if choice == "on":
-        twins = {name: twin for name, (twin, *_) in gpu_kernels.TWINS.items()}
         has_fp8 = CAPABILITY >= 89
-        gpu_kernels.IN_USE.update({n: twins[n] for n in twins if has_fp8 or n != "fp8_mlp"})
+        names = [name for name in gpu_kernels.WRITTEN_FOR if has_fp8 or name != "fp8_mlp"]
+        gpu_kernels.IN_USE.update(names)
     for part in parts:
         # Capturing a graph forgets the Triton kernels of the one before, which is compiled by then.
         for label, graphs in graphs_of(part, hp, run):

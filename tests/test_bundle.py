@@ -49,12 +49,10 @@ def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
     for function in (train_gpt.train, train_gpt.attend, train_gpt.look_up):
         copied = getattr(core, function.__name__)
         assert inspect.getsource(copied) == inspect.getsource(function)
-    for name, (twin, *_) in gpu_kernels.TWINS.items():
-        copied = sys.modules["gpu_kernels"].TWINS[name][0]
-        if inspect.ismethod(twin):  # the `apply` of a torch.autograd.Function
-            twin, copied = twin.__self__.forward, copied.__self__.forward
+    for kernel in (gpu_kernels.fused_chunk_loss, gpu_kernels.matmul_relu2):
+        copied = getattr(sys.modules["gpu_kernels"], kernel.__name__)
         assert Path(inspect.getfile(copied)) == one
-        assert inspect.getsource(copied) == inspect.getsource(twin)
+        assert inspect.getsource(copied) == inspect.getsource(kernel)
 
 
 def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
@@ -75,7 +73,7 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
 def test_alone_it_trains_as_in_the_project_and_resumes(
     is_bundle, small_fork, one, flags, tmp_path, monkeypatch
 ):
-    """Bit for bit; train_gpt.py alone has no Triton twins. A log has its script and no other."""
+    """Bit for bit; train_gpt.py alone has no Triton kernels. A log has its script and no other."""
     original = small_fork if is_bundle else SCRIPT
     words = [*flags, "--save_every", "2", "--batch_seqs", "2", "--val_tokens", "512"]
     words += ["--run_id", "it", "--kernels", "off"]

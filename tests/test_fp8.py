@@ -132,5 +132,5 @@ def test_on_a_cpu_with_fast_bfloat16_it_is_in_that_and_only_in_training(monkeypa
     assert (out.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
     assert head.eval()(x).dtype == torch.float32
     assert head.train().double()(x.double()).dtype == torch.float64
-    head.fp8 = False
+    head.use_fp8 = False
     assert head.float()(x).dtype == torch.float32

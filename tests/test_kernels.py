@@ -138,16 +138,17 @@ def test_gradients_in_float8_are_laid_out_both_ways(rows, vocab, shares):
 @pytest.mark.parametrize("script", [train_gpt, train_gpt_2026])
 def test_a_chunk_equals_float64_with_gradients(script, fp8, tiny, tiny_2026, monkeypatch):
     """Also those that the twin's backward pass multiplies by another gradient, here 2."""
-    monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: fp8)
+    monkeypatch.setattr(kernels, "has_fp8", lambda device: fp8)
     hp = tiny if script is train_gpt else replace(tiny_2026, grad_s=2.0**9)
     hp = replace(hp, fp8=fp8, logit_softcap=15.0)
     arguments = kernels.example("chunk_loss", script.GPT(hp), hp, CPU, torch.float32, 32)
-    head, x, targets, scale, *shares = arguments
+    head, x, targets, scale = arguments
     head.weight.data *= 0.2  # no value leaves the range of float8
     loss = kernels.fused_chunk_loss(*arguments)
     loss_grads = torch.autograd.grad(2 * loss, [x, head.weight])
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, head.weight))
-    targets, shares = targets.view(32, -1), shares[0].tolist() if shares else [1.0]
+    shares = head.shares.tolist() if script is train_gpt_2026 else [1.0]
+    targets = targets.view(32, -1)
     cap = SHIFTED if script is train_gpt_2026 else 15.0
     expected, grads = exact_loss(x64 @ w64.T, targets, cap, shares)
     assert loss.item() == pytest.approx(scale * expected, rel=5e-3 if fp8 else 1e-6)
@@ -242,14 +243,14 @@ def test_kernels_neither_read_nor_write_beyond_their_tensors(fenced):
     assert torch.equal(grads.T, grads_t) and grads.isfinite().all()
 
 
-@pytest.mark.parametrize("name", kernels.TWINS)
-def test_each_twin_was_written_for_the_plain_functions_as_they_are(name, tiny, tiny_2026):
-    """If this fails, change the twin with its function, and then the digest in gpu_kernels.py."""
+@pytest.mark.parametrize("name", kernels.WRITTEN_FOR)
+def test_each_kernel_was_written_for_the_formulas_as_they_are(name, tiny, tiny_2026):
+    """If this fails, change the kernel with its formula, and then the digest in gpu_kernels.py."""
     of_july = train_gpt_2026_07.GPT(train_gpt_2026_07.RECORDS["demo"])
     of_august = train_gpt_2026_08.GPT(replace(train_gpt_2026_08.RECORDS["demo"], vocab_size=512))
     models = train_gpt.GPT(tiny), train_gpt_2026.GPT(tiny_2026), of_july, of_august
     models = [model for model in models if name in model.kernels]
-    assert {kernels.digest(model, name) for model in models} == set(kernels.TWINS[name][1])
+    assert {kernels.digest(model, name) for model in models} == set(kernels.WRITTEN_FOR[name])
 
 
 FOUND = {"compiled": train_gpt.compiled, "memory_is_small": train_gpt.memory_is_small}
@@ -257,18 +258,23 @@ FOUND = {"compiled": train_gpt.compiled, "memory_is_small": train_gpt.memory_is_
 
 @pytest.fixture
 def fake_kernels(monkeypatch):
-    """Return install(name=twin, ...): it returns a model with kernels that square."""
+    """Return install(name=kernel, ...): it returns a model with functions that square, or call
+    these kernels."""
 
-    def install(**twins):
+    def install(**kernel_of):
         example = randn(100).requires_grad_()
-        made = {name: (twin, "square") for name, twin in twins.items()}
-        monkeypatch.setattr(kernels, "TWINS", made)
+
+        def functions(model, name):
+            def square(x):
+                return kernel_of[name](x) if name in kernels.IN_USE else x.square()
+
+            return [FOUND.get(name, square)]
+
+        monkeypatch.setattr(kernels, "WRITTEN_FOR", dict.fromkeys(kernel_of, ("square",)))
         monkeypatch.setattr(kernels, "example", lambda *given: (example,))
-        monkeypatch.setattr(
-            kernels, "functions", lambda model, name: [FOUND.get(name, torch.square)]
-        )
+        monkeypatch.setattr(kernels, "functions", functions)
         monkeypatch.setattr(kernels, "digest", lambda model, name: "square")
-        return SimpleNamespace(kernels=tuple(twins))
+        return SimpleNamespace(kernels=tuple(kernel_of))
 
     return install
 
@@ -281,7 +287,7 @@ def chosen(model, hp, all_reduce_=all_reduce_) -> tuple[list[str], list[str]]:
     """Return the kernels in use after a choice on a CPU, and what it says."""
     lines = []
     kernels.choose_kernels(model, hp, CPU, all_reduce_, lines.append)
-    return list(kernels.IN_USE), lines
+    return sorted(kernels.IN_USE), lines
 
 
 class Shuffled(torch.autograd.Function):
@@ -374,20 +380,19 @@ def test_on_a_gpu_times_are_medians_of_rounds_in_turn_at_the_run_s_size(
 ):
     """The device is a CPU that says it is a GPU. If memory is small or short, nothing is timed."""
     sizes, calls, times = [], [], iter([9.0, 2.0, 3.0, 8.0, 3.5, 1.0])
-    twin = lambda x: x.square()  # noqa: E731
 
     def example(*given):
         sizes.append(given[-1])
         return (randn(100).requires_grad_(),)
 
     def bench(call):
-        calls.append(call.args[0])
+        calls.append(tuple(call.args[2]))
         return next(times)
 
     def short_of_memory(call):
         raise torch.OutOfMemoryError
 
-    fake_kernels(square=twin)
+    fake_kernels(square=torch.square)
     monkeypatch.setattr(kernels, "example", example)
     monkeypatch.setattr(kernels, "TIMES", {})
     cases = ((True, bench, []), (False, short_of_memory, []), (False, bench, [[3.5, 2.0]]))
@@ -396,7 +401,7 @@ def test_on_a_gpu_times_are_medians_of_rounds_in_turn_at_the_run_s_size(
         monkeypatch.setattr(kernels.triton.testing, "do_bench", function)
         assert kernels.fault("square", None, tiny, SimpleNamespace(type="cuda")) == ""
         assert list(kernels.TIMES.values()) == expected
-    assert calls == [calls[0], calls[1]] * 3 and calls[0] != calls[1]
+    assert calls == [(), ("square",)] * 3
     assert sizes == [2048, 2048] + [2048, 2048, tiny.seq_len] * 2
 
 
@@ -417,8 +422,8 @@ def test_twins_agree_on_the_examples(name, tiny, tiny_2026, monkeypatch):
     model = script.GPT(hp)
     rows = 32 if name == "chunk_loss" else 128
     arguments = kernels.example(name, model, hp, CPU, torch.float32, rows)
-    both = kernels.functions(model, name)[0], kernels.TWINS[name][0]
-    plain, fused = (kernels.outcome(function, arguments) for function in both)
+    function = kernels.functions(model, name)[0]
+    plain, fused = (kernels.outcome(function, arguments, in_use) for in_use in (set(), {name}))
     for expected, found in zip(plain, fused, strict=True):
         assert relative_error(found, expected) < 1e-5
     monkeypatch.setattr(kernels, "example", lambda *given: arguments)
@@ -438,7 +443,7 @@ def test_steps_with_kernels_are_those_without(script, tiny, tiny_2026, randomize
     batch, losses = (tokens[:, :-1].int(), tokens[:, 1:]), []
     for choice in (False, True):
         model = randomize(script.GPT(hp))
-        kernels.IN_USE.update({n: kernels.TWINS[n][0] for n in model.kernels if choice})
+        kernels.IN_USE.update(model.kernels if choice else ())
         optimizers = script.Optimizers(model, hp)
         moments = [script.Moment(step, hp) for step in range(3)]
         results = [train_gpt.train_step(model, optimizers, *batch, now) for now in moments]

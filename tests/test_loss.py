@@ -111,6 +111,37 @@ def test_a_scaled_loss_has_scaled_gradients_though_its_forward_pass_makes_them()
         assert whole.any() and torch.equal(whole / 8, eighth)
 
 
+def test_every_tensor_that_requires_a_gradient_gets_it(tiny):
+    """Also a leaf outside of the head that chunk_loss reads, here over three chunks."""
+    gain = torch.ones(WIDTH, requires_grad=True)
+
+    class Own(train_gpt.Head):
+        def logits(self, x):
+            return super().logits(gain * x)
+
+    x, head, targets = case(train_gpt, 600)
+    head.__class__ = Own
+    whole = torch.autograd.grad(head.chunk_loss(x, targets, 1 / 600), [x, head.weight, gain])
+    chunked = torch.autograd.grad(head.loss(x, targets), [x, head.weight, gain])
+    for found, expected in zip(chunked, whole, strict=True):
+        assert expected.any() and relative_error(found, expected) < 1e-5
+
+
+def test_the_head_alone_may_learn_and_all_but_the_head(tiny, randomize):
+    model, tokens = randomize(train_gpt.GPT(tiny)), torch.arange(tiny.seq_len)
+    loss_of = lambda: model(tokens.int(), tokens, train_gpt.Moment(0, tiny))  # noqa: E731
+    loss_of().backward()
+    expected = {name: p.grad.to_dense() for name, p in model.named_parameters()}
+    for learns in ("lm_head.weight", "embed.weight"):
+        model.requires_grad_(False)
+        model.get_parameter(learns).requires_grad_()
+        model.zero_grad()
+        loss_of().backward()
+        found = [name for name, p in model.named_parameters() if p.grad is not None]
+        grad = model.get_parameter(learns).grad.to_dense()
+        assert found == [learns] and relative_error(grad, expected[learns]) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("script", "settings", "constant"),
     [

@@ -52,12 +52,11 @@ class Timed:
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1  # those that bench.py times
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start, notes = clock(device), []
-        self.in_use = core.choose_kernels.__globals__.get("IN_USE", {})  # of gpu_kernels.py
         self.model = core.build(run_class, hp, device)
         self.compiled = core.compiled.allowed
         self.optimizers = run_class.Optimizers(self.model, hp, RANK, RANKS)
         core.warm_up(self.model, self.optimizers, self.moments, device, log=notes.append)
-        self.kernels = dict(self.in_use)
+        self.kernels = set(core.IN_USE)
         self.report = {"script": script.show(path), "record": record, "flags": shlex.join(flags)}
         self.report |= {"data": self.data, "compiled": self.compiled, "notes": "; ".join(notes)}
         self.report["warm_up_s"] = clock(device) - start
@@ -71,9 +70,8 @@ class Timed:
     def step(self, step: int) -> Tensor:
         """Train on the next batch as a run does at this step, and return the inputs (n, T). Where
         Adam learns at every second step only, so it does in every second call."""
-        if self.in_use != self.kernels:  # those of the other model in this process
-            self.in_use.clear()
-            self.in_use.update(self.kernels)
+        self.core.IN_USE.clear()  # of those of another model in this process
+        self.core.IN_USE.update(self.kernels)
         self.core.compiled.allowed = self.compiled
         if step not in self.batches:
             self.batches[step] = self.batches_of(self.moments[step])

@@ -232,11 +232,18 @@ def test_the_projection_in_fp8_equals_float64_with_gradients():
         assert relative_error(one.detach(), right) < 4e-3  # of bfloat16, and of ties
 
 
+def plain(x, w_in, w_out, scale) -> tuple:
+    """Compute what the kernels of the MLP in FP8 do, without FP8."""
+    post = (x @ w_in.T).relu().square()
+    return post @ w_out.T, post.detach().max().float()
+
+
 def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
     """In training, where a GPU has it: seven projections and eleven MLPs. The next step's scales of
     squares are of this one's largest, with little room."""
     monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: True)
-    monkeypatch.setattr(august.fp8_mlp, "in_use", lambda: True)
+    kernels.IN_USE.add("fp8_mlp")
+    monkeypatch.setattr(kernels.AllFP8MLP, "apply", plain)
     calls = []
 
     def project(x, w):
@@ -272,7 +279,8 @@ def batch_of(hp, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypatch):
     """Of all its sequences, and of this step alone. Validation changes none."""
-    monkeypatch.setattr(july.fp8_relu2_mlp, "in_use", lambda: True)
+    kernels.IN_USE.add("fp8_relu2_mlp")
+    monkeypatch.setattr(kernels.FusedFP8MLP, "apply", plain)
     hp = replace(july.RECORDS["demo"], **SIZES, fp8=False)
     model, seen = randomize(july.GPT(hp)), []
     optimizers, mlps = july.Optimizers(model, hp), [block.mlp for block in model.blocks]
@@ -321,7 +329,8 @@ FLAGS = f"--record 2026-07 --layers {TABLE} --bigram_signs 37 --fp8 off"
 
 def in_fp8(words: list[str]) -> None:
     """Run main on the path of FP8, whose matmuls are plain on a CPU."""
-    july.fp8_relu2_mlp.in_use = lambda: True
+    train_gpt.choose_kernels = lambda *_: train_gpt.IN_USE.add("fp8_relu2_mlp")
+    kernels.FusedFP8MLP.apply = plain
     train_gpt.main(words, july.Run)
 
 
