@@ -24,21 +24,21 @@
 #   ./run.sh test slow | gpu           only the slow tests | only those that need a GPU
 #   ./run.sh [SCRIPT.py] --help        this page, and the flags of a script
 #
-# NPROC=n uses n GPUs. PYTHON=path names another Python (3.11 or later): run.sh starts that one if it
-# has torch, or else an environment made of it. A .venv that run.sh did not make is used if it has
-# what is needed, and is never changed.
+# NPROC=n uses n GPUs. PYTHON=path names another Python (3.11 or later): run.sh starts it if it has
+# torch, or else makes an environment from it. run.sh uses a .venv that it did not make if nothing
+# is missing in it, and never changes it.
 set -euo pipefail
 
 unset CDPATH # cd would look for folders elsewhere
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
 case "$python" in
-[!/]*/*) python="$PWD/$python" ;; # so that it is found after a cd, too
+[!/]*/*) python="$PWD/$python" ;; # so that it is still found after a cd
 esac
 venv="$here/.venv"
 
-# In any locale, Python reads our files, and prints, as UTF-8. Its optimization strips the docstrings
-# and assertions that tools, and this script, need.
+# Python reads our files, and prints, as UTF-8 in any locale. PYTHONOPTIMIZE would strip docstrings
+# and assertions, which tools and this script need.
 export PYTHONUTF8=1
 unset PYTHONOPTIMIZE
 
@@ -51,7 +51,7 @@ fi
 # Some things must be set before Python starts. OpenMP's threads spin while they wait for each other:
 # on a busy machine, a long spin makes a step several times as long; on an idle one, a short spin
 # costs a little (BENCHMARKS.md). The fourth field of /proc/loadavg, such as 2/80, says how many
-# threads can run now, this one among them. glibc shall keep freed memory: otherwise each chunk of
+# threads can run now, including this one. glibc shall keep freed memory: otherwise each chunk of
 # logits takes new pages from the system, which costs a tenth to a fifth of the demo's time.
 if [ -r /proc/loadavg ]; then
     export MALLOC_MMAP_MAX_="${MALLOC_MMAP_MAX_-0}"
@@ -76,13 +76,13 @@ has_gpu() { # nvidia-smi may also say that it found none
     grep -q '^GPU [0-9]*: ' <<<"$(nvidia-smi -L 2>/dev/null)"
 }
 
-# With -c, -m and -, Python imports files of the current folder, such as an ast.py, unless it has -P.
+# Without -P, Python's -c, -m and - import files of the current folder, such as an ast.py.
 
 import_torch() { # import what training needs; the last line of an error says what is missing
     "$1" -P - <<'EOF'
 import numpy, torch, tqdm
 if torch.cuda.is_available():
-    import huggingface_hub  # by which FineWeb is fetched
+    import huggingface_hub  # downloads FineWeb
 version = tuple(map(int, torch.__version__.split(".")[:2]))
 assert version >= (2, 11), "torch is older than 2.11"
 EOF
@@ -93,7 +93,7 @@ has_torch() { import_torch "$1" 2>/dev/null; }
 
 has_pip() { "$1" -P -c 'import pip' 2>/dev/null; }
 
-packages_missing() { # packages_missing FOLDER: print what its requirements.txt names, and is missing
+packages_missing() { # packages_missing FOLDER: print what is missing of its requirements.txt
     "$python" -P - "$here/$1/requirements.txt" <<'EOF'
 import re, sys
 from importlib.metadata import PackageNotFoundError, distribution
@@ -113,12 +113,12 @@ EOF
 
 version_of() { "$1" -P -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
 
-is_named() { # whether .venv was made of the Python that PYTHON names; any will do if it names none
+is_named() { # whether .venv was made from PYTHON's Python; if PYTHON names none, any will do
     [ -z "${PYTHON-}" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ]
 }
 
-is_foreign() { # whether .venv is not run.sh's to make or to change
-    if [ -L "$venv" ]; then # what it leads to is never replaced, so it has to be complete
+is_foreign() { # whether run.sh may not make or change .venv
+    if [ -L "$venv" ]; then # its target is never replaced, so it must be complete
         ! marked "$here/requirements.txt" run
     else
         case "$(ls -A "$venv" 2>/dev/null)" in
@@ -153,7 +153,7 @@ must_write() { # stop if nothing can be installed
 
 make_venv() { # make_venv [flags of venv]: make .venv, in place of an older one
     local base
-    # This is the Python outside of all environments: $python may be in .venv, if that is activated.
+    # This Python is outside all environments: $python may be in .venv, if that is activated.
     # An older Python does not know -P.
     base="$("$python" -P -c 'import sys; print(sys._base_executable)' 2>/dev/null)" ||
         die "$python is not Python 3.11 or later: install that, or name one with PYTHON=path"
@@ -163,7 +163,7 @@ make_venv() { # make_venv [flags of venv]: make .venv, in place of an older one
     if [ -e "$venv/bin/python" ] && ! is_named; then
         echo "run.sh: $venv is of another Python than $PYTHON: replacing it" >&2
     fi
-    # If this is interrupted, .venv is still run.sh's, and is known to be incomplete.
+    # If this is interrupted, the next run.sh knows that .venv is its own, and incomplete.
     mkdir -p "$venv"
     touch "$venv/.made-by-run.sh"
     rm -f "$venv"/.installed-*
@@ -171,14 +171,14 @@ make_venv() { # make_venv [flags of venv]: make .venv, in place of an older one
     "$base" -P -m venv "$@" "$venv"
 }
 
-# One run.sh at a time installs packages; others wait for it, and then find them. The lock belongs to
+# One run.sh at a time installs packages; others wait, then find them installed. The lock belongs to
 # the open file, which Python inherits, and ends when the file is closed.
 lock() {
     must_write
     progress "installing"
     [ -w "$here" ] || return 0
     exec 9>"$here/.run.lock"
-    # Without a new enough Python, make_venv stops.
+    # If Python is too old, make_venv stops.
     "$python" -P -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true
 }
 
@@ -187,7 +187,7 @@ unlock() {
     progress "starting Python, which imports torch"
 }
 
-progress() { # progress TEXT: after two seconds, and then every ten, say this in place of before
+progress() { # progress TEXT: print this after two seconds, then every ten, not the text before
     exec 8>&-
     exec 8> >(say_progress "$1" >/dev/null) # it ends when the other end is closed, here or by Python
     export RUN_SH_TICKER=8                  # for tools/console.py
@@ -198,10 +198,10 @@ say_progress() {
     while true; do
         before=$SECONDS
         read -r -t 2 || true
-        [ "$SECONDS" -gt "$before" ] || return 0 # not by the time: the other end is closed
+        [ "$SECONDS" -gt "$before" ] || return 0 # read returned early: the other end is closed
         seconds=$((seconds + 2))
         [ $((seconds % 10)) = 2 ] || continue
-        if [ "$1" = installing ]; then # torch has gigabytes
+        if [ "$1" = installing ]; then # torch takes gigabytes
             read -r last < <(tail -n 1 "$venv/pip.log" 2>/dev/null) || true
         fi
         echo "run.sh: $1, $seconds s${last:+: ${last:0:100}}" >&2
@@ -213,7 +213,7 @@ pip_install() { # pip_install FLAGS: errors are shown, the rest is for say_progr
         >"$venv/pip.log"
 }
 
-# Each requirements.txt is installed once: .venv keeps a copy to tell whether it has changed.
+# Each requirements.txt is installed once: .venv keeps a copy to see whether it has changed.
 marked() { cmp -s "$1" "$venv/.installed-$2" && is_named; }
 mark() { cp "$1" "$venv/.installed-$2"; }
 
@@ -225,7 +225,7 @@ venv_has_torch() {
     fi
 }
 
-setup() { # choose a Python that has torch: the one that PYTHON names, .venv's, python3 or a new .venv's
+setup() { # choose a Python with torch: the one that PYTHON names, .venv's, python3 or a new .venv's
     if [ "${PYTHON-}" ] && has_torch "$python"; then return; fi
     if ! venv_has_torch; then
         if [ -z "${PYTHON-}" ] && has_torch "$python"; then return; fi
@@ -300,8 +300,8 @@ test)
     shift
     setup_more tools
     setup_more tests
-    # Tests share the cores. Each process begins with neighbouring tests, which share fixtures, and
-    # takes over tests of the others when it has finished. A GPU's memory is for one process.
+    # Tests share the cores. Each process starts with neighbouring tests, which share fixtures, and
+    # takes tests from the others when it is done. A GPU's memory fits one process.
     if [ $# = 0 ] && ! has_gpu; then
         set -- -n auto --maxprocesses 4 --dist worksteal
     elif [ -n "${1:-}" ] && [ -d "$here/tests/$1" ]; then
@@ -326,7 +326,7 @@ test)
 tools | tools/* | ./tools/*)
     tool="${1#./}"
     tool="${tool%.py}.py"
-    if ! grep -qs __main__ "$here/$tool"; then # other files are no programs
+    if ! grep -qs __main__ "$here/$tool"; then # other files are not programs
         cd "$here"
         known=$(grep -l __main__ tools/*.py)
         die "there is no tool $tool; there are" $known
