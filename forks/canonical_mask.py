@@ -1,6 +1,6 @@
-"""Which tokens cannot follow a token, because GPT-2's tokenizer would have made others of their
-text: the mask of forks/train_gpt_2026_08.py. It knows the tokenizer's merges alone. The rule is
-that of record 91 of github.com/KellerJordan/modded-nanogpt."""
+"""Which tokens cannot follow a token, because GPT-2's tokenizer would have split their text in
+another way: the mask of forks/train_gpt_2026_08.py. It knows only the tokenizer's merges. The rule
+comes from record 91 of github.com/KellerJordan/modded-nanogpt."""
 
 import re
 import unicodedata

@@ -3,23 +3,23 @@
     ./run.sh forks/five_minutes.py --seconds 300                      # an H100; on a CPU, a demo
     ./run.sh forks/five_minutes.py --record rtx_4090 --seconds 300    # a card of 24 GB
 
-It has not run on a GPU. Sizes follow a rule (Hoffmann et al., arXiv 2203.15556): N parameters want
-D = 20 N tokens, which cost 6 N D FLOP. N counts matrices, the head's too, but no embeddings. The
-rates are assumed: the published time of 2025-01-26 means 350 TFLOP/s for each of its 8 H100s, 35 %
+It has not run on a GPU. Sizes follow a rule (Hoffmann et al., arXiv 2203.15556): N parameters need
+D = 20 N tokens, which cost 6 N D FLOP. N counts matrices, including the head, but no embeddings. We
+assume the rates: the published time of 2025-01-26 means 350 TFLOP/s for each of its 8 H100s, 35 %
 of their bfloat16 peak; an RTX 4090 gets 36 %. --seconds measures the rate, and sets the steps.
 
     record         TFLOP/s   FLOP in 300 s       N       D   FLOP of D   seconds   batch   steps
     five_minutes       350         1.05e17   29.9M  598.7M     1.08e17       307  393216    1522
     rtx_4090            60         1.80e16   12.6M  252.1M     1.91e16       318  196608    1282
 
-The memory is about 8 GB and 5 GB (estimates). Six layers are 2025-01-26's three first and three
-last ones, with all value tables. The batch grows with D, not with N (arXiv 2410.21676): here about
+They need about 8 GB and 5 GB of memory (estimates). The six layers are 2025-01-26's first three and
+last three, with all value tables. The batch grows with D, not with N (arXiv 2410.21676): here about
 as its square root. Learning rates are 2025-01-26's: the spectral norm of Muon's updates, on which
 they depend, is the same at all widths (arXiv 2310.17813).
 
 The demo cannot follow the rule. At 40 GFLOP/s, a CPU core would get N = 0.3M, but the head has 3.2M
 at width 64. Single trials of 40 to 60 s chose this width, among 32 to 128, and 512 tokens a step,
-among 256 to 2048. Half of all learning rates was worse there, and three times the head's, too.
+among 256 to 2048. Halving all learning rates was worse there, and so was tripling the head's.
 """
 
 import sys

@@ -1,5 +1,5 @@
 """Attention's projection and the MLP of forks/train_gpt_2026_08.py in FP8, forward and backward, on
-GPUs that have it. Scales are those of record 92 of github.com/KellerJordan/modded-nanogpt, for
+GPUs that have it. Scales come from record 92 of github.com/KellerJordan/modded-nanogpt, for
 gradients of a sequence's summed loss."""
 
 import torch

@@ -1,5 +1,5 @@
 """The table of bigrams and trigrams of forks/train_gpt_2026_08.py: hashes of tokens select rows,
-ranks share them, and they learn by an Adam of their own. Numbers are those of record 92 of
+ranks share them, and they learn by their own Adam. The numbers come from record 92 of
 github.com/KellerJordan/modded-nanogpt."""
 
 import re

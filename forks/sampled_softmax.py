@@ -1,5 +1,5 @@
-"""Sampled softmax, for forks/train_gpt_2026_08.py: in training, the softmax of a sequence has a
-part of the vocabulary, its targets and other tokens in turn. The rule is that of record 92 of
+"""Sampled softmax, for forks/train_gpt_2026_08.py: in training, the softmax of a sequence covers a
+part of the vocabulary: its targets, and other tokens in turn. The rule comes from record 92 of
 github.com/KellerJordan/modded-nanogpt, with a sequence in place of a rank."""
 
 from collections.abc import Iterator

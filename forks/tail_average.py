@@ -1,6 +1,6 @@
-"""Averages of the last steps' weights, with which forks/train_gpt_2026_08.py ends. Numbers are
-those of record 92 of github.com/KellerJordan/modded-nanogpt, for its 1194 steps. Other runs have
-the same shares of theirs."""
+"""Averages of the last steps' weights, with which forks/train_gpt_2026_08.py ends. The numbers come
+from record 92 of github.com/KellerJordan/modded-nanogpt, for its 1194 steps. Other runs use the
+same shares of their own steps."""
 
 import torch
 

@@ -4,11 +4,11 @@
     ./run.sh forks/train_gpt_2026.py                                    # the same; on a CPU, a demo
 
 This file imports train_gpt.py and overrides what the records changed. Each technique is a setting,
-or a word in a row of layers or stages, so each can be turned off. Numbers are those of the sources
+or a word in a row of layers or stages, so each can be turned off. The numbers come from the sources
 in the public logs, in github.com/KellerJordan/modded-nanogpt. A name such as
 2025-12-14_PartialKeyOffset is the public record that introduced a technique.
 
-What is overridden, in train_gpt.py's order:
+It overrides, in train_gpt.py's order:
 
     Settings         the new settings; tables of layers, stages and Adam's groups; the records
     Data             sequences that begin with a document; long documents are cut

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026_07.py    # the newest, number 89
     ./run.sh forks/train_gpt_2026_07.py                                    # the same; or a demo
 
-It imports train_gpt_2026.py, and overrides what the records since then changed. Numbers are those
-of github.com/KellerJordan/modded-nanogpt. The techniques, in the order in which a token meets them:
+It imports train_gpt_2026.py, and overrides what the records since then changed. The numbers come
+from github.com/KellerJordan/modded-nanogpt. The techniques, in the order that a token meets them:
 
     signs            embeddings of bigrams are multiplied by random signs, chosen by another hash
     mixers           small MLPs turn each token's stream into gates and factors of the layers
@@ -12,7 +12,7 @@ of github.com/KellerJordan/modded-nanogpt. The techniques, in the order in which
     xsa              a share of what attention finds along a token's own value is subtracted
     FP8 in MLPs      the forward matmuls of MLPs, by a kernel
     mudd             the last layer and the head mix streams of earlier layers, by token
-    prefix loss      the longest token that begins the next token is a target, too
+    prefix loss      the longest token that begins the next token is also a target
     pairs in Muon    q and k are orthogonalised in pairs of heads
 """
 

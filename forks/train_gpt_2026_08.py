@@ -3,16 +3,16 @@
     torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026_08.py    # number 92, 39.9 s
     ./run.sh forks/train_gpt_2026_08.py                                    # the same; or a demo
 
-It imports train_gpt_2026_07.py, and overrides what the record changed. Numbers are those of
+It imports train_gpt_2026_07.py, and overrides what the record changed. The numbers come from
 github.com/KellerJordan/modded-nanogpt. Each technique is a setting or words of --layers:
 
-    n-gram table     hashed bigrams and trigrams have 84.6 million rows: ngram_table.py
-    sampled softmax  in training, the softmax has a part of the vocabulary: sampled_softmax.py
+    n-gram table     hashed bigrams and trigrams share 84.6 million rows: ngram_table.py
+    sampled softmax  in training, the softmax covers a part of the vocabulary: sampled_softmax.py
     ANVIL            Muon with two momenta and other maps: anvil.py
-    narrow heads     short attention has half of the channels of q and k, some of v, too
-    fewer layers     some have no attention, one no MLP, one two MLPs; mixers add x0 and n-grams
+    narrow heads     short attention has half the channels of q and k, some layers also of v
+    fewer layers     some lack attention, one an MLP, one has two MLPs; mixers add x0 and n-grams
     groups           at the end, groups of channels mix the streams of earlier layers differently
-    FP8              in attention's projections and in MLPs, backward too: fp8_layers.py
+    FP8              in attention's projections and in MLPs, also backward: fp8_layers.py
     averages         the run ends with averages of its last weights: tail_average.py
     mask             the last validation excludes tokens that cannot follow: canonical_mask.py
 """

@@ -4,9 +4,9 @@
     ./run.sh forks/train_gpt_track3.py --record soap-demo    # the same optimizer, small, on a CPU
 
 The benchmark fixes the model, the data, the batch and one backward pass a step. Optimizer, schedule
-and first weights are free. The records are results of github.com/KellerJordan/modded-nanogpt,
+and initial weights are free. The records are results of github.com/KellerJordan/modded-nanogpt,
 records/track_3_optimization. Their optimizers and settings are in forks/optimizers; forks/README.md
-has a table, and shows how to add one.
+lists them, and shows how to add one.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Muown: each row of a matrix is a length times a direction, which learn apart. Directions learn by
 Muon, and lengths by Adam. arXiv 2605.10797. Result 23: 3075 steps, 3.2790 (30 runs), pull request
-288. The result's log decides here; the README in its folder is of an older run."""
+288. We follow the result's log; the README in its folder describes an older run."""
 
 import torch
 from muon import average, nesterov

@@ -1,5 +1,5 @@
 """NorMuon: Muon whose neurons all move equally far: a second moment for each row of an update, or
-each column of a wide one, divides it. arXiv 2510.05491. Contra-Muon first takes off a share of the
+each column of a wide one, divides it. arXiv 2510.05491. Contra-Muon first subtracts a share of the
 momentum itself (github.com/nilin/contra-muon).
 
     10  normuon        3250 steps, 3.2789 (20 runs), pull request 276

@@ -1,6 +1,6 @@
 """SOAP-Muon: Muon's momentum, divided by the root of its second moment in SOAP's bases, and then
 orthogonalised. nikhilvyas.github.io/SOAP_Muon.pdf. All three results have a lookahead, a floor and
-a radius (around.py, norm_control.py). First steps are as undetermined as those of SOAP.
+a radius (around.py, norm_control.py). The first steps are as undetermined as SOAP's.
 
     44  soap_muon  2750 steps, 3.2789 (20 runs), pull request 321
     45  tail_ema   2720 steps, 3.2786 (10 runs), pull request 325: and a blend at the end
