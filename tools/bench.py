@@ -3,12 +3,12 @@
     ./run.sh tools/bench.py [SCRIPT.py] [--steps 20] [its flags]    time a record, or any flags
     ./run.sh tools/bench.py --vs "--fp8 off" [flags]                against a second configuration
     ./run.sh tools/bench.py --vs "my_fork.py --fp8 off" [flags]     of another script
-    ./run.sh tools/bench.py --trace 2 [flags]                       profile two steps, too
+    ./run.sh tools/bench.py --trace 2 [flags]                       also profile two steps
     NPROC=N ./run.sh tools/bench.py ...                             on N GPUs; the default is all
 
-Steps are those of the script, train_gpt.py if none is named, at the first, the middle and the last
-step of its schedule. Nothing is logged. A step has the whole global batch; with --batch_seqs 1, one
-GPU is measured quickly. Two configurations take turns, so both models are in memory.
+It times steps of the script (train_gpt.py if none is named) at the first, the middle and the last
+step of its schedule. Nothing is logged. A step takes the whole global batch; --batch_seqs 1
+measures one GPU quickly. Two configurations take turns, so both models are in memory.
 
 --json prints one object at the end: machine, runs, windows, trace (path, table, and a step's
 launches of kernels). A run has: script, record, flags, data, compiled, notes (chosen kernels),
@@ -116,7 +116,7 @@ def trace_steps(run: Timed, count: int) -> dict:
     """Profile steps at the middle window, on all ranks; rank 0 writes its trace into logs/."""
     from torch.profiler import profile, record_function
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no log lines of the profiler
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no log lines from the profiler
     with profile() as profiled:
         for _ in range(count):
             with record_function("step"):
@@ -180,7 +180,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = console.parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed at each window")
     parser.add_argument("--vs", metavar="FLAGS", type=shlex.split, help="also time these flags")
-    parser.add_argument("--trace", type=int, default=0, metavar="N", help="profile N steps, too")
+    parser.add_argument("--trace", type=int, default=0, metavar="N", help="also profile N steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     args, flags = parser.parse_known_args(argv)
     if args.steps < BLOCKS or args.trace < 0:

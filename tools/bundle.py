@@ -2,8 +2,8 @@
 
     ./run.sh tools/bundle.py SCRIPT.py OUT.py
 
-OUT.py must be new, or an older bundle. It has each source unchanged, the script's at the end; the
-others run when they are imported. Its log begins with all the code that trained.
+OUT.py must be new, or an older bundle. It holds each source unchanged, the script's at the end;
+the others run when they are imported. Its log begins with all the code that trained.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def bundle(path: Path, wrapper: str = "") -> str:
-    """Return the source of a script and all that it imports of the project. A wrapper is source
+    """Return the source of a script and all that it imports from the project. A wrapper is source
     that stands at the end and can import the script. UserError if it cannot be one file."""
     modules, source = script.sources(path), wrapper
     if not wrapper:
@@ -51,7 +51,7 @@ def bundle(path: Path, wrapper: str = "") -> str:
         raise UserError(f"{path} imports from __future__, which must begin a file")
     whole = BEGINNING.format(name=path.name, made=MADE)
     for module in modules:
-        # Three ' would end the string, so they are a string of their own.
+        # Three ' would end the string, so they become a separate string.
         text = module.read_text("utf-8").replace("'''", "''' \"'''\" r'''")
         whole += f"Bundled({module.stem!r}, r'''\n{text}''')\n\n"
     return whole + source

@@ -1,4 +1,4 @@
-"""The checkpoint that a tool works on: the one that it is given, or the newest one under logs/."""
+"""The checkpoint that a tool works on: the one it is given, or the newest one under logs/."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Checkpoint:
 
     def model(self, device: torch.device, **changed) -> GPT:
         """Return its model on a device, for evaluation; `changed` replaces settings. UserError if
-        its weights are those of other settings."""
+        its weights do not fit its settings."""
         hp = replace(self.hp, **changed)
         try:
             with doing("building the model"):
@@ -72,12 +72,12 @@ def read(path: Path, script: Path | None) -> tuple[dict, type[train_gpt.Run]]:
 
 
 def settings_of(saved: dict, run_class: type[train_gpt.Run], flags: list[str]) -> Hyperparameters:
-    """Return a checkpoint's settings, changed by flags. A published checkpoint has none: they are
-    those of --record, or of the default record. UserError for a bad flag."""
+    """Return a checkpoint's settings, changed by flags. A published checkpoint has none: they
+    come from --record, or from the default record. UserError for a bad flag."""
     if "hyperparameters" not in saved:
         flags = ["--record", run_class.default_record, *flags]
         return core(run_class).parse_args(flags, run_class)[0]
-    # The machine, and how it is used, may be others now.
+    # The machine, and how it is used, may differ now.
     here = {name: getattr(Hyperparameters(), name) for name in ("device", "compile", "kernels")}
     own = replace(saved["hyperparameters"], run_id="", resume=False, **here)
     names = {"records": {saved["record"]: own}, "default_record": saved["record"]}

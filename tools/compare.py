@@ -13,11 +13,11 @@ a machine that becomes slower affects both. There are at most --runs pairs. They
 questions, each with a 95 % interval and p:
 
     loss      Is B's last loss lower? The number of a pair is loss of B - loss of A.
-    time      Is a step of B faster? The number is ln(time of a step of B / that of A).
+    time      Is a step of B faster? The number is ln(step time of B / step time of A).
     sooner    Does B reach A's loss sooner? The number is ln(time of B / time of A) + (loss of B -
               loss of A) / worth. The worth of time is how much lower the loss is after e times the
               steps: one run of A with a quarter more steps measures it, because the loss falls with
-              the logarithm of the steps. The worth is taken as exact.
+              the logarithm of the steps. The test treats the worth as exact.
 
 The comparison ends when the question of --judge has an answer, or when all losses are equal: then
 the change does nothing. The test is sequential: it looks after each pair from the fourth on. After
@@ -26,13 +26,13 @@ looks together call a difference significant in 1 % of the comparisons (--alpha)
 after each of 20 pairs would do so in 7 %. Each question has the same limits and so the same alpha,
 whichever question ends the comparison; three questions have at most three times as much. With at
 most 20 pairs, the test finds a difference of one standard deviation of the pairs with a probability
-of 85 %, after 14.2 pairs on average. A fixed t-test of that power needs 17 pairs. These figures are
-for normally distributed differences.
+of 85 %, after 14.2 pairs on average. A fixed t-test of equal power needs 17 pairs. These figures
+are for normally distributed differences.
 
 Finished runs are not repeated: --run_id NAME continues a comparison with the same flags. If it has
 ended, it can be read and extended:
-    --judge             with another judge, the answers are printed again, marked as read afterwards
-    --runs N            with more pairs than were planned, all N are made. There is one look more,
+    --judge             another judge prints the answers again, marked as read afterwards
+    --runs N            with more pairs than planned, all N are made. There is one more look,
                         after the last one, at p < alpha. So the chance of a false answer to a
                         question is at most twice alpha, and grows by alpha with each extension
 
@@ -44,9 +44,9 @@ optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
     --alpha P           probability that equal sides are called different [0.01]
     --deviation D       the standard deviation of a run's loss, if known; needs --judge loss
     --seed N            seed of the first pair [0]
-    --seconds N         both sides make the steps that A makes in N seconds here. `sooner` adds
+    --seconds N         both sides make as many steps as A in N seconds here. `sooner` adds
                         what the saved time is worth; it is rough if times differ by a quarter
-    --plot PNG          draw the pairs, and the intervals as they close
+    --plot PNG          draw the pairs, and the narrowing intervals
     --run_id NAME       how names of logs begin [the time]
 
 The answers are also an object of logs/results.jsonl: kind (comparison), run (its name), start, A, B
@@ -185,7 +185,7 @@ def worth_of_time(side: Side, run: Run, name: str, seed: int) -> float | None:
     more = longer.run(name, seed, "the worth of time")
     worth = (run.loss - more.loss) / math.log(more.steps / run.steps)
     if worth <= 0:
-        print(f"{more.path} has more steps, but no lower loss: the worth of time is not known")
+        print(f"{more.path} has more steps, but no lower loss: the worth of time is unknown")
         return None
     step = f"one step more or less of {run.steps}"
     print(f"{step} is worth {worth / run.steps:.2g} of the loss of {side.name}", flush=True)
@@ -381,7 +381,7 @@ def main(words: list[str]) -> None:
     if "--compare" in words:  # argparse would read "--fp8=off" as its own flag
         place = words.index("--compare")
         texts, words = words[place + 1 : place + 3], words[:place] + words[place + 3 :]
-    # It has no help: run.sh prints the docstring, too, before packages are installed.
+    # No help: run.sh prints the docstring itself, before packages are installed.
     parser = console.parser_of()
     parser.add_argument("--run_id", default=script.new_name())
     parser.add_argument("--judge", choices=tuple(QUESTIONS), default="loss")
@@ -393,7 +393,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--plot", type=Path)
     args, others = parser.parse_known_args(words)
     if len(texts) < 2:
-        parser.error('--compare needs the flags of A and those of B, each in quotes, or ""')
+        parser.error('--compare needs the flags of A and the flags of B, each in quotes, or ""')
     if args.runs is not None and not FEWEST <= args.runs <= 200:
         parser.error(f"--runs must be from {FEWEST} to 200 pairs")
     if not 0.001 <= args.alpha <= 0.5:

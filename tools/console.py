@@ -1,4 +1,4 @@
-"""What a tool shows: errors as a line, tables, and what goes on while nothing else says so."""
+"""What a tool shows: errors as a line, tables, and progress while nothing else reports it."""
 
 import os
 import re
@@ -23,8 +23,8 @@ FIRST, NEXT = 2.0, 10.0  # seconds of silence before the first line of `doing`, 
 
 
 def program(name: str) -> Callable:
-    """Make a tool's main of its work, a function of the command line's words. An error is a line
-    that begins with the name, and status 1, as in train_gpt.py."""
+    """Make a tool's main from its work, a function of the command line's words. An error prints a
+    line that begins with the name, and ends with status 1, as in train_gpt.py."""
 
     def decorate(work: Callable[[list[str]], None]) -> Callable:
         def main(words: list[str] | None = None) -> None:
@@ -68,8 +68,8 @@ def fail(message: str):
 
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Say on standard error what goes on: after two seconds, and then every ten. `what` may be a
-    function; if it returns "", nothing is said, and it is asked again after two seconds."""
+    """Print `what` on standard error after two seconds, and then every ten. It may be a
+    function; if that returns "", nothing is printed, and it is called again after two seconds."""
     start, is_over = time.monotonic(), Event()
 
     def say() -> None:

@@ -2,10 +2,10 @@
 
     ./run.sh tools/evaluate.py [CHECKPOINT] [--FLAG VALUE ...]    the newest checkpoint under logs/
 
-The data is that on which the run validated, or that of --val_files and --val_tokens. Bits per byte
-do not depend on the tokenizer: loss / ln 2 is the bits per token, and a token has as many bytes as
-its text, if it is GPT-2's. Other flags are those of the script that saved the checkpoint. A
-published checkpoint names no record: add --record NAME if it is not the default one.
+It reads the data on which the run validated, or --val_files and --val_tokens. Bits per byte do not
+depend on the tokenizer: loss / ln 2 is the bits per token, and a GPT-2 token has the bytes of its
+text. Other flags go to the script that saved the checkpoint. A published checkpoint names no
+record: add --record NAME if it is not the default one.
 """
 
 import console

@@ -4,14 +4,14 @@
     ./run.sh my_copy.py --like base                     a quick look at a change, with its steps
     ./run.sh tools/experiments.py [--base NAME] [--json]
 
-Reads logs/results.jsonl alone. Runs of --runs and --compare are not listed. The baseline is the
-group that --like has named last, or that of --base. `deviations` is how far a loss lies from the
-baseline's mean, in standard deviations of the baseline. A verdict:
+Reads only logs/results.jsonl. Runs of --runs and --compare are left out. The baseline is the group
+that --like named last, or --base. `deviations` is how far a loss lies from the baseline's mean, in
+standard deviations of the baseline. A verdict:
 
     better, worse     of a hundred changes that do nothing, two or three look better (p < 0.05), and
                       as many worse
-    too close         this run does not tell
-    not comparable    its steps, tokens, data, machine or torch are not those of the baseline
+    too close         this run is inconclusive
+    not comparable    its steps, tokens, data, machine or torch differ from the baseline's
     diverged, failed, stopped    as result.py says
 
 --json prints a list of objects with the same keys, and `reason`.
@@ -33,8 +33,8 @@ EQUAL = ("steps", "tokens", "data", "machine", "host", "torch")  # in all that c
 
 
 def baseline_of(runs: list[dict], name: str) -> list[dict]:
-    """Return the finished runs of the group of that name or, without a name, of that which --like
-    has named last. UserError if they are fewer than three, or if all their losses are equal."""
+    """Return the finished runs of the group of that name or, without a name, of the last group that
+    --like named. UserError if they are fewer than three, or if all their losses are equal."""
     named = [run["like"] for run in runs if run["like"]]
     if not name and not named:
         raise UserError("no run has --like: name the group of the baseline by --base NAME")

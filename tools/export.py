@@ -3,12 +3,12 @@
     ./run.sh tools/export.py [CHECKPOINT] --export hf DIR     the newest checkpoint under logs/
 
 DIR then holds weights (safetensors), settings, GPT-2's tokenizer, and the script that saved the
-checkpoint, in one file with all that it imports of the project. The model
+checkpoint, in one file with all that it imports from the project. The model
 
     transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 is the script's own, so it gives the script's logits, with the windows of the checkpoint's step.
-AutoTokenizer does not know this model: without its type, it asks whether it may run code of DIR.
+AutoTokenizer does not know this model: without its type, it asks whether it may run DIR's code.
 
     transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
 

@@ -90,7 +90,7 @@ def start(
     wait. `check` is called twice a second; if it returns a reason, the program is stopped.
 
     The first signal to stop is passed on as a SIGTERM, and a later SIGINT as it is: it ends a run
-    that saves at once. A terminal sends its signals to a single program, too, but not to torchrun
+    that saves at once. A terminal also sends its signals to a single program, but not to torchrun
     and its ranks.
     """
     gpus = gpus_for(hp)
@@ -122,7 +122,7 @@ def start(
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # as by nohup
             signal.signal(number, note)
-    own_session = bool(torchrun)  # each of its ranks has one, too
+    own_session = bool(torchrun)  # so does each of its ranks
     options |= {"env": env, "stderr": subprocess.PIPE, "start_new_session": own_session}
     child = subprocess.Popen(command, **options)
     if signals:  # that came before the child
@@ -138,10 +138,10 @@ def start(
                 print(f"run.sh: stopping: {reason}", file=sys.stderr, flush=True)
                 child.terminate()
     if status and signals:
-        status = 128 + signals[0]  # the program has had a SIGTERM, and torchrun has its own status
+        status = 128 + signals[0]  # the program got a SIGTERM, and torchrun has its own status
     elif status < 0:
         status = 128 - status
-    reader.join(timeout=10)  # a process that the program left behind may keep the pipe open
+    reader.join(timeout=10)  # a process that the program left running may keep the pipe open
     for number, handler in before.items():
         signal.signal(number, handler)
     if reason and not signals:
@@ -210,7 +210,7 @@ class Live:
 
     def check(self) -> str:
         """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
-        diverged if all of a tenth of its steps, or 20, have a loss above that of the first one."""
+        diverged if all of a tenth of its steps, or 20, have a loss above the first one."""
         path = self.log.with_suffix(".jsonl")
         if self.metrics is None and path.exists():
             self.metrics = path.open()
@@ -220,7 +220,7 @@ class Live:
                 break
             try:
                 row = json.loads(line)
-            except ValueError:  # a line that another process has cut
+            except ValueError:  # a line that another process cut off
                 continue
             if isinstance(row, dict) and "train_loss" in row:
                 self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
@@ -231,10 +231,10 @@ class Live:
         self.bar.refresh()
         if self.above < max(20, self.steps // 10):
             return ""
-        return f"{self.above} steps had a loss above {self.first:.4f}, that of the first one"
+        return f"{self.above} steps had a loss above {self.first:.4f}, the first one"
 
     def news(self) -> str:
-        """Return what to say of a run whose own lines are not shown, or do not come."""
+        """Return what to say of a run whose own lines are hidden, or do not come."""
         if not self.bar.disable:  # it shows that time goes on
             return ""
         if not self.log.exists():

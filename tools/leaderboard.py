@@ -4,9 +4,9 @@
     ./run.sh tools/leaderboard.py logs/*.txt --plot curves.png  loss over time and over steps
     diff logs/A.txt logs/B.txt | less                           source and settings that differ
 
-Runs with the same source, flags (except the seed and the like), kernels, torch and GPUs are a
-group, which has a letter. The p of a group is that of the public leaderboard: a one-sided t-test
-that the mean loss is at most the target.
+Runs with the same source, flags (except the seed and the like), kernels, torch and GPUs form a
+group, named by a letter. A group's p is the public leaderboard's: a one-sided t-test that the mean
+loss is at most the target.
 
 A group is compared with the first group that has as many steps, by Welch's t-test of the losses,
 with 95 % intervals. The test holds for numbers of runs that were fixed beforehand. Whoever adds
@@ -14,7 +14,7 @@ runs until p is low will find a difference where there is none; --compare may lo
 
 (3.28 - loss) sqrt(n) is the statistic of the optimizer benchmark (forks/train_gpt_track3.py), which
 takes the standard deviation as known: 0.004 is enough, for a number of runs fixed beforehand. For
-logs of that fork, and with --deviation 0.0013 for public ones, all p are those of z-tests. If a log
+logs of that fork, and with --deviation 0.0013 for public ones, all tests are z-tests. If a log
 has several trials, each one is a run. A result may be claimed at a step before the last (--at), or
 for another loss in the log (--field val_ema_loss).
 """
@@ -97,7 +97,7 @@ def print_leaderboard(
     groups: dict[str, list[Run]], target: float, known: float | None = None
 ) -> None:
     """Print a row for each run and each group, and compare groups of equal steps. `known` is the
-    deviation of a loss; None: that of the groups' logs, if it is known."""
+    deviation of a loss; None: the one that the groups' logs imply, if any."""
     rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
         for r in runs:
@@ -131,8 +131,8 @@ def print_leaderboard(
 def read_logs(
     paths: list[Path], program: str, at: int | None = None, name: str = "val_loss"
 ) -> tuple[list[Run], int]:
-    """Return the runs of logs, and how many logs were skipped; a line on stderr tells why. A log
-    that is named twice is read once. `at` and `name` are those of read_trials."""
+    """Return the runs of logs, and how many logs were skipped; a line on stderr says why. A log
+    that is named twice is read once. `at` and `name` go to read_trials."""
     runs, skipped = [], 0
     for path in {path.resolve(): path for path in paths}.values():
         try:
@@ -146,7 +146,7 @@ def read_logs(
 
 @console.program("leaderboard.py")
 def main(words: list[str]) -> None:
-    """Print what the logs tell; exit status 1 if a log could not be used. UserError for a bad
+    """Print what the logs show; exit status 1 if a log could not be used. UserError for a bad
     flag."""
     parser = console.parser_of(__doc__)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs to read")

@@ -1,4 +1,4 @@
-"""What a log tells about a run: logs of ours, and those of the public project."""
+"""What a log says about a run: our logs, and the public project's."""
 
 import fcntl
 import json
@@ -32,7 +32,7 @@ def published() -> dict[str, dict]:
     """Return the published results of records on 8 H100s, by name; {} if the file is missing.
 
     minutes: the official time. mean, deviation, runs: the last validation loss over that many runs.
-    (The deviation of 2024-11-19 is estimated; that of adamw is the one that the optimizer benchmark
+    (The deviation of 2024-11-19 is estimated; adamw's is the one that the optimizer benchmark
     takes as known.) losses, seconds: the curve, by step. one_h100: the same of a run on one H100.
     """
     path = Path(__file__).with_name("published.json")
@@ -40,14 +40,14 @@ def published() -> dict[str, dict]:
 
 
 def flags_in(text: str) -> dict[str, str]:
-    """Return the flags in a text and their values, each behind a space; not those of OF_ONE_RUN."""
+    """Return the flags in a text and their values, each after a space; without OF_ONE_RUN."""
     found = re.findall(r"--(\w+)((?: (?!--)\S+)*)", text)
     return {name: values for name, values in found if name not in OF_ONE_RUN}
 
 
 @dataclass
 class Run:
-    """What a log tells about a run; None or empty for what is missing."""
+    """What a log says about a run; None or empty for what is missing."""
 
     path: Path
     source: str = ""  # of the script
@@ -64,7 +64,7 @@ class Run:
     devices: str | None = None  # such as 8 x NVIDIA H100; for a CPU, `gpu` has its model
     warm_up: float | None = None  # seconds
     parameters: int | None = None
-    stop: str = ""  # the line of a run that a signal has stopped
+    stop: str = ""  # the line of a run that a signal stopped
     steps: int = 0  # of the whole run
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: loss, seconds
     last: tuple[int, float] = (0, 0.0)  # the last step that it reports, and seconds up to there
@@ -122,7 +122,7 @@ def read_trials(
     first = re.search("^step:", results, re.M)
     has_begun = first or (not whole and re.search("^record ", results, re.M))
     if not has_begun or (first and first.start() and not head):  # some public logs: steps alone
-        raise ValueError('has no line of a step behind a line of 100 "=": this is no whole log')
+        raise ValueError('has no line of a step after a line of 100 "=": this is no whole log')
     runs = []
     for lines in trials_of(results):
         run = run_of(path, head, results)
@@ -188,7 +188,7 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
 
 
 def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, name: str) -> None:
-    """Take over what the lines of steps tell; see read_trials."""
+    """Take over what the lines of steps say; see read_trials."""
     for match in lines:
         step, average = int(match[1]), float(match[8])
         if at is not None and step > at:
@@ -233,7 +233,7 @@ def put_aside(path: Path) -> None:
 
 
 def objects_in(path: Path) -> Iterator[dict]:
-    """Yield the objects of a file that has one in each line; none if there is no file. Programs may
+    """Yield the objects of a file with one in each line; none if there is no file. Programs may
     still write to it, or may have been killed: a line that is no object is named and left out."""
     lines = regular(path).read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):

@@ -1,6 +1,6 @@
-"""What does this machine have, and can a run start here? `./run.sh setup` ends with this report.
+"""What does this machine offer, and can a run start here? `./run.sh setup` ends with this report.
 
-Its last line says what ./run.sh will train, or why no run can use the GPUs that are here.
+Its last line says what ./run.sh will train, or why no run can use this machine's GPUs.
 """
 
 import os
@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore", "CUDA initialization")
 
 
 def nvidia_smi(flags: str = "") -> str:
-    """Return what nvidia-smi prints, also if it fails; "" if there is none."""
+    """Return what nvidia-smi prints, even if it fails; "" if there is none."""
     return subprocess.getoutput(f"nvidia-smi {flags}") if shutil.which("nvidia-smi") else ""
 
 

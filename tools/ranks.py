@@ -1,4 +1,4 @@
-"""torchrun, without its own report: what a rank has said in a line is not hidden by a traceback.
+"""torchrun, without its own report: no traceback hides what a rank has said in a line.
 
 Its flags are torchrun's: ranks.py --nproc_per_node=2 SCRIPT.py [flags].
 """

@@ -1,16 +1,16 @@
 """Prints the records of a script, and their published results.
 
     ./run.sh tools/records.py [SCRIPT.py]              a line for each: steps, published time, loss
-    ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings in which two records differ, of
-                                                       this script or of others in the project
+    ./run.sh tools/records.py [SCRIPT.py] --diff A B   the settings that differ between two records,
+                                                       of this script or of others in the project
     ./run.sh tools/records.py logs/RUN.txt             a run's losses beside the published ones
 
-Published losses are those on FineWeb: means of all runs if their logs are public, else of one run.
-A run on one GPU is also compared with a public run on one H100, if there is one. The last loss is
+Published losses are on FineWeb: means of all runs if their logs are public, else of one run. A run
+on one GPU is also compared with a public run on one H100, if there is one. The last loss is
 inside the published spread if it is at most two standard deviations from the mean of the runs.
 
 All times are published. 2025-01-26 was timed twice: its first time, 2.933 minutes, leaves out ten
-steps. The second, 2.997 minutes, is of 2025-02-01, by the rules since then; so is the curve.
+steps. The second, 2.997 minutes, and the curve are from 2025-02-01, under the rules since then.
 """
 
 import itertools
@@ -37,8 +37,8 @@ def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
 
 
 def script_with(path: Path, record: str) -> Path:
-    """Return the first script, of this one and then those of the project, that has a record whose
-    name begins so; this one if none has."""
+    """Return the first script with a record whose name begins so: this one, or one of the
+    project's. If there is none, return this one."""
     for other in (path, *script.of_project()):
         if any(name.startswith(record) for name in script.load(other).records):
             return other
@@ -46,7 +46,7 @@ def script_with(path: Path, record: str) -> Path:
 
 
 def print_difference(path: Path, names: list[str]) -> None:
-    """Print the settings in which two records differ. A script may lack a setting: -."""
+    """Print the settings that differ between two records. A script may lack a setting: -."""
     (a, name_a), (b, name_b) = (
         script.parse(script_with(path, name), ["--record", name]) for name in names
     )
@@ -62,7 +62,7 @@ def print_difference(path: Path, names: list[str]) -> None:
 
 
 def print_against_published(log: Path) -> None:
-    """Print a run's losses beside those of its record; UserError if none are published."""
+    """Print a run's losses beside its record's; UserError if none are published."""
     try:
         run = read_log(log, whole=False)
     except ValueError as error:
@@ -70,7 +70,7 @@ def print_against_published(log: Path) -> None:
     known = published().get(run.record)
     if known is None or not run.on_fineweb:
         raise UserError(f"{log}: nothing is published of {run.record or 'its record'} on its data")
-    # Times on eight H100s tell nothing about one: these are of a public log of one H100.
+    # Times on eight H100s say nothing about one: these come from a public log of one H100.
     on_one = known.get("one_h100") if (run.gpu or "").startswith("1 x NVIDIA") else None
     rows = [["step", "loss", "published", "difference"]]
     if on_one:
@@ -83,7 +83,7 @@ def print_against_published(log: Path) -> None:
         if on_one:
             then, there = on_one["losses"][str(step)], on_one["seconds"][str(step)]
             rows[-1] += [f"{then:.4f}", f"{seconds:.1f}", f"{there:.1f}", f"{seconds - there:+.1f}"]
-    print(f"{run.record}: published losses are those on 8 H100s")
+    print(f"{run.record}: published losses are from 8 H100s")
     if on_one and "note" in on_one:
         print(f"on one H100, {on_one['note']}")
     console.print_table(rows)

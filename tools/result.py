@@ -1,8 +1,8 @@
 """The summary of a run: the last lines on the console, and an object in logs/results.jsonl.
 
 kind             run; an object of a comparison has the kind comparison (compare.py)
-run, group       name of the run, and that of the command that has made several
-like             the group whose steps and flags the run has taken (--like)
+run, group       name of the run, and of the command that made several
+like             the group whose steps and flags the run took (--like)
 start            when it began: ISO 8601, with the offset to UTC
 status           finished, stopped (by a signal), failed, or diverged
                  (its last loss is not finite, or above its first one, or ln(vocabulary))
@@ -18,7 +18,7 @@ machine, host    GPUs, and the computer's name
 torch            its version
 steps, tokens    made and read, since step 0
 train_loss       of the last step
-val_loss         of the last step, in nats per token, if the run has come so far
+val_loss         of the last step, in nats per token, if the run got so far
 bits_per_byte    val_loss / ln 2 * tokens / bytes, of the text that validation reads
 train_time_s     without warm-up, validation and saving, since step 0
 warm_up_s        compilation and warm-up of this start
@@ -66,7 +66,7 @@ TEXTS += "machine", "host", "torch", "log"
 
 @dataclass(frozen=True)
 class End:
-    """How a program has ended: its exit status, the signal or the error, and where that was."""
+    """How a program ended: its exit status, the signal or the error, and where that was."""
 
     status: int
     reason: str = ""
@@ -76,7 +76,7 @@ class End:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of the sources of a script, and of the files of the project that it uses."""
+    """Return a digest of the sources of a script, and of the project's files that it uses."""
     sources = b"".join(source.read_bytes() for source in script.sources(path))
     return hashlib.sha256(sources).hexdigest()[:12]
 
@@ -140,7 +140,7 @@ def result_of(start: Start, end: End) -> dict:
 
 
 def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
-    """Return the keys of a summary that a run's log and metrics tell."""
+    """Return the keys of a summary that a run's log and metrics hold."""
     hp, run_class = start.hp, script.load(start.path)
     rows = logfile.read_metrics(start.log.with_suffix(".jsonl"))
     losses = [row["train_loss"] for row in rows if "train_loss" in row]
@@ -176,7 +176,7 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
 
 
 def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> dict:
-    """Return the summary of a run that an error in its script has kept from beginning."""
+    """Return the summary of a run that an error in its script kept from starting."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError):
@@ -189,7 +189,7 @@ def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> di
 
 def note(result: dict) -> None:
     """Append an object to logs/results.jsonl, in one write: runs may end at the same time. A line
-    that a full disk has cut is ended first."""
+    that a full disk cut off is ended first."""
     RESULTS.parent.mkdir(exist_ok=True)
     line = to_json(result).encode() + b"\n"
     try:
@@ -203,8 +203,8 @@ def note(result: dict) -> None:
 
 
 def noted() -> list[dict]:
-    """Return the objects of logs/results.jsonl. One that has a text in place of a number, or the
-    other way round, is named and left out."""
+    """Return the objects of logs/results.jsonl. An object with a text in place of a number, or
+    the reverse, is named and left out."""
     found = []
     for row in logfile.objects_in(RESULTS):
         row = NOTHING | {"kind": "run"} | row
@@ -219,8 +219,8 @@ def noted() -> list[dict]:
 
 
 def runs_noted() -> list[dict]:
-    """Return the runs among the objects: of one that has several, the last that has a log, in the
-    group of those before."""
+    """Return the runs among the objects. If a run has several, its last one with a log counts, in
+    the group of the earlier ones."""
     found = {}
     for number, run in enumerate(row for row in noted() if row["kind"] == "run"):
         name = run["run"] or number  # one that has not begun may have no name

@@ -5,8 +5,8 @@
     ./run.sh tools/sample.py --temperature 0                  the likeliest token each time
 
 Text goes to standard output, everything else to standard error. A sample begins a document; where
-the model ends the document, <|endoftext|> is printed and the next one begins. Other flags are those
-of the script that saved the checkpoint, such as --device cpu. A published checkpoint names no
+the model ends the document, <|endoftext|> is printed and the next one begins. Other flags go to
+the script that saved the checkpoint, such as --device cpu. A published checkpoint names no
 record: add --record NAME.
 """
 
@@ -89,7 +89,7 @@ class Decoder:
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw a token from the top_k likeliest (0: from all); at temperature 0, the likeliest."""
-    logits = logits[: END_OF_TEXT + 1]  # the head's last rows are no tokens
+    logits = logits[: END_OF_TEXT + 1]  # the head's last rows are not tokens
     if temperature < 1e-6:  # where float32 could not divide by it
         return logits.argmax().item()
     logits, tokens = logits.cpu().topk(min(top_k or len(logits), len(logits)))

@@ -1,7 +1,7 @@
 """Find and import the script that a tool works on.
 
 A script is train_gpt.py, an edited copy of it, or a fork that imports it. Tools use its class Run
-and the functions of its core: train_gpt.py, or the edited copy, in which Run's base class is.
+and the functions of its core: train_gpt.py, or the edited copy, which defines Run's base class.
 """
 
 import ast
@@ -28,7 +28,7 @@ def check_name(run_id: str) -> None:
 
 
 def of_project() -> list[Path]:
-    """Return the project's scripts. Other files in forks/ are parts of some, without a Run."""
+    """Return the project's scripts. Other files in forks/ are parts of these, without a Run."""
     forks = sorted(HERE.glob("forks/*.py"))
     return [OWN, *(path for path in forks if "\nclass Run(" in path.read_text("utf-8"))]
 
@@ -95,7 +95,7 @@ def not_found(path: Path) -> list[str]:
 
 def load(path: Path) -> type[train_gpt.Run]:
     """Import a script and return its class Run. UserError if it does not define one, or if this
-    process has imported another file under its name, or under that of a file that it imports."""
+    process has imported another file under its name, or under the name of a file it imports."""
     path = path.resolve()
     if path == OWN:
         return train_gpt.Run

@@ -1,7 +1,7 @@
 """How many steps take --seconds N on this machine? run.sh's commands use this.
 
-tools/timing.py times steps of the schedule, on as many GPUs as the run will have. Times differ from
-one call to the next: runs that are to have equal steps take them from the first one, by --like.
+tools/timing.py times steps of the schedule, on as many GPUs as the run will use. Times differ from
+one call to the next: runs that need equal steps take them from the first one, by --like.
 """
 
 import math

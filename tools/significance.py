@@ -1,6 +1,6 @@
 """Is a difference significant? The statistics of all tools, and their words.
 
-Numbers are taken as normally distributed. Intervals are 95 % intervals, and p is two-sided: how
+Numbers are assumed normally distributed. Intervals are 95 % intervals, and p is two-sided: how
 often chance alone makes a difference at least as large.
 """
 

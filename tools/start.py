@@ -4,7 +4,7 @@
     start.py [SCRIPT.py] --runs N [flags]   N runs with seeds from --seed on, then their statistics
     start.py [SCRIPT.py] --seconds N [flags]    as many steps as take N seconds here (seconds.py)
     start.py [SCRIPT.py] --like NAME [flags]    with the steps and flags of earlier runs: of a run,
-                                            or of the group that --runs --run_id NAME has made
+                                            or of the group that --runs --run_id NAME made
 
 SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs. A run ends with its summary, which
 is also a line of logs/results.jsonl; result.py lists its keys.
@@ -45,8 +45,8 @@ def flags_like(name: str) -> list[str]:
 
 
 def difference(path: Path, hp: Hyperparameters) -> str:
-    """Return how the finished run of this name differs from what would be made; "" if it does not,
-    but for what one run may have of its own."""
+    """Return how the finished run of this name differs from what would be made, apart from what
+    each run may choose for itself; "" if it does not."""
     before = [run for run in result.runs_noted() if run["run"] == hp.run_id]
     if not before or before[-1]["flags"] is None:
         return f"is not in {result.RESULTS}"
@@ -78,8 +78,8 @@ def words_to_make(path: Path, flags: list[str]) -> list[str]:
 
 
 def repeat(count: int, path: Path, flags: list[str], known: dict) -> int:
-    """Make `count` runs with consecutive seeds, then print their statistics. Those of this name
-    that are finished are not made again. Weights are saved only if the flags ask for it. Return the
+    """Make `count` runs with consecutive seeds, then print their statistics. Finished runs
+    of this name are not made again. Weights are saved only if the flags ask for it. Return the
     exit status; the first run that fails is the last one."""
     hp, _ = script.parse(path, flags)
     name = hp.run_id or script.new_name()

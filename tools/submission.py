@@ -1,9 +1,9 @@
-"""Makes the folder for a pull request to github.com/KellerJordan/modded-nanogpt.
+"""Make the folder for a pull request to github.com/KellerJordan/modded-nanogpt.
 
     ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS...
 
-Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second group
-is the submission; a single group is a submission without a baseline. DIR gets:
+Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second the
+submission; a single group is a submission without a baseline. DIR gets:
 
     README.md            statistics of all runs, and which rules are met
     baseline/RUN.txt     logs of the baseline
@@ -11,7 +11,7 @@ is the submission; a single group is a submission without a baseline. DIR gets:
 
 The tool names the public rules by their numbers. Rule 2: the mean loss is at most 3.28 at p < 0.01.
 Rule 4: the runs take less time than the baseline on the same hardware. Logs of the optimizer
-benchmark have its rule instead: (3.28 - mean loss) sqrt(n) is at least 0.004. Time does not count.
+benchmark follow its rule: (3.28 - mean loss) sqrt(n) is at least 0.004. Time does not count.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def notes_of(parts: dict[str, list[Run]]) -> list[str]:
 
 def check_alone(run: Run) -> None:
     """Raise UserError if the source in a log cannot run alone, as sources in public logs can. Then
-    the log has parts with other files. The kernels' file counts only if the run used kernels."""
+    the log also holds other files. The kernels' file counts only if the run used kernels."""
     if not run.source:
         raise UserError(f"{run.path} has no source: public logs begin with it. Leave it out")
     needed = set(run.files)
@@ -100,7 +100,7 @@ def check_alone(run: Run) -> None:
 def submit(folder: Path, groups: list[list[Run]]) -> None:
     """Make the folder of a submission, and print what is left to do.
 
-    `groups` has the runs of the baseline and those of the submission, or only the latter. UserError
+    `groups` holds the runs of the baseline and of the submission, or only the latter. UserError
     or OSError if the folder is not empty, if a source is missing or cannot run alone, or if there
     are more groups.
     """
@@ -110,7 +110,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
     if len(groups) not in (1, 2):
         raise UserError(
             f"the logs are of {len(groups)} groups, listed above: name first the logs of the "
-            "baseline, then those of the submission, and no others"
+            "baseline, then the submission's, and no others"
         )
     parts = dict(zip((BASELINE, OURS)[-len(groups) :], groups, strict=True))
     for name, runs in parts.items():
@@ -145,7 +145,7 @@ def submit(folder: Path, groups: list[list[Run]]) -> None:
 
 @console.program("submission.py")
 def main(words: list[str]) -> None:
-    """Make the folder, and print what the logs tell. UserError if the folder cannot be made."""
+    """Make the folder, and print what the logs show. UserError if the folder cannot be made."""
     parser = console.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")

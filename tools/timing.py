@@ -1,4 +1,4 @@
-"""How long does a step take? Steps of a script's schedule are timed, as a run makes them.
+"""How long does a step take? Times steps of a script's schedule, as a run makes them.
 
 bench.py imports this. seconds.py starts it as a program, on as many GPUs as a run will have:
 
@@ -24,7 +24,7 @@ import train_gpt
 from train_gpt import Moment, clock
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-BATCHES = 32  # different ones; then they come again
+BATCHES = 32  # different ones; then they repeat
 PARTS = 9  # of the schedule
 ROUNDS = 15  # at most; in each, a block of steps is timed in each part
 BLOCK_S = 0.2  # least time of a block, so that waiting for the GPU at its ends does not count
@@ -68,9 +68,9 @@ class Timed:
             self.report["memory_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
 
     def step(self, step: int) -> Tensor:
-        """Train on the next batch as a run does at this step, and return the inputs (n, T). Where
-        Adam learns at every second step only, so it does in every second call."""
-        self.core.IN_USE.clear()  # of those of another model in this process
+        """Train on the next batch as a run does at this step, and return the inputs (n, T). If
+        Adam learns only at every second step, it learns in every second call."""
+        self.core.IN_USE.clear()  # of kernels of another model in this process
         self.core.IN_USE.update(self.kernels)
         self.core.compiled.allowed = self.compiled
         if step not in self.batches:
