@@ -90,7 +90,9 @@ class UserError(ValueError):
 # -----------------------------------------------------------------------------
 # Settings: each is a flag, and the comment behind it is the flag's help
 
-LAYERS_2025 = (  # layer_table explains it
+# Explained by layer_table. Values as in a U-net: @leloykun and @YouJiacheng, 2024. Long and short
+# windows: the same, 2025. No attention in layer 7: @YouJiacheng, 2024.
+LAYERS_2025 = (
     "long+v0,short+v1,short+v2,short,long,short,short,none,short,short+v0,short+v1,long+v2"
 )
 
@@ -146,7 +148,7 @@ class Hyperparameters(RunSettings):
     seed: int = 0  # seed of the initial weights
 
     # Output projections begin at zero. Until they grow, the gradients of scalars are rounding
-    # noise, and with so small an epsilon Adam takes full steps along that noise.
+    # noise, and with so small an epsilon (@YouJiacheng, 2025) Adam takes full steps along it.
     adam_eps: float = 1e-10  # Adam's epsilon
     adam_betas: tuple[float, float] = (0.8, 0.95)  # Adam's betas
     embed_lr: float = 0.6  # Adam's learning rate for token and value embeddings
@@ -229,7 +231,8 @@ class Layer:
 
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     """Return the layers in use. After a row's window, +v0 to +v9 adds values of that embedding
-    table; +vfirst those of the first such layer (arXiv 2410.17897). UserError for other rows."""
+    table (@KoszarskyB, 2024); +vfirst adds the values of the first such layer (Zhou et al. 2024,
+    arXiv 2410.17897). UserError for other rows."""
     table = []
     for row in hp.layers.split(","):
         found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
@@ -375,7 +378,8 @@ def distributed_data_generator(planned, hp, rank, world_size, device, start_step
 
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
-    """Return the multiplier on every learning rate: a linear rise, 1, a linear fall to lr_final."""
+    """Return the multiplier on every learning rate: a linear rise, 1, a linear fall to lr_final
+    (Hägele et al. 2024, arXiv 2405.18392; a floor above zero: @YouJiacheng, 2025)."""
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = 1 - step / hp.num_iterations
     fall = min(left / hp.cooldown_frac, 1.0) if hp.cooldown_frac else 1.0
@@ -384,7 +388,8 @@ def get_lr(step: int, hp: Hyperparameters) -> float:
 
 def get_window_size(step: int, hp: Hyperparameters) -> int:
     """Return the long window in tokens, rounded to window_step: up by the rule "blocks", down by
-    the rule "tokens". first_visible rounds it again, to what a token sees."""
+    the rule "tokens". It grows with the step (@fernbear.bsky.social, 2024; in blocks:
+    @YouJiacheng, 2024)."""
     share = Fraction(step, hp.num_iterations)  # a float may be rounded to another block
     grown = hp.window_span * share
     if hp.window_rule == "tokens":
@@ -400,7 +405,7 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
 
 
 class Moment:
-    """All scheduled values at one step, 0 to num_iterations. The variable is always named `now`."""
+    """All scheduled values at one step, 0 to num_iterations. Variables of it are named `now`."""
 
     graph_key = ()  # decides which compiled code runs: warm_up makes a step for each value
     short = property(lambda self: self.window // 2)  # the short window, in tokens
@@ -438,7 +443,8 @@ def compiled(function):
 
 
 compiled.allowed = False
-compiled.options = {"realize_reads_threshold": 8}  # 4 stores what kernels could compute again
+# With torch's default of 4, kernels store values that are cheaper to compute again.
+compiled.options = {"realize_reads_threshold": 8}
 
 
 @torch.compiler.assume_constant_result
@@ -450,15 +456,15 @@ def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
 
 
 def recomputed(function, *arguments):
-    """Return function(*arguments). In training, compiled code does not keep what the function makes
-    for its backward pass, which makes that again."""
+    """Return function(*arguments). In training, compiled code does not keep the function's
+    intermediate results: the backward pass computes them again."""
     if torch.is_grad_enabled() and torch.compiler.is_compiling():
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return function(*arguments)
 
 
 def fp8_supported(device: torch.device) -> bool:
-    """Say whether a device has fast FP8 matmuls: GPUs do, from Ada on. AMD's are of other kinds."""
+    """Say whether a device has fast FP8 matmuls: NVIDIA's from Ada on. AMD's formats differ."""
     is_nvidia = device.type == "cuda" and not torch.version.hip
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -486,7 +492,8 @@ def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Ten
 
 class FP8Linear(torch.autograd.Function):
     """x @ w.T in bfloat16 for x (T, K) and w (N, K). The matmuls read x * x_s and w * w_s as
-    float8_e4m3fn, and the output's gradient * grad_s as float8_e5m2."""
+    float8_e4m3fn, and the output's gradient * grad_s as float8_e5m2. In the head: @YouJiacheng,
+    2025; these scales: @leloykun, 2025."""
 
     @staticmethod
     def forward(ctx, x, w, x_s, w_s, grad_s):
@@ -534,8 +541,8 @@ class CastedLinear(nn.Linear):
 def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
     """Return the first token that each token of (T,) sees: (T,) int32, never decreasing. Token i
     sees j when first[i] <= j <= i. A document begins with END_OF_TEXT, and a token sees only its
-    own. `window` () is in tokens, the token itself among them. By the rule "blocks" it is rounded
-    down to whole blocks, the token's own block among them, which is always seen."""
+    own document (@KoszarskyB, 2024). `window` () counts tokens, with the token itself. The rule
+    "blocks" rounds it down to whole blocks, with the token's own block, which is always seen."""
     position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
     document_start = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
     window = window.clamp(1, len(input_seq) + BLOCK)  # a wider one hides no more, but may overflow
@@ -548,13 +555,18 @@ def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
 
 
 def block_lists(first: Tensor) -> tuple[Tensor, ...]:
-    """Return nine tensors: `first` (T,), of first_visible, and four lists for FlexAttention. For
-    each query block, they list the key blocks that it sees partly, and those that it sees fully;
-    for each key block, the query blocks that see it partly, and those that see it fully. Each list
-    is two int32 tensors: the count of blocks (1, 1, T / BLOCK), and their numbers (1, 1, T / BLOCK,
-    T / BLOCK), of which the first `count` are used. `first` never decreases, so a list is one run
-    of blocks; in both partial lists the block on the diagonal follows it. A row of key blocks, from
-    the first to the diagonal, with . for hidden, P for partly and F for fully seen: . P F F P."""
+    """Return `first` (T,), by first_visible, and four lists of blocks for FlexAttention.
+
+    Of the key blocks up to its own, a query block sees some not at all (.), some partly (P) and
+    some fully (F). Because `first` never decreases, each kind is one run, and its own block, on the
+    diagonal, is seen partly:
+
+        . . P P F F F P
+
+    Two lists have the partly and the fully seen key blocks of each query block; two have the query
+    blocks that see each key block partly or fully. A list is two int32 tensors: the number of its
+    blocks, `count` (1, 1, T / BLOCK), and the blocks (1, 1, T / BLOCK, T / BLOCK), of which the
+    first `count` are used. The lists are made by hand, as @YouJiacheng did in 2024."""
     index = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # of blocks
     # For each query block: the first key block that it sees, and the first one that it sees fully.
     seen = first[::BLOCK] // BLOCK
@@ -568,7 +580,7 @@ def block_lists(first: Tensor) -> tuple[Tensor, ...]:
     lists = []
     for start, end, is_partial in (partial_keys, full_keys, partial_queries, full_queries):
         counts = end - start + int(is_partial)
-        blocks = start[:, None] + index  # start, start + 1, ..., then the diagonal from end on
+        blocks = start[:, None] + index  # start, start + 1, ... up to end, then the diagonal
         blocks = torch.where(blocks < end[:, None], blocks, index[:, None])
         lists += [counts[None, None], blocks[None, None]]
     return first, *lists
@@ -588,7 +600,7 @@ def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple | Tensor, scale: float) -> Tensor:
-    """Return the attention (1, H, T, D) of q, k and v. The mask is of make_mask."""
+    """Return the attention (1, H, T, D) of q, k and v under a mask by make_mask."""
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=scale)
     first, *lists = mask
@@ -610,7 +622,8 @@ def norm(x: Tensor, eps: float) -> Tensor:
 def rotary_frequencies(hp: Hyperparameters, device: torch.device) -> Tensor:
     """Return the angles (head_dim / 2,) by which pairs of channels rotate from token to token.
     "full" is RoPE (arXiv 2104.09864), with frequencies rope_base^(-2i / head_dim). With "half", the
-    first half of the frequencies falls geometrically from 1 to 1/rope_base; the rest are 0."""
+    first half of the frequencies falls geometrically from 1 to 1/rope_base; the rest are 0
+    (@YouJiacheng, 2024)."""
     pairs = hp.head_dim // 2
     if hp.rope == "full":
         return hp.rope_base ** -(torch.arange(pairs, device=device) / pairs)
@@ -626,8 +639,9 @@ def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return norm(x) with each pair of channels d and d + D/2 rotated by a rotary_table, as attend
-    wants it: (1, T, H, D) becomes (1, H, T, D). A cat in place of the flip would read x twice."""
+    """Return norm(x) with each pair of channels d and d + D/2 rotated by a rotary_table, in the
+    layout of attend: (1, T, H, D) becomes (1, H, T, D). The norm of q and k: @Grad62304977, 2024. A
+    cat in place of the flip would read x twice."""
     pairs = norm(x, eps).float().unflatten(-1, (2, -1))  # (1, T, H, 2, D / 2)
     sign = 1 - 2 * torch.arange(2, device=x.device)[:, None]  # 1 for channel d, -1 for d + D/2
     turned = pairs * cos[..., None, :] + pairs.flip(-2) * (sin[..., None, :] * sign)
@@ -647,12 +661,12 @@ class CausalSelfAttention(nn.Module):
         self.scale = hp.attn_scale or hp.head_dim**-0.5
         self.eps = hp.norm_eps
         self.mixes_first = layer.values == "first"
-        # q, k and v are one weight: one matmul makes all three.
+        # q, k and v are one weight, so one matmul makes all three: @fernbear.bsky.social, 2025.
         qkv = CastedLinear(hp.model_dim, 3 * width).weight.detach() * hp.init_bound
         self.qkv_w = nn.Parameter(qkv.view(3, width, hp.model_dim))
         self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
         self.c_proj = CastedLinear(width, hp.model_dim)
-        nn.init.zeros_(self.c_proj.weight)
+        nn.init.zeros_(self.c_proj.weight)  # as the MLP's, and the head: @Grad62304977, 2024
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
         """Map x (1, T, C) to (1, T, C). `value` is rows (T, H * D) of a table, or the first layer's
@@ -675,7 +689,7 @@ class CausalSelfAttention(nn.Module):
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """Return relu(x)^2 (arXiv 2109.08668)."""
+    """Return relu(x)^2 (So et al. 2021, arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
@@ -703,7 +717,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: add an earlier output and the embeddings, apply attention and MLP."""
+    """One layer: add an earlier output (@brendanh0gan, 2024) and the embeddings x0
+    (2024-11-06_ShortcutsTweaks), apply attention and MLP."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -793,14 +808,15 @@ class Head(CastedLinear):
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped: cap *
-        tanh(logit / cap) + cap, as 2 cap * sigmoid(2 logit / cap), which is faster on a CPU.
-        Softmax does not see the constant cap."""
+        """Return the logits (T, padded vocabulary) of x (T, C) in float32, capped as in Gemma 2
+        (arXiv 2408.00118; @Grad62304977, 2024): cap * tanh(logit / cap) + cap, computed as 2 cap *
+        sigmoid(2 logit / cap) (@YouJiacheng, 2025). Softmax does not see the constant cap."""
         return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()
 
     def chunk_len(self, device: torch.device) -> int:
-        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient. 8192
-        cost 1.3 % of a step, but the newest fork with 16384 does not fit a card of 24 GB."""
+        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient. On a
+        small card, 8192 cost 1.3 % of a step, but with 16384 the newest fork would not fit 24 GB.
+        """
         if device.type == "cpu":
             return 256
         return 8192 if memory_is_small(device) else 16384
@@ -845,8 +861,8 @@ class GPT(nn.Module):
         return self.run_layers(x, values, rotary, masks)
 
     def run_layers(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
-        """Map embeddings (T, C) to the head's input (T, C). Layer num_layers - 1 - i of the upper
-        half adds the output of layer i, as in a U-net. `values` are rows of the value tables."""
+        """Map embeddings (T, C) to the head's input (T, C), in the shape of a U-net: layer
+        num_layers - 1 - i adds the output of layer i. `values` are rows of the value tables."""
         x = x0 = norm(x, self.hp.norm_eps)[None]
         half = len(self.blocks) // 2
         skip_weights = self.skip_weights.unbind()
@@ -873,7 +889,7 @@ class GPT(nn.Module):
 
     @compiled
     def rotary(self, position: Tensor, now: Moment) -> tuple[Tensor, Tensor]:
-        """Return the rotary_table of tokens at positions (T,). Here it is the same at all steps."""
+        """Return the rotary_table of tokens at positions (T,). It does not depend on the step."""
         return rotary_table(position[:, None], rotary_frequencies(self.hp, position.device))
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -903,7 +919,8 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 def zeropower_via_newtonschulz5(G, coefficients=None, margin=1.0, eps=1e-7):
     """Return G (..., rows, cols) with its singular values replaced by values near 1; zero stays
-    zero. bfloat16 on CUDA, else G's own dtype. Source: kellerjordan.github.io/posts/muon. A step is
+    zero. bfloat16 on CUDA, else G's own dtype. Sources: Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon; Bernstein and Newhouse 2024, arXiv 2409.20325. A step is
     X <- a X + (b A + c A^2) X with A = X X^T. Adding within the matmuls halves the rounding."""
     X = G.bfloat16() if G.is_cuda else G
     X = X.reshape(-1, *G.shape[-2:])
@@ -944,8 +961,8 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 
 
 def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
-    """Step by Muon, for matrices, with zeropower_via_newtonschulz5 or another function. Ranks send
-    its updates: on a GPU, half the bytes of weights."""
+    """Step by Muon, for matrices, with zeropower_via_newtonschulz5 or another function. Ranks
+    exchange updates: on a GPU, these have half the bytes of weights."""
     orthogonalise = orthogonalise or zeropower_via_newtonschulz5
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
@@ -958,8 +975,8 @@ def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
 
 
 def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
-    """Step by torch's fused Adam, for rows of any shape. `betas`, a pair, take the place of
-    hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
+    """Step by torch's fused Adam (Kingma and Ba 2014, arXiv 1412.6980), for rows of any shape.
+    `betas` replace hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
     if "step" not in rows.state:
         rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
@@ -992,7 +1009,7 @@ class Group:
     rule: Callable
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
-    steps: int = 1  # between calls of the rule: see `learning`. Gradients of several add up
+    steps: int = 1  # between calls of the rule, see `learning`: their gradients add up
 
 
 class Rows:
@@ -1102,6 +1119,9 @@ class Optimizers:
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
     3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
+
+    Ranks share Muon's work since Jordan, 2024; they send during the backward pass since @ryanyang0
+    and @vagrawal, 2025.
     """
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
@@ -1139,7 +1159,8 @@ class Optimizers:
         ]
 
     def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
-        """Return the groups that learn at a moment. In a fork, gradients of others accumulate."""
+        """Return the groups that learn at a moment. A fork may let others wait: their gradients add
+        up."""
         return self.groups
 
     def add_gradients(self) -> None:

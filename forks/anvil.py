@@ -1,6 +1,6 @@
 """ANVIL, the optimizer of matrices in forks/train_gpt_2026_08.py: Muon with two momenta, and with
 weight decay where the slow one agrees. The numbers come from record 92 (2026-08-30_ANVIL2) of
-github.com/KellerJordan/modded-nanogpt."""
+github.com/KellerJordan/modded-nanogpt, by Deven Pietrzak, pull request 360."""
 
 import torch
 from torch import Tensor

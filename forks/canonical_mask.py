@@ -1,6 +1,7 @@
 """Which tokens cannot follow a token, because GPT-2's tokenizer would have split their text in
 another way: the mask of forks/train_gpt_2026_08.py. It knows only the tokenizer's merges. The rule
-comes from record 91 of github.com/KellerJordan/modded-nanogpt."""
+comes from record 91 of github.com/KellerJordan/modded-nanogpt, by @jvarho, pull request 350, after
+Vieira et al. 2025, arXiv 2506.07956."""
 
 import re
 import unicodedata

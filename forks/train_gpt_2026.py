@@ -1193,8 +1193,9 @@ def polar_express(G: Tensor) -> Tensor:
 @t.compiled
 def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Return the update (..., rows, cols) with each neuron (along the longer side) divided by the
-    root of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491).
-    The second moment, (..., rows, 1) or (..., 1, cols), changes in place."""
+    root of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491; in a
+    record since @li_zichong, 2025). The second moment, (..., rows, 1) or (..., 1, cols), changes in
+    place."""
     old = update.float()
     neuron = -1 if second_moment.size(-1) == 1 else -2
     second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
@@ -1207,7 +1208,8 @@ def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
 @t.compiled
 def cautious_step_(weights: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
     """Subtract lr * update. Where the update also shrinks the weight, or is 0, subtract
-    lr * decay * weight, too: cautious weight decay (arXiv 2510.12402)."""
+    lr * decay * weight, too: cautious weight decay (arXiv 2510.12402; in a record since @varunneal,
+    2025)."""
     weights.sub_(lr * (update + decay * weights * (update * weights >= 0)))
 
 

@@ -234,7 +234,8 @@ def composed(w1: Tensor, w2: Tensor, q: Tensor, k: Tensor, v: Tensor, mask, scal
 
 def without_own_value(out: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
     """Subtract from attention `out` (1, T, H, D) a share tanh(alpha) (1, T, H) of its part along
-    the token's own value v (1, T, H, D): exclusive attention, XSA (2026-04-29_XSAGatedLayers)."""
+    the token's own value v (1, T, H, D): exclusive attention, XSA (arXiv 2603.09078;
+    2026-04-29_XSAGatedLayers)."""
     along = (out * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
     return out - torch.tanh(alpha)[..., None] * along * v
 
