@@ -51,6 +51,18 @@ def test_forward_and_backward_equal_float64_to_the_rounding_of_float8():
     assert relative_error(head.weight.grad, g64.T @ x64) < 0.065
 
 
+def test_any_linear_layer_can_be_in_fp8():
+    """Its input may have more dimensions, and its gradients reach both."""
+    head, x, grad = layer()
+    other = CastedLinear(128, 512, use_fp8=True, x_s=X_S, w_s=W_S, grad_s=GRAD_S)
+    other.weight = head.weight
+    out = other(x.view(2, 128, 128))
+    assert out.shape == (2, 128, 512) and torch.equal(out.view(256, 512), head(x))
+    expected = torch.autograd.grad(head(x), [x, head.weight], grad.bfloat16())
+    found = torch.autograd.grad(out.view(256, 512), [x, head.weight], grad.bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_values_over_the_range_clamp_and_stay_finite():
     x = torch.tensor([1e3, -1e3, 1e6, -1e6, 3.0])
     assert to_fp8(x, 2.0, E4M3).float().tolist() == [448, -448, 448, -448, 6]
