@@ -304,20 +304,19 @@ def load_data_shard(path: str | Path) -> np.ndarray:
             reason = "has no header of a shard: data/tokenize_text.py adds it to uint16 tokens"
         raise UserError(f"{path} {reason} ({found})")
     tokens = np.memmap(file, "<u2", mode="r", offset=1024)
-    tokens.file = file  # for read_tokens
+    tokens.file = file  # for distributed_data_generator
     return tokens
 
 
 def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
-    """Plan batches: yield a shard's tokens (n,) and the sequences of a batch in it. A sequence is a
-    list of pieces (start, stop) of the tokens: here one piece, in a fork several. The last of its
-    seq_len + 1 tokens is only a target, and begins the next sequence. Validation reads by this
-    plan, too: Run.plan is that of training alone."""
+    """Plan batches: yield a shard (n,) and pieces of it, each from a start to a stop. Put together,
+    they are the batch_seqs sequences of seq_len + 1 tokens, in order. The last token of a sequence
+    is only a target, and begins the next one. Validation always uses this plan."""
     batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
         for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
             starts = range(position, position + batch, hp.seq_len)
-            yield tokens, [[(start, start + hp.seq_len + 1)] for start in starts]
+            yield tokens, [(start, start + hp.seq_len + 1) for start in starts]
 
 
 def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Callable, moments=()):
@@ -332,40 +331,34 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
     passes = min(hp.epochs or num_batches, num_batches)  # each has a batch, unless none has
-    planned = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
-    if len(planned) < num_batches:
-        found = f"{pattern} has {len(planned)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
+    batches = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
+    if len(batches) < num_batches:
+        found = f"{pattern} has {len(batches)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
         remedy = "add longer shards (cached_fineweb.py N fetches N of FineWeb)"
         remedy += ", or for training --epochs 0, for validation a smaller --val_tokens"
         raise UserError(f"{found}, the run reads {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
-        is_read = any(tokens is other for other, _ in planned)
+        is_read = any(tokens is other for other, _ in batches)
         if is_read and tokens.max() >= hp.vocab_size:
             found = f"token {tokens.max()} at position {tokens.argmax()}"
             raise UserError(f"{path}: {found} is outside the vocabulary of {hp.vocab_size}")
-    return planned
+    return batches
 
 
-def read_tokens(shard: np.memmap, start: int, stop: int, vocab_size: int) -> np.ndarray:
-    """Return tokens of a shard, from its open file: if that has become shorter, reading the memory
-    map would kill the process. UserError if the file has changed."""
-    file = shard.file
-    data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
-    tokens = np.frombuffer(data, "<u2", len(data) // 2)
-    if len(tokens) < stop - start or tokens.max() >= vocab_size:
-        raise UserError(f"{file.name} has changed: its tokens from {start} on are missing or wrong")
-    return tokens
-
-
-def distributed_data_generator(planned, hp, rank, world_size, device, start_step=0) -> Iterator:
-    """Yield this rank's part of each planned batch from start_step on, on its way to the device:
-    inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences."""
-    for tokens, sequences in planned[start_step:]:
-        share = len(sequences) // world_size
-        own = sequences[rank * share : (rank + 1) * share]
-        size = hp.vocab_size
-        parts = [read_tokens(tokens, i, j, size) for pieces in own for i, j in pieces]
-        rows = np.concatenate(parts).reshape(share, -1)
+def distributed_data_generator(batches, hp, rank, world_size, device, start_step=0) -> Iterator:
+    """Yield this rank's part of each batch of plan_batches from start_step on, on its way to the
+    device: inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences.
+    UserError if a shard has changed."""
+    for shard, pieces in batches[start_step:]:
+        first, last = pieces[0][0], pieces[-1][1]
+        # From the open file: where that has become shorter, its memory map would kill the process.
+        data = os.pread(shard.file.fileno(), 2 * (last - first), 1024 + 2 * first)
+        tokens = np.frombuffer(data, "<u2", len(data) // 2)
+        if len(tokens) < last - first or tokens.max() >= hp.vocab_size:
+            reason = f"its tokens from {first} on are missing or wrong"
+            raise UserError(f"{shard.file.name} has changed: {reason}")
+        batch = np.concatenate([tokens[start - first : stop - first] for start, stop in pieces])
+        rows = batch.reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
         if device.type == "cuda":
@@ -1698,8 +1691,8 @@ def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Te
     """Return this rank's inputs and targets (n, T) for `evaluate`: every world_size-th sequence."""
     count = hp.val_tokens // hp.val_seq_len
     of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=count, epochs=1)
-    planned = plan_batches(hp.val_files, of_val, 1, consecutive)  # all sequences are one batch
-    inputs, targets = next(distributed_data_generator(planned, of_val, 0, 1, torch.device("cpu")))
+    batches = plan_batches(hp.val_files, of_val, 1, consecutive)  # all sequences are one batch
+    inputs, targets = next(distributed_data_generator(batches, of_val, 0, 1, torch.device("cpu")))
     return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
 
 
@@ -1782,7 +1775,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     # Data and model come before the log: a mistake in them does not use up the run's name.
     moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     val_batch = validation_batch(hp, rank, world_size, device)
-    planned = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
+    batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
     model = build(run, hp, device)
 
     log = Log(hp, rank)
@@ -1803,7 +1796,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     log(f"this is process {os.getpid()} on {os.uname().nodename}")
     if record == "demo" and hp.device == "auto" and not on_gpu:
         log("no GPU found: this is a small demonstration")
-    if END_OF_TEXT not in planned[0][0]:
+    if END_OF_TEXT not in batches[0][0]:
         log(f"the first shard has no token {END_OF_TEXT}: its text counts as one document")
     if on_gpu and hp.fp8 and not fp8_supported(device):
         log("this GPU has no FP8: the head trains in bfloat16")
@@ -1821,7 +1814,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
-    batches = distributed_data_generator(planned, hp, rank, world_size, device, first_step)
+    train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
             signal.signal(number, note_signal)
@@ -1867,7 +1860,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 break
             log.ended = clock(device)
 
-        batch = next(batches)  # while a GPU computes the step before
+        batch = next(train_loader)  # while a GPU computes the step before
         result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
         log.begin_step(now, result)
 

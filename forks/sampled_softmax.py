@@ -93,26 +93,24 @@ class Head(record_89.Head):
         rows.grad = None
 
 
-def most_different_targets(tokens: np.ndarray, sequences: list) -> int:
-    """Return the largest number of different targets that one of a batch's sequences has."""
-    counts = []
-    for pieces in sequences:
-        words = np.concatenate([tokens[start:stop] for start, stop in pieces])[1:]
-        counts.append(np.count_nonzero(np.bincount(words)))
-    return max(counts)
+def most_different_targets(tokens: np.ndarray, pieces, batch_seqs: int) -> int:
+    """Return the largest number of different targets in a sequence of a batch's batch_seqs."""
+    batch = np.concatenate([tokens[start:stop] for start, stop in pieces])
+    targets = batch.reshape(batch_seqs, -1)[:, 1:]
+    return max(np.count_nonzero(np.bincount(sequence)) for sequence in targets)
 
 
 def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # overrides
     """Plan the batches of these moments, as train_gpt_2026.py does. UserError for a sequence with
     more different targets than its softmax has candidates."""
-    counts = {}  # by the identity of a batch: one that comes again is the same list
-    for now, (tokens, sequences) in zip(moments, base.plan(shards, hp, moments), strict=False):
+    counts = {}  # by the identity of a batch's pieces: those that come again are the same array
+    for now, (tokens, pieces) in zip(moments, base.plan(shards, hp, moments), strict=False):
         if now.candidates:
-            if id(sequences) not in counts:
-                counts[id(sequences)] = most_different_targets(tokens, sequences)
-            count = counts[id(sequences)]
+            if id(pieces) not in counts:
+                counts[id(pieces)] = most_different_targets(tokens, pieces, hp.batch_seqs)
+            count = counts[id(pieces)]
             if count > now.candidates:
                 found = f"{count} different targets in a sequence of step {now.step}"
                 remedy = "more candidates in --stages, or --sampled_softmax off"
                 raise UserError(f"{found}, but {now.candidates} candidates: try {remedy}")
-        yield tokens, sequences
+        yield tokens, pieces

@@ -534,7 +534,7 @@ def beginnings(documents: np.ndarray, ends: np.ndarray, position: int, length: i
 
 
 def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyperparameters):
-    """Return the sequences of the batch that begins at a position, and where the next one begins.
+    """Return the pieces of the batch that begins at a position, and where the next one begins.
     None if the shard has too few tokens. As published, it is left a batch early if its documents,
     which have these `lengths`, are not cut."""
     length = now.seq_len + 1  # with the last target
@@ -543,27 +543,27 @@ def next_batch(tokens, documents, lengths, position: int, now: "Moment", hp: Hyp
         if position + batch + 1 >= len(tokens):
             return None
         starts = range(position, position + batch, now.seq_len)
-        return [[(start, start + length)] for start in starts], position + batch
+        return [(start, start + length) for start in starts], position + batch
     if not now.longest and position + 2 * batch + 1 >= len(tokens):
         return None
     ends = np.minimum(lengths, now.longest).cumsum()
-    sequences = []
+    sequences = []  # pieces of each
     for _ in range(hp.batch_seqs):
         if now.longest:
-            found = beginnings(documents, ends, position, length)
+            sequence = beginnings(documents, ends, position, length)
         else:
-            found = whole_documents(documents, position, length)
-        if found is None:
+            sequence = whole_documents(documents, position, length)
+        if sequence is None:
             return None
-        pieces, position = found
+        pieces, position = sequence
         sequences.append(pieces)
-    return sequences, position
+    return np.concatenate(sequences), position
 
 
 def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # overrides
     """Plan the batches of these moments, as train_gpt.py's `consecutive` does. With
     hp.align_to_documents, each sequence begins with a document. A batch that comes again in a later
-    pass is the same list of sequences: in a long run, to search for each anew takes minutes."""
+    pass is the same array of pieces: in a long run, to search for each anew takes minutes."""
     step, has_documents = 0, False
     batches = {}  # by all that next_batch depends on
     for tokens in shards:
@@ -578,8 +578,8 @@ def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # ove
                 batches[key] = next_batch(tokens, documents, lengths, position, now, hp)
             if batches[key] is None:
                 break
-            sequences, position = batches[key]
-            yield tokens, sequences
+            pieces, position = batches[key]
+            yield tokens, pieces
             step += 1
     if hp.align_to_documents and not has_documents:
         raise UserError(f"a sequence begins with a document, and no token is {END_OF_TEXT}")

@@ -20,7 +20,6 @@ from train_gpt_2026 import Hyperparameters, Moment
 
 END_OF_TEXT = 50256
 CPU = torch.device("cpu")
-HP = train_gpt.Hyperparameters()
 
 
 def plan_of(pattern, seq_len: int, batch_seqs: int, count: int, **settings) -> list:
@@ -72,9 +71,10 @@ def test_ranks_together_see_the_stream_in_order(
             expected.append(s[i : i + batch + 1])
             i += batch
     steps = start_step + len(expected) + 1
-    planned = plan_of(tmp_path / "s*.bin", seq_len, batch_seqs, steps, epochs=0)
+    batches = plan_of(tmp_path / "s*.bin", seq_len, batch_seqs, steps, epochs=0)
+    hp = train_gpt.Hyperparameters(batch_seqs=batch_seqs)
     loaders = [
-        distributed_data_generator(planned, HP, rank, world_size, CPU, start_step)
+        distributed_data_generator(batches, hp, rank, world_size, CPU, start_step)
         for rank in range(world_size)
     ]
     for step in range(start_step, steps):
@@ -129,8 +129,9 @@ def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shar
     path = write_shard("a.bin", range(66))
     with pytest.raises(UserError, match="has 8 batches .* the run reads 9: .* --epochs"):
         plan_of(path, 8, 2, 9, epochs=2)
+    hp = train_gpt.Hyperparameters(batch_seqs=2)
     for epochs in (3, 0):
-        loader = distributed_data_generator(plan_of(path, 8, 2, 9, epochs=epochs), HP, 0, 1, CPU)
+        loader = distributed_data_generator(plan_of(path, 8, 2, 9, epochs=epochs), hp, 0, 1, CPU)
         assert [int(inputs[0, 0]) for inputs, _ in loader] == [0, 16, 32, 48] * 2 + [0]
 
 
@@ -192,10 +193,10 @@ def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
         planned(pattern, 4, steps, len(expected) + 1)
     if not expected:
         return
-    plan = planned(pattern, 4, steps, len(expected))
+    plan, hp = planned(pattern, 4, steps, len(expected)), Hyperparameters(batch_seqs=4)
     for size in (1, 2, 4):
         ranks = [
-            distributed_data_generator(plan, HP, rank, size, CPU, start_step)
+            distributed_data_generator(plan, hp, rank, size, CPU, start_step)
             for rank in range(size)
         ]
         for batch, *parts in zip(expected[start_step:], *ranks, strict=True):

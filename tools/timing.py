@@ -85,9 +85,9 @@ class Timed:
     def batches_of(self, now: Moment):
         """Yield batches without end, all as long as at this moment."""
         hp, plan = replace(self.hp, epochs=0), self.run_class.plan
-        planned = self.core.plan_batches(self.data, hp, BATCHES, plan, [now] * (BATCHES + 1))
+        batches = self.core.plan_batches(self.data, hp, BATCHES, plan, [now] * (BATCHES + 1))
         while True:
-            yield from self.core.distributed_data_generator(planned, hp, RANK, RANKS, self.device)
+            yield from self.core.distributed_data_generator(batches, hp, RANK, RANKS, self.device)
 
 
 def time_in_turn(blocks: list[tuple[Timed, int, int]], rounds: int) -> list[list[tuple]]:
