@@ -51,11 +51,8 @@ fi
 # Some things must be set before Python starts. OpenMP's threads spin while they wait for each other:
 # on a busy machine, a long spin makes a step several times as long; on an idle one, a short spin
 # costs a little (BENCHMARKS.md). The fourth field of /proc/loadavg, such as 2/80, says how many
-# threads can run now, including this one. glibc shall keep freed memory: otherwise each chunk of
-# logits takes new pages from the system, which costs a tenth to a fifth of the demo's time.
+# threads can run now, including this one.
 if [ -r /proc/loadavg ]; then
-    export MALLOC_MMAP_MAX_="${MALLOC_MMAP_MAX_-0}"
-    export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_-2147483647}"
     busy=yes
     for _ in 1 2 3; do
         read -r _ _ _ threads _ </proc/loadavg
