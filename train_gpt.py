@@ -1632,22 +1632,21 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     given = vars(given)
     if [] in given.values():
         raise UserError("-- is not a value of a flag")  # argparse has dropped it
-    asked = given.pop("record")
+    record = given.pop("record")
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
         elif isinstance(getattr(default, name), bool):
             given[name] = value == "on"
-    found = [name for name in run.records if name.startswith(asked)]
-    if asked in found:
-        found = [asked]
-    if len(found) != 1:
-        near = difflib.get_close_matches(asked, run.records, 1)
-        reason = f"must be one of {', '.join(found or near or run.records)}"
-        raise UserError(f"--record {asked}: {reason}")
-    hp = replace(run.records[found[0]], **given)
+    if record not in run.records:
+        names = [name for name in run.records if name.startswith(record)]
+        if len(names) != 1:
+            names = names or difflib.get_close_matches(record, run.records, 1) or run.records
+            raise UserError(f"--record {record}: must be one of {', '.join(names)}")
+        record = names[0]
+    hp = replace(run.records[record], **given)
     run.check(hp)
-    return hp, found[0]
+    return hp, record
 
 
 def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
