@@ -1360,42 +1360,45 @@ def to_json(value, **options) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)
 
 
+def open_log(path: Path, resume: bool) -> tuple:
+    """Open a run's log and its metrics, to append to them. The log is locked while the process
+    lives. A line that a killed process, or a full disk, has cut is removed; if it is one of the
+    header, all lines are. UserError if the log is in use, or exists without `resume`."""
+    path.parent.mkdir(exist_ok=True)
+    log = regular(path).open("a", buffering=1, encoding="utf-8")
+    metrics = regular(path.with_suffix(".jsonl")).open("a", buffering=1)
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        writers = ["a process", *re.findall(r"\non .*, (process .*)\n", path.read_text("utf-8"))]
+        reason = f"{writers[-1]} is writing {path} ({error})"
+        raise UserError(f"{reason}: choose another --run_id") from error
+    before = path.read_bytes()
+    if before and not resume:
+        raise UserError(f"{path} exists: choose another --run_id, or --resume on")
+    has_header = f"\n{RULE}\nrecord ".encode() in before
+    for file in (log, metrics):
+        size = Path(file.name).read_bytes().rfind(b"\n") + 1  # of whole lines
+        file.truncate(size if has_header else 0)
+    return log, metrics
+
+
 class Log:
-    """What rank 0 writes: the log, the metrics, and the console. logs/RUN_ID.txt, which begins with
-    `header`, is locked while the process lives. logs/RUN_ID.jsonl has an object for each step:
-    `step`, the number of steps made, and the other fields of the step's Moment; train_loss, before
-    the update; ms, from the arrival of the last step's result on the host to this one's;
-    tokens_per_s; and with grad_clip grad_norm. Another object has a step's val_loss. If a step
-    comes twice, later fields count."""
+    """What rank 0 writes: the log, which begins with `header`, the metrics, and the console.
+    logs/RUN_ID.jsonl has an object for each step: `step`, the number of steps made, and the other
+    fields of the step's Moment; train_loss, before the update; ms, since the result of the step
+    before reached the host; tokens_per_s; and with grad_clip grad_norm. Another object has a step's
+    val_loss. If a step comes twice, later fields count."""
 
     def __init__(self, hp: Hyperparameters, rank: int):
-        """Open a run's files. UserError if they are in use, or exist without --resume. What a
-        killed process, or a full disk, left of a header or a line is removed."""
         self.hp = hp
         self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
         self.path = Path("logs", f"{self.run_id}.txt")
-        self.is_new = False
         self.file = self.metrics = sys.stdout  # which goes nowhere but on rank 0
         if rank == 0:
-            self.path.parent.mkdir(exist_ok=True)
+            self.file, self.metrics = open_log(self.path, hp.resume)
             if hp.keep:
                 self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
-            self.file = regular(self.path).open("a", buffering=1, encoding="utf-8")
-            self.metrics = regular(self.path.with_suffix(".jsonl")).open("a", buffering=1)
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                text = self.path.read_text("utf-8")
-                *_, holder = "a process", *re.findall(r"\nthis is (.*)\n", text)
-                reason = f"{holder} is writing {self.path} ({error})"
-                raise UserError(f"{reason}: choose another --run_id") from error
-            before = self.path.read_bytes()
-            if before and not hp.resume:
-                raise UserError(f"{self.path} exists: choose another --run_id, or --resume on")
-            self.is_new = f"\n{RULE}\nrecord ".encode() not in before
-            for file in (self.file, self.metrics):
-                whole = Path(file.name).read_bytes().rfind(b"\n") + 1
-                file.truncate(0 if self.is_new else whole)
         # A terminal that says that it has no columns gets lines, as a pipe does.
         has_bar = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
         self.bar = tqdm(
@@ -1405,10 +1408,31 @@ class Log:
             disable=not has_bar,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
         )
-        self.result = self.arrival = None  # of that step, on its way to the host
+        self.result = self.arrival = None  # of the last step, on its way to the host
         self.stop = False  # whether a rank had a signal to stop, before that step
         self.ended = 0.0  # when the step before ended, in seconds
-        self.seconds = 0.0  # of all steps: train_time
+        self.seconds = 0.0  # of all steps
+        self.times = "train_time:0ms step_avg:0.00ms"  # the same, as a line says it
+
+    def __call__(self, line: str, shown: bool = True) -> None:
+        """Write a line to the log, and show it on the console."""
+        self.write(line, self.file)
+        if shown:
+            self.bar.write(line)
+
+    def write(self, line: str, file) -> None:
+        """Write a line to a file. UserError, with the file's name, if the disk is full."""
+        try:
+            print(line, file=file)
+        except OSError as error:
+            raise UserError(f"could not write {file.name}: {error.strerror}") from error
+
+    def write_row(self, row: dict, loss: float) -> None:
+        """Write an object of the metrics. UserError, on all ranks, if its loss is not finite."""
+        self.write(to_json(row), self.metrics)
+        if not math.isfinite(loss):
+            remedy = "try lower rates, smaller initial weights or --fp8 off"
+            raise UserError(f"the loss is {loss} at step {row['step']}: {remedy}")
 
     def begin_step(self, now: Moment, result: Tensor) -> None:
         """End the step before, and note this one's result, which is on its way to the host."""
@@ -1427,8 +1451,8 @@ class Log:
             return
         if self.arrival is not None:
             self.arrival.synchronize()
-        began, self.ended = self.ended, time.perf_counter()
-        seconds = self.ended - began
+        seconds = time.perf_counter() - self.ended
+        self.ended += seconds
         self.seconds += seconds
         loss, stop, *norm = self.result.tolist()
         self.result = None
@@ -1438,10 +1462,10 @@ class Log:
         if norm:
             self.row["grad_norm"] = norm[0]
         step = self.row["step"]
-        line = f"step:{step}/{self.hp.num_iterations} {self.times(step)} train_loss:{loss:.4f}"
-        self.write(line, self.file)
-        if self.bar.disable:  # else the console shows the bar
-            self.bar.write(line)
+        ms = 1e3 * self.seconds
+        self.times = f"train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+        line = f"step:{step}/{self.hp.num_iterations} {self.times} train_loss:{loss:.4f}"
+        self(line, shown=self.bar.disable)  # else the bar shows it
         self.bar.update(step - self.bar.n)
         left = tqdm.format_interval((self.hp.num_iterations - step) * seconds)  # at this rate
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
@@ -1452,30 +1476,6 @@ class Log:
         self.bar.set_postfix_str(f"validation {done}/{count}")
         if self.file is not sys.stdout:
             os.utime(self.path)
-
-    def write_row(self, row: dict, loss: float) -> None:
-        """Write an object of the metrics. UserError, on all ranks, if its loss is not finite."""
-        self.write(to_json(row), self.metrics)
-        if not math.isfinite(loss):
-            remedy = "try lower rates, smaller initial weights or --fp8 off"
-            raise UserError(f"the loss is {loss} at step {row['step']}: {remedy}")
-
-    def write(self, text: str, file) -> None:
-        """Write a line to a file. UserError, with the file's name, if the disk is full."""
-        try:
-            print(text, file=file)
-        except OSError as error:
-            raise UserError(f"could not write {file.name}: {error.strerror}") from error
-
-    def times(self, step: int) -> str:
-        """Return the fields of a line that say how long so many steps have taken."""
-        ms = 1e3 * self.seconds
-        return f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-
-    def __call__(self, line: str) -> None:
-        """Write a line to the log and to the console."""
-        self.write(line, self.file)
-        self.bar.write(line)
 
 
 def script_of(run: type["Run"]) -> Path:
@@ -1794,12 +1794,12 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         return log(f"the run {log.run_id} is finished")
     optimizers = run.Optimizers(model, hp, rank, world_size)
 
-    if log.is_new:
-        log.write(header(run, hp), log.file)
+    if rank == 0 and log.path.stat().st_size == 0:
+        log(header(run, hp), shown=False)
     flags = changed_flags(replace(hp, run_id="", resume=False), run.records[record])
     log(shlex.join(["record", record, *flags]))
-    log(f"on {world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, log in {log.path}")
-    log(f"this is process {os.getpid()} on {os.uname().nodename}")
+    place = f"{world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
+    log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
     if record == "demo" and hp.device == "auto" and not on_gpu:
         log("no GPU found: this is a small demonstration")
     if END_OF_TEXT not in batches[0][0]:
@@ -1838,7 +1838,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
             log.end_step()
             if validate:
                 loss = evaluate(model, val_batch, now, device, log.note_validation)
-                log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times(step)}")
+                log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}")
                 log.write_row({"step": step, "val_loss": loss}, loss)
                 if step == 0:
                     highest = min(highest, loss)
