@@ -1304,14 +1304,14 @@ class Console(io.FileIO):
 
 def open_console(rank: str) -> None:
     """Make Consoles of the standard streams. Only rank 0 has an output."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # instead of what `>&-` has closed
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:  # in place of what `>&-` has closed
         pass
-    os.close(number)
+    os.close(null)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):  # not what a caller has put there
-            file = io.BufferedWriter(Console(number, "w", closefd=False))
-            text = io.TextIOWrapper(file, "utf-8", "backslashreplace", line_buffering=True)
-            setattr(sys, name, text)
+            buffer = io.BufferedWriter(Console(number, "w", closefd=False))
+            console = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
+            setattr(sys, name, console)
     if rank != "0":
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
@@ -1319,7 +1319,7 @@ def open_console(rank: str) -> None:
 def printable(text: str) -> str:
     """Return text for a terminal: control characters are escaped, but for \\n and \\t."""
     odd = r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]"
-    return re.sub(odd, lambda found: ascii(found[0])[1:-1], text)
+    return re.sub(odd, lambda match: ascii(match[0])[1:-1], text)
 
 
 def as_program(name: str, work: Callable) -> None:
@@ -1328,8 +1328,6 @@ def as_program(name: str, work: Callable) -> None:
     so that the one that failed reports first."""
     rank = os.environ.get("RANK", "0")
     open_console(rank)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as while importing: see the top
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         work()
         if dist.is_initialized():
