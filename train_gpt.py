@@ -1716,12 +1716,11 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
     return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
 
 
-def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, saved=None) -> None:
-    """Choose kernels, make a step for each graph_key of the moments, on made-up tokens, and load a
-    checkpoint or the initial weights. UserError if it does not fit. Compilation leaves cycles that
-    hold gigabytes: they are collected, and more steps reserve the memory that the run needs."""
+def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) -> None:
+    """Choose kernels, and make a step for each graph_key of the moments, on made-up tokens. Weights
+    and state are to be loaded afterwards. Compilation leaves cycles that hold gigabytes: they are
+    collected, and more steps reserve the memory that the run needs."""
     hp = model.hp
-    initial = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
     choose_kernels(model, hp, device, all_reduce_, log)
     kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
     longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
@@ -1737,7 +1736,10 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
         train_step(model, optimizers, x.int(), x, now)
     if compiled.allowed:  # after a step, memory is divided in another way than after a validation
         train_step(model, optimizers, x.int(), x, now)
-    saved = saved or {"model": initial, "optimizers": {}}
+
+
+def restore(model: GPT, optimizers, saved: dict) -> None:
+    """Load a checkpoint's weights and state, if it has state. UserError if they do not fit."""
     try:
         model.load_state_dict(saved["model"])
         optimizers.load_state_dict(saved["optimizers"])
@@ -1746,24 +1748,27 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print, sa
         raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
 
-def newest_checkpoint(run: type[Run], hp: Hyperparameters) -> dict:
-    """Return what a run goes on or begins from, or {}. UserError for another program's."""
-    found = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
-    if not found:
-        if not hp.init_from:
-            return {}
+def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
+    """Return what a run begins from: its newest checkpoint, given weights, or those of the model.
+    They are on the CPU. UserError for the checkpoint of another program."""
+    paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
+    if not paths and hp.init_from:
         weights = load_checkpoint(hp.init_from, run)["model"]
         return {"model": weights, "optimizers": {}, "path": Path(hp.init_from)}
-    saved = load_checkpoint(found[0], run) | {"path": found[0]}
+    if not paths:  # a copy, because the warm-up changes the weights
+        weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+        return {"model": weights, "optimizers": {}}
+    path = paths[0]
+    saved = load_checkpoint(path, run) | {"path": path}
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
     changed = changed_flags(hp, replace(saved.get("hyperparameters", hp), **may_change))
     if changed or author != script_of(run).name:
         command = shlex.join([script_of(run).name, *changed])
-        remedy = f"; --run_id OTHER --init_from {found[0]} begins a new run from its weights alone"
-        raise UserError(f"{found[0]} was saved by {author} without this: {command}{remedy}")
+        remedy = f"; --run_id OTHER --init_from {path} begins a new run from its weights alone"
+        raise UserError(f"{path} was saved by {author} without this: {command}{remedy}")
     if saved.get("step") not in range(1, hp.num_iterations + 1):
-        raise UserError(f"{found[0]} is of step {saved.get('step')!r}, which this run has not")
+        raise UserError(f"{path} is of step {saved.get('step')!r}, which this run has not")
     return saved
 
 
@@ -1783,7 +1788,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     model = build(run, hp, device)
 
     log = Log(hp, rank)
-    saved = newest_checkpoint(run, hp)
+    saved = beginning(run, hp, model)
     first_step = saved.get("step", 0)
     log.seconds = saved.get("seconds", 0.0)
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
@@ -1810,11 +1815,12 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
-    warm_up(model, optimizers, moments, device, log, saved)
+    warm_up(model, optimizers, moments, device, log)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
-    if saved:
+    restore(model, optimizers, saved)
+    saved.clear()  # frees more than the model's size
+    if first_step or hp.init_from:
         log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
-        saved.clear()  # frees more than the model's size
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 

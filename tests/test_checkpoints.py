@@ -16,7 +16,7 @@ import train_gpt
 import train_gpt_2026
 from conftest import language
 from runs import console_of, error_of, val_losses
-from train_gpt import HERE, UserError, load_checkpoint, newest_checkpoint, parse_args, show
+from train_gpt import HERE, UserError, beginning, load_checkpoint, parse_args, show
 
 OF_RUN = [f.name for f in dataclasses.fields(train_gpt.RunSettings)]
 OF_DEMO = vars(train_gpt.RECORDS["demo"]).keys() - {"init_from"}  # which names a file
@@ -87,9 +87,9 @@ def test_all_settings_are_saved_and_only_those_of_how_a_run_is_made_may_change(
     for name in vars(saved).keys() - OF_RUN:
         now = replace(saved, resume=True, **{name: another(saved, name)})
         with pytest.raises(UserError, match=re.escape(f" --{name} {show(getattr(now, name))}")):
-            newest_checkpoint(run, now)
+            beginning(run, now, None)
     changed = {name: another(saved, name) for name in OF_RUN} | {"run_id": "it", "resume": True}
-    assert newest_checkpoint(run, replace(saved, **changed))["step"] == 2
+    assert beginning(run, replace(saved, **changed), None)["step"] == 2
 
 
 def test_a_checkpoint_of_other_settings_is_another_script_s(run):
