@@ -1412,30 +1412,21 @@ class Log:
         self.seconds = 0.0  # of all steps
         self.times = "train_time:0ms step_avg:0.00ms"  # the same, as a line says it
 
-    def __call__(self, line: str, shown: bool = True) -> None:
-        """Write a line to the log, and show it on the console."""
-        self.write(line, self.file)
+    def __call__(self, line: str, row: dict | None = None, shown: bool = True) -> None:
+        """Write a line to the log, and show it on the console. Write a row of the metrics."""
+        try:
+            print(line, file=self.file)
+            if row:
+                print(to_json(row), file=self.metrics)
+        except OSError as error:  # such as a full disk
+            raise UserError(f"could not write {self.path}: {error.strerror}") from error
         if shown:
             self.bar.write(line)
-
-    def write(self, line: str, file) -> None:
-        """Write a line to a file. UserError, with the file's name, if the disk is full."""
-        try:
-            print(line, file=file)
-        except OSError as error:
-            raise UserError(f"could not write {file.name}: {error.strerror}") from error
-
-    def write_row(self, row: dict, loss: float) -> None:
-        """Write an object of the metrics. UserError, on all ranks, if its loss is not finite."""
-        self.write(to_json(row), self.metrics)
-        if not math.isfinite(loss):
-            remedy = "try lower rates, smaller initial weights or --fp8 off"
-            raise UserError(f"the loss is {loss} at step {row['step']}: {remedy}")
 
     def begin_step(self, now: Moment, result: Tensor) -> None:
         """End the step before, and note this one's result, which is on its way to the host."""
         self.end_step()
-        self.row = vars(now) | {"step": now.step + 1}
+        self.now = now
         self.result = result.to("cpu", non_blocking=True)
         if result.is_cuda:
             self.arrival = torch.cuda.current_stream().record_event()
@@ -1455,25 +1446,31 @@ class Log:
         loss, stop, *norm = self.result.tolist()
         self.result = None
         self.stop = stop > 0
-        rate = round(self.hp.batch_seqs * self.row["seq_len"] / seconds)
-        self.row |= {"train_loss": loss, "ms": round(1e3 * seconds, 3), "tokens_per_s": rate}
-        if norm:
-            self.row["grad_norm"] = norm[0]
-        step = self.row["step"]
+        step = self.now.step + 1
         ms = 1e3 * self.seconds
         self.times = f"train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
         line = f"step:{step}/{self.hp.num_iterations} {self.times} train_loss:{loss:.4f}"
-        self(line, shown=self.bar.disable)  # else the bar shows it
+        rate = round(self.hp.batch_seqs * self.now.seq_len / seconds)
+        row = vars(self.now) | {"step": step, "train_loss": loss}
+        row |= {"ms": round(1e3 * seconds, 3), "tokens_per_s": rate}
+        if norm:
+            row["grad_norm"] = norm[0]
+        self(line, row, shown=self.bar.disable)  # else the bar shows it
         self.bar.update(step - self.bar.n)
         left = tqdm.format_interval((self.hp.num_iterations - step) * seconds)  # at this rate
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
-        self.write_row(self.row, loss)
+        check_loss(loss, step)
 
     def note_validation(self, done: int, count: int) -> None:
-        """Show how far a validation is. The file's time tells it to run.sh, which sees no bar."""
+        """Show in the bar how far a validation is."""
         self.bar.set_postfix_str(f"validation {done}/{count}")
-        if self.file is not sys.stdout:
-            os.utime(self.path)
+
+
+def check_loss(loss: float, step: int) -> None:
+    """Raise UserError if a loss is not finite. All ranks have the same one."""
+    if not math.isfinite(loss):
+        remedy = "try lower rates, smaller initial weights or --fp8 off"
+        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
 
 
 def script_of(run: type["Run"]) -> Path:
@@ -1842,8 +1839,9 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
             log.end_step()
             if validate:
                 loss = evaluate(model, val_batch, now, device, log.note_validation)
-                log(f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}")
-                log.write_row({"step": step, "val_loss": loss}, loss)
+                line = f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}"
+                log(line, {"step": step, "val_loss": loss})
+                check_loss(loss, step)
                 if step == 0:
                     highest = min(highest, loss)
                 if last and loss > highest:

@@ -246,9 +246,7 @@ def test_a_terminal_shows_validations_and_the_time_left(tiny, monkeypatch):
     with open(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         log = train_gpt.Log(hp, 0)
-        os.utime(log.path, (0, 0))
         log.note_validation(3, 16)
-        assert log.path.stat().st_mtime > time.time() - 100
         log.ended = time.perf_counter() - 20  # the last step takes 20 s, and 7 are to come
         log.begin_step(train_gpt.Moment(0, hp), torch.tensor([5.0, 0.0]))
         log.bar.refresh()

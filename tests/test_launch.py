@@ -180,7 +180,7 @@ def test_something_is_said_when_a_run_says_nothing():
     log.write_text("a line\n")
     assert shown.news() == "" and hidden.news() == "pair 1: step 0/128"
     os.utime(log, (0, log.stat().st_mtime - 7))
-    assert "it.txt has no new line: compilation, warm-up " in shown.news()
+    assert "it.txt has no new line: compilation, valid" in shown.news()
     assert shown.news() == ""
     for silence, is_said in ((100, True), (60, False), (20, False), (130, True)):  # pauses of 40
         os.utime(log, (0, time.time() - silence))

@@ -205,8 +205,9 @@ class Live:
         self.step, self.ms = 0, 0.0
         self.heard, self.told = 0.0, 0.0  # when the log was last written, and when before a notice
         self.pause = 0.0  # the longest between two such times
-        columns = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
-        self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=not (label and columns))
+        self.columns = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
+        hidden = not (label and self.columns)
+        self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=hidden)
 
     def check(self) -> str:
         """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
@@ -242,6 +243,8 @@ class Live:
         if self.label:
             left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
             return f"{self.label}: step {self.step}/{self.steps}{left}"
+        if self.columns:  # the run shows a bar of its own
+            return ""
         written = self.log.stat().st_mtime
         if self.heard:
             self.pause = max(self.pause, written - self.heard)
@@ -250,7 +253,7 @@ class Live:
         if self.told == written or time.time() - written < max(7, 3 * self.pause):
             return ""
         self.told = written
-        return f"{self.log} has no new line: compilation, warm-up and saving may take minutes"
+        return f"{self.log} has no new line: compilation, validation and saving may take minutes"
 
 
 def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
