@@ -1518,24 +1518,25 @@ def written_whole(path: Path, unfinished: Path) -> Iterator:
         raise UserError(f"could not save {path}: {error.__context__ or error}") from error
 
 
-def save_checkpoint(folder: Path, state: dict, keep: int) -> None:
+def save_checkpoint(path: Path, state: dict, keep: int) -> None:
     """Save a checkpoint completely or not at all. Keep this one and those of the highest steps.
     Pieces beside it, which a fork has saved before, are removed with their checkpoint. UserError if
     it cannot be saved there: it says whether the checkpoint is in TMPDIR or the like instead."""
-    path = folder / f"state_step{state['step']:06}.pt"
+    folder = path.parent
     try:
         with written_whole(path, folder / "unfinished.tmp") as file:
             torch.save(state, file)
     except UserError as error:
-        text = ""
+        remedy = ""
         with contextlib.suppress(OSError, UserError):
             name = f"{folder.name}_{os.urandom(3).hex()}_{path.name}"
-            other = Path(tempfile.gettempdir(), name)
-            with written_whole(other, other.with_suffix(".tmp")) as file:
+            elsewhere = Path(tempfile.gettempdir(), name)
+            with written_whole(elsewhere, elsewhere.with_suffix(".tmp")) as file:
                 torch.save(state, file)
-            text = f"; it is {other}: move it to {path}, and the run goes on"
-        raise UserError(f"{error}{text}") from error
-    for old in [other for other in checkpoints(folder) if other != path][keep - 1 :]:
+            remedy = f"; it is {elsewhere}: move it to {path}, and the run goes on"
+        raise UserError(f"{error}{remedy}") from error
+    before = [old for old in checkpoints(folder) if old != path]
+    for old in before[keep - 1 :]:
         old.unlink()
     for piece in folder.glob("state_step*.pt.*"):
         if piece.is_file() and not piece.with_suffix("").exists():
@@ -1764,8 +1765,6 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
         command = shlex.join([script_of(run).name, *changed])
         remedy = f"; --run_id OTHER --init_from {path} begins a new run from its weights alone"
         raise UserError(f"{path} was saved by {author} without this: {command}{remedy}")
-    if saved.get("step") not in range(1, hp.num_iterations + 1):
-        raise UserError(f"{path} is of step {saved.get('step')!r}, which this run has not")
     return saved
 
 
@@ -1804,10 +1803,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         log("no GPU found: this is a small demonstration")
     if END_OF_TEXT not in batches[0][0]:
         log(f"the first shard has no token {END_OF_TEXT}: its text counts as one document")
-    if on_gpu and hp.fp8 and not fp8_supported(device):
-        log("this GPU has no FP8: the head trains in bfloat16")
-    if hp.fp8 and bfloat16_is_fast(device):
-        log("the head trains in bfloat16, in which this CPU is fast")
+    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
+        log("there is no FP8 here: the head trains in bfloat16")
     log(f"parameters: {sum(p.numel() for p in model.parameters())}")
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
@@ -1831,10 +1828,10 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     for now in moments[first_step:]:
         step = now.step  # steps made so far
         last = step == hp.num_iterations
-        leave = log.stop and now.can_stop and not last
-        validate = now.validate and (step > first_step or step == 0)
-        save = last or leave or (hp.save_every and step % hp.save_every == 0)
-        save = save and hp.keep and step > first_step
+        leave = last or (log.stop and now.can_stop)
+        is_new = step > first_step  # else its checkpoint is there
+        validate = now.validate and (is_new or step == 0)
+        save = hp.keep and is_new and (leave or (hp.save_every and step % hp.save_every == 0))
         if validate or save or leave:
             log.end_step()
             if validate:
@@ -1851,7 +1848,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                     raise UserError(f"a weight is not finite after step {step}: lower the rates")
                 # No run goes on from the last step. All ranks must call state_dict.
                 states = {} if last else optimizers.state_dict()
-                model.save_pieces(Path("logs", log.run_id, f"state_step{step:06}.pt"))
+                path = Path("logs", log.run_id, f"state_step{step:06}.pt")
+                model.save_pieces(path)
                 if rank == 0:
                     state = {
                         "script": script_of(run).name,
@@ -1863,8 +1861,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                         "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
                         "optimizers": states,
                     }
-                    save_checkpoint(Path("logs", log.run_id), state, hp.keep)
-            if last or leave:
+                    save_checkpoint(path, state, hp.keep)
+            if leave:
                 break
             log.ended = clock(device)
 
@@ -1874,21 +1872,20 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 
     log.bar.close()
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
-    if leave:
+    if not last:
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        command = [f"{HERE}/run.sh", str(script_of(run)), "--record", record, *flags]
-        command += ["--run_id", log.run_id, "--resume", "on"]
-        command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"
-        saving = f"saved; go on with {command}" if hp.keep else "not saved"
-        log(f"stopped by {number.name} after step {step}: {saving}")
+        words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record, *flags]
+        words += ["--run_id", log.run_id, "--resume", "on"]
+        command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+        remedy = f"saved; go on with {command}" if hp.keep else "not saved"
+        log(f"stopped by {number.name} after step {step}: {remedy}")
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(128 + number)
     if on_gpu:
-        log(
-            f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
-            f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB"
-        )
+        allocated = torch.cuda.max_memory_allocated() >> 20
+        reserved = torch.cuda.max_memory_reserved() >> 20
+        log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
 
 
 def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:
