@@ -1483,18 +1483,19 @@ def header(run: type["Run"], hp: Hyperparameters) -> str:
     settings, and the project's files that it imports. A RULE follows each part."""
     script = script_of(run)
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    files = {p for name in names if name and (p := Path(name).resolve()).is_file()} - {script}
+    imported = {Path(name).resolve() for name in names if name} - {script}
     folders = [script.parent, HERE, HERE / "forks"]
     folders += [folder / "optimizers" for folder in folders]
+    sources = sorted(path for path in imported if path.parent in folders and path.is_file())
     command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
-    parts = [
+    sections = [
         script.read_text("utf-8", errors="replace"),
         f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
         subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout,
         "\n".join([f"script: {script.name}", *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
+        *(f"{path.name}:\n{path.read_text('utf-8')}" for path in sources),
     ]
-    parts += [f"{p.name}:\n{p.read_text('utf-8')}" for p in sorted(files) if p.parent in folders]
-    return "\n".join(f"{part}\n{RULE}" for part in parts)
+    return "\n".join(f"{section}\n{RULE}" for section in sections)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1561,8 +1562,8 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
     except (OSError, MemoryError, UserError):
         raise
     except Exception as error:  # without its text: torch's own advice is an unsafe load
-        text = f"{path} is not an intact checkpoint ({type(error).__name__})"
-        raise UserError(f"{text}; without it, a run goes on from the one before") from error
+        reason = f"{path} is not an intact checkpoint ({type(error).__name__})"
+        raise UserError(f"{reason}; without it, a run goes on from the one before") from error
 
 
 # -----------------------------------------------------------------------------
