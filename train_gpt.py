@@ -441,7 +441,6 @@ compiled.allowed = False
 compiled.options = {"realize_reads_threshold": 8}
 
 
-@torch.compiler.assume_constant_result
 def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
     """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152."""
     if device.type == "cpu":
@@ -463,7 +462,6 @@ def fp8_supported(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@torch.compiler.assume_constant_result
 def bfloat16_is_fast(device: torch.device) -> bool:
     """Say whether a device is a CPU with instructions for matmuls in bfloat16."""
     return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
@@ -1658,9 +1656,12 @@ def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
 def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
     """Return the model on its device, with initial weights. Decide what @compiled does."""
     compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
-    torch._dynamo.config.recompile_limit = 64  # of several kinds of layers, each in several shapes
-    # Otherwise, layers with an autograd.Function would be compiled anew at each start.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if compiled.allowed:  # the first mention of torch._dynamo imports it, which takes a second
+        torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
+        # Otherwise, layers with an autograd.Function would be compiled anew at each start.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        for function in (memory_is_small, bfloat16_is_fast):  # constants for compiled code
+            torch.compiler.assume_constant_result(function)
     # glibc gives the memory of each chunk of logits back to the system, and page faults fetch it
     # again. Let it keep what is freed: without this, a step of the demo takes 2 to 3 times as long.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
@@ -1766,6 +1767,8 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
         command = shlex.join([script_of(run).name, *changed])
         remedy = f"; --run_id OTHER --init_from {path} begins a new run from its weights alone"
         raise UserError(f"{path} was saved by {author} without this: {command}{remedy}")
+    if saved.get("step") not in range(1, hp.num_iterations + 1):
+        raise UserError(f"{path} is of step {saved.get('step')!r}, which this run has not")
     return saved
 
 

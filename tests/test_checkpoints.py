@@ -162,6 +162,8 @@ def without(state: dict, group: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda s: s | {"step": 99}, "is of step 99, which this run has not"),
+        (lambda s: s | {"step": "6"}, "is of step '6', which"),
         (lambda s: s | {"optimizers": without(s, HEAD)}, f"not one of this model: '{HEAD}'"),
         (lambda s: with_state(s, lambda value: value.long()), f"{HEAD}: exp_avg is torch.int64"),
         (lambda s: with_state(s, lambda value: value[:1]), f"{HEAD}: exp_avg is .* [1, 32]"),
