@@ -2,10 +2,9 @@
 
 import fcntl
 import math
+import random
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,34 +15,11 @@ from scipy import stats
 import compare
 import result
 import significance
-from logfile import Run, read_log
+from logfile import RULE, Run, read_log
 from runs import error_of
 from train_gpt import HERE
 
 FORK = (HERE / "tests" / "small_fork.py").read_text()
-MADE_UP = """# In place of launch.py: with e times the steps the loss is lower by SLOPE.
-import math, random, sys
-from pathlib import Path
-
-with open("calls.txt", "a") as calls:
-    calls.write(" ".join(sys.argv[1:]) + "\\n")
-source = Path(sys.argv[1]).read_text()
-flags = {name[2:]: value for name, value in zip(sys.argv[2::2], sys.argv[3::2])}
-run_id, steps, speed = flags["run_id"], int(flags["num_iterations"]), flags.get("speed")
-noise, changed = random.Random(run_id), flags.get("muon_lr") == "0.06"
-if speed == "13":  # it fails
-    sys.exit("first line\\nout of luck")
-if speed == "14":  # as by Ctrl-C
-    sys.exit(130)
-ms = 1e5 * steps / 128 * (1 + 0.01 * changed + 0.004 * NOISE * noise.gauss(0, 1))
-loss = 3.3 + 0.002 * changed - SLOPE * math.log(steps / 128) + 0.002 * NOISE * noise.gauss(0, 1)
-settings = "\\n".join(f"{k}: {v}" for k, v in flags.items())
-lines = f"record demo\\nstep:0/{steps} val_loss:10.82580 train_time:0ms step_avg:0.00ms\\n"
-lines += f"step:{steps}/{steps} val_loss:{loss:.5f} train_time:{ms:.0f}ms step_avg:1.00ms\\n"
-Path("logs").mkdir(exist_ok=True)
-parts = source, "torch 2.13.0", settings, lines
-Path("logs", run_id + ".txt").write_text(("\\n" + 100 * "=" + "\\n").join(parts))
-"""
 
 
 @pytest.mark.parametrize(
@@ -80,49 +56,55 @@ def test_each_question_errs_as_rarely_whoever_ends_extends_or_reads_the_comparis
     assert alpha < (at_end | later).mean(1).max() < 2 * alpha
 
 
-@pytest.fixture
-def fork(tmp_path, monkeypatch, tool) -> SimpleNamespace:
-    """Return a fork at `path` whose runs are made up by `write`.
+class Fork:
+    """A fork whose runs are made up: with e times the steps, the loss is lower by `slope`."""
 
-    `compare(b, *flags)` compares the fork with its flags b; it returns status, the last answers and
-    stderr. `calls()` returns the runs since its last call.
-    """
-    path, launch = tmp_path / "its_own.py", tmp_path / "launch.py"
-    path.write_text(FORK)
+    noise, slope = 1.0, 0.1
 
-    def train(path, flags, label, group) -> dict:
-        command = [sys.executable, launch, path, *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return {"exit": done.returncode, "status": "failed", "reason": done.stderr}
+    def __init__(self, path: Path, tool):
+        self.path, self.tool, self.made = path, tool, []
+        path.write_text(FORK)
 
-    monkeypatch.setattr(compare.launch, "train", train)
+    def train(self, path, flags, label, group) -> dict:
+        given = dict(zip(flags[::2], flags[1::2], strict=True))
+        run_id, steps, speed = given["--run_id"], int(given["--num_iterations"]), "--speed"
+        self.made.append(run_id.removeprefix("it_"))
+        if given.get(speed) == "13":
+            return {"exit": 1, "status": "failed", "reason": "first line\nout of luck"}
+        if given.get(speed) == "14":
+            return {"exit": 130}  # as by Ctrl-C
+        chance, changed = random.Random(run_id), given.get("--muon_lr") == "0.06"
+        time = 1 + 0.01 * changed + 0.004 * self.noise * chance.gauss(0, 1)
+        times = f"train_time:{1e5 * steps / 128 * time:.0f}ms step_avg:1.00ms"
+        loss = 3.3 + 0.002 * changed + 0.002 * self.noise * chance.gauss(0, 1)
+        loss -= self.slope * math.log(steps / 128)
+        settings = "\n".join(f"{name[2:]}: {value}" for name, value in given.items())
+        lines = f"record demo\nstep:0/{steps} val_loss:10.82580 train_time:0ms step_avg:0.00ms\n"
+        lines += f"step:{steps}/{steps} val_loss:{loss:.5f} {times}\n"
+        Path("logs").mkdir(exist_ok=True)
+        parts = path.read_text(), "torch 2.13.0", settings, lines
+        Path(f"logs/{run_id}.txt").write_text(f"\n{RULE}\n".join(parts))
+        return {"exit": 0}
 
-    def write(noise: float = 1.0, slope: float = 0.1) -> None:
-        launch.write_text(MADE_UP.replace("NOISE", str(noise)).replace("SLOPE", str(slope)))
-
-    def call(b: str, *flags) -> tuple[int, str, str]:
-        words = [path, "--run_id", "it", "--compare", "", f"its_own.py {b}", *flags]
+    def compare(self, b: str, *flags) -> tuple[int, str, str]:
+        """Compare the fork with its flags b; return status, the last answers and stderr."""
+        words = [self.path, "--run_id", "it", "--compare", "", f"its_own.py {b}", *flags]
         if "--seconds" not in flags:
             words += ["--num_iterations", 128]
-        status, out, err = tool(compare.main, words)
+        status, out, err = self.tool(compare.main, words)
         return status, f"\n{out}".split("\nafter ")[-1].rstrip(), err
 
-    def calls() -> list[str]:
-        made = Path("calls.txt").read_text().splitlines()
-        Path("calls.txt").write_text("")
-        return [line.split("--run_id ")[1].removeprefix("it_").split()[0] for line in made]
-
-    write()
-    Path("calls.txt").touch()
-    return SimpleNamespace(write=write, compare=call, calls=calls, path=path)
+    def calls(self) -> list[str]:
+        """Return the runs since the last call."""
+        made, self.made = self.made, []
+        return made
 
 
-def as_after_a_stop() -> dict:
-    """Make the plan of a comparison that has ended that of one which goes on. Return it."""
-    plan = compare.plan_of("it")
-    plan.pop("ended")
-    compare.write_plan("it", plan)
-    return plan
+@pytest.fixture
+def fork(tmp_path, monkeypatch, tool) -> Fork:
+    fork = Fork(tmp_path / "its_own.py", tool)
+    monkeypatch.setattr(compare.launch, "train", fork.train)
+    return fork
 
 
 def in_turn(seeds: range) -> list[str]:
@@ -170,8 +152,8 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
         expected += [f"{mean:{form}}", f"{half:{form}}", f"{p:.2e}" if p < 0.01 else f"{p:.3f}"]
         found = line[question]
         assert [found["mean"], found["half"], found["p"]] == pytest.approx([mean, half, p])
-        words = ("lower", "higher") if question == "loss" else ("shorter", "longer")
-        assert found["answer"] == (words[1] if p < limits[-1] else "open")
+        word = "higher" if question == "loss" else "longer"
+        assert found["answer"] == (word if p < limits[-1] else "open")
     text, sentence = answers.rsplit("\n  ", 1)
     assert re.findall(r"\d[-.\de]*", text) == expected
     answer = {"loss": "B's loss is higher", "time": "a step of B is slower"}
@@ -181,22 +163,22 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
 
 def test_a_change_that_does_nothing_ends_the_comparison_and_is_named(fork):
     """Unless steps are to be timed: then all pairs are made."""
-    fork.write(noise=0)
+    fork.noise = 0.0
     status, answers, _ = fork.compare("")
     expected = in_turn(range(4))
     assert (status, fork.calls()) == (0, expected[:2] + ["A_longer_seed0"] + expected[2:])
     assert "the change does nothing to the loss, which is equal in all pairs; a step" in answers
-    assert fork.compare("", "--judge", "time", "--runs", 5, "--run_id", "next")[0] == 0
+    fork.compare("", "--judge", "time", "--runs", 5, "--run_id", "next")
     assert len(fork.calls()) == 11
 
 
-@pytest.mark.parametrize("torn", [b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"])
-def test_a_torn_plan_is_named_and_its_runs_are_read(torn, fork):
+def test_a_torn_plan_is_named_and_its_runs_are_read(fork):
     _, answers, _ = fork.compare("", "--runs", 4)
     fork.calls()
-    Path("logs/it.json").write_bytes(torn)
-    status, _, err = fork.compare("", "--runs", 4)
-    assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err
+    for torn in (b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"):
+        Path("logs/it.json").write_bytes(torn)
+        status, _, err = fork.compare("", "--runs", 4)
+        assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err
     Path("logs/it.json").unlink()
     assert fork.compare("", "--runs", 4)[1] == answers and fork.calls() == []
 
@@ -247,17 +229,19 @@ def test_a_comparison_continues_with_the_finished_runs(fork):
 
 
 def test_plan_and_source_may_not_change(fork):
-    fork.compare("", "--runs", 4)
-    fork.calls()
-    plan = as_after_a_stop() | {"runs": 4}
-    for key, b, flags in (("runs", "", "--runs 5"), ("B", "--muon_lr 0.06", "--runs 4")):
+    """Before the end, which a run that fails has put off here."""
+    b = "--speed 13"
+    assert fork.compare(b, "--runs", 4)[0] == 1
+    for key, flags in (("runs was 4", "--runs 5"), ("seed was 0", "--runs 4 --seed 1")):
         status, _, err = fork.compare(b, *flags.split())
-        assert status == 1 and f"{key} was {plan[key]}: choose another --run_id\n" in err
-    assert fork.calls() == []
-    Path("logs/it_B_seed2.txt").unlink()
+        assert status == 1 and f"{key}: choose another --run_id\n" in err
+    assert fork.compare("--muon_lr 0.06", "--runs", 4)[0] == 1
+    assert len(fork.calls()) == 2
+    fork.compare("", "--runs", 4, "--run_id", "next")
+    Path("logs/next_B_seed2.txt").unlink()
     fork.path.write_text(f"{FORK}# changed\n")
-    status, _, err = fork.compare("", "--runs", 4)
-    assert status == 1 and "logs/it_B_seed0.txt and logs/it_B_seed2.txt differ in source" in err
+    status, _, err = fork.compare("", "--runs", 4, "--run_id", "next")
+    assert status == 1 and "logs/next_B_seed0.txt and logs/next_B_seed2.txt differ in source" in err
 
 
 @pytest.mark.parametrize(
@@ -271,7 +255,7 @@ def test_plan_and_source_may_not_change(fork):
 def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped_or_has_no_worth(
     b, flags, status, message, fork
 ):
-    fork.write(slope=-0.1)
+    fork.slope = -0.1
     found, _, err = fork.compare(b, *flags.split())
     assert found == status and message in err and fork.calls()[:2] == ["A_seed0", "B_seed0"]
 
@@ -284,21 +268,16 @@ def test_bad_flags_start_nothing(words, elsewhere, monkeypatch, capsys):
 
 
 def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
-    """A step of A takes 50 ms. It is timed once, also if the comparison goes on after a stop, is
-    read by another judge, or is extended."""
+    """A step of A takes 50 ms. It is timed once, also if the comparison goes on, or is extended."""
     times = iter([50.0])
     monkeypatch.setattr(compare.seconds, "ms_per_step", lambda *_: next(times))
-    flags = "--adam_eps 1e-9", "--seconds", 20, "--runs"
-    assert fork.compare(*flags, 4)[::2] == (0, "")
+    assert fork.compare("", "--seconds", 20, "--runs", 4)[::2] == (0, "")
     assert result.noted()[-1]["seconds"] == 20
     assert [run_of(side, 0).steps for side in ("A", "B", "A_longer")] == [400, 400, 500]
-    as_after_a_stop()
     Path("logs/it_B_seed3.txt").unlink()
-    fork.calls()
-    assert fork.compare(*flags, 4)[0] == 0 and len(fork.calls()) == 1
-    assert fork.compare(*flags, 4, "--judge", "time")[0] == 0
-    assert fork.compare(*flags, 6)[0] == 0
-    status, _, err = fork.compare("--adam_eps 1e-9", "--seconds", 30, "--runs", 6)
+    assert fork.compare("", "--seconds", 20, "--runs", 6)[0] == 0
+    assert run_of("B", 3).steps == run_of("B", 5).steps == 400
+    status, _, err = fork.compare("", "--seconds", 30, "--runs", 6)
     assert status == 1 and "seconds was 20" in err
     status, _, err = fork.compare("--num_iterations 7", "--seconds", 20)
     assert status == 1 and "leave it or --num_iterations out" in err
