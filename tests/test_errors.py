@@ -36,14 +36,8 @@ TABLE = [
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
     ("--record 2025-01-27", "--record 2025-01-27: must be one of 2025-01-26_BatchSize"),
-    ("--record x", "one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup, 2025-01-26_Ba"),
-    ("--muon_lr 1e39", "--muon_lr 1e+39: must be at least 0, and below 1e+38"),
     ("--train_files 'a\x1bb'", r"--train_files a\x1bb: must be one line of UTF-8 text"),
-    (
-        "--num_iterations 99999999999",
-        "99999999999 steps, 8 heads, matrices of 32768 numbers: too many",
-    ),
-    ("--model_dim 1000000", "4000000000000 numbers: too many"),
+    ("--num_iterations 99999999999", "99999999999 steps, 8 heads, matrices of 32768 numbers: too"),
     ("--batch_seqs 99999999999", "has 0 batches of 99999999999 x 128 tokens"),
     ("--device mps", "invalid choice: 'mps' (choose from"),
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),
@@ -56,19 +50,13 @@ TABLE = [
     ("--run_id ..", "--run_id ..: must be a plain name"),
     ("--run_id a/b", "--run_id a/b: must be a plain name"),
     ("--run_id results", "--run_id results: must be a plain name"),
-    ("--run_id a.txt", "--run_id a.txt: must be a plain name"),
     ("--seed 9999999999999999999", "must be at least 0, and below 1e+12"),
     ("--run_id taken", "File exists: 'logs/taken'"),
     ("--train_files none*.bin", "no shard matches none*.bin: name one pattern"),
-    ("--train_files 'train_*.bin,val_*.bin'", "name one pattern, with * for any text and"),
     ("--train_files train_1.bin val_0.bin", "val_0.bin; a pattern must be quoted, as '*.bin'"),
     ("--train_files none[1]/*.bin", "name one pattern, with * for any text and [[] for [,"),
     ("--train_files pipe.bin", "is a pipe or a device, not a file: 'pipe.bin'"),
-    (
-        "--train_files nanogpt.bin",
-        "nanogpt.bin has no header of a shard: data/tokenize_text.py adds it",
-    ),
-    ("--train_files magic.bin", "magic.bin has no header of a shard: data/tok"),
+    ("--train_files nanogpt.bin", "nanogpt.bin has no header of a shard: data/tokenize_text.py"),
     ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000])"),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
@@ -78,7 +66,6 @@ TABLE = [
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),
     ("--init_from nothing.pt", "No such file or directory: 'nothing.pt'"),
     ("--init_from train_1.bin", "train_1.bin is not an intact checkpoint"),
-    ("--init_from pipe.bin", "is a pipe or a device, not a file: 'pipe.bin'"),
     ("--resume on --run_id pipe", "is a pipe or a device, not a file: 'logs/pipe.txt'"),
     ("--resume on --run_id it --num_iterations 9", ".pt begins a new run from its weights alone"),
     ("--run_id \udcff", r"--run_id \udcff: must be a plain name"),
@@ -99,7 +86,6 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     for name in ("pipe.bin", "logs/pipe.txt"):
         os.mkfifo(folder / name)
     (folder / "nanogpt.bin").write_bytes(bytes(4000))
-    shard(folder / "magic.bin", range(8), magic=1)
     shard(folder / "uint32.bin", range(1000), magic=20240801, version=7, count=500)  # llm.c's
     shard(folder / "high.bin", [1] * 7 + [512] + [1] * 2100)
     return folder, flags
@@ -146,24 +132,27 @@ def test_a_diverged_run_saves_nothing_and_keeps_what_it_had(flags, tmp_path, cap
         assert tensor.isfinite().all()
 
 
+def acting(words: list[str], actions: dict) -> None:
+    """Run main; before steps of these numbers, something happens."""
+    for number, action in actions.items():
+        before_step(number, action)
+    main(words)
+
+
 def on_a_small_disk(words: list[str], size: int) -> None:
     """Run main, which cannot write longer files."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     main(words)
 
 
-def on_a_disk_that_fills(words: list[str]) -> None:
-    """Run main; before a step, the disk has room for 20 more bytes of the log."""
-
-    def fill() -> None:
-        size = os.path.getsize("logs/it.txt") + 20
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-    before_step(2, fill)
-    main(words)
+def fill_the_disk() -> None:
+    """Leave room for 20 more bytes of the log."""
+    size = os.path.getsize("logs/it.txt") + 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 IN_THE_HEADER = functools.partial(on_a_small_disk, size=50_000)
+IN_A_STEP = functools.partial(acting, actions={2: fill_the_disk})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +170,7 @@ def test_a_run_that_ends_above_its_first_loss_or_that_of_chance_says_so(
     assert ("\nthe run has diverged: its last loss is above " in out) == diverged
 
 
-@pytest.mark.parametrize("work", [IN_THE_HEADER, on_a_disk_that_fills])
+@pytest.mark.parametrize("work", [IN_THE_HEADER, IN_A_STEP])
 def test_a_log_that_a_full_disk_has_cut_is_whole_when_the_run_goes_on(work, flags, tmp_path):
     words = [*flags, "--save_every", "1", "--run_id", "it", "--resume", "on"]
     program = Program(words, work=work)
@@ -251,37 +240,26 @@ def test_a_rank_that_is_killed_stops_the_others(flags):
     assert "train_gpt.py: error: another rank has stopped or hangs" in program.text("err")
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"WORLD_SIZE": "x", "RANK": "0"}, "are for torchrun to set: invalid literal for int"),
-        ({"WORLD_SIZE": "2"}, "are for torchrun to set: .* environment variable RANK expected"),
-        ({"WORLD_SIZE": "2", "RANK": "x"}, "are for torchrun to set: invalid literal for int"),
-    ],
-)
-def test_variables_of_torchrun_that_cannot_be_end_with_one_line(
-    variables, message, flags, capsys, monkeypatch
-):
+def test_variables_of_torchrun_that_cannot_be_end_with_one_line(flags, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt.time, "sleep", lambda seconds: None)
-    for name, value in variables.items():
+    for name, value, message in (
+        ("WORLD_SIZE", "2", "are for torchrun to set: .* environment variable RANK expected"),
+        ("RANK", "x", "are for torchrun to set: invalid literal for int"),
+    ):
         monkeypatch.setenv(name, value)
-    _, err = error_of(flags, capsys)
-    assert re.search(message, err)
+        _, err = error_of(flags, capsys)
+        assert re.search(message, err)
 
 
-def changing(words: list[str], content: bytes, stops: bool) -> None:
-    """Run main; in its third step the shard of training changes. Perhaps a signal came before."""
-    if stops:
-        before_step(1, lambda: signal.raise_signal(signal.SIGTERM))
-    before_step(2, lambda: Path("train_1.bin").write_bytes(content))
-    main(words)
-
-
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("content", [bytes(3001), b"", bytes([255]) * 70_000])
+@pytest.mark.parametrize(
+    ("content", "stops"), [(bytes(3001), True), (b"", False), (bytes([255]) * 70_000, False)]
+)
 def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_path):
     """It is shorter, or has other ids. If a signal has come before, a checkpoint is saved."""
-    work = functools.partial(changing, content=content, stops=stops)
+    actions = {2: functools.partial(Path("train_1.bin").write_bytes, content)}
+    if stops:
+        actions[1] = functools.partial(signal.raise_signal, signal.SIGTERM)
+    work = functools.partial(acting, actions=actions)
     program = Program([*flags, "--run_id", "it", "--num_iterations", "6"], work=work)
     assert program.end() == [143 if stops else 1]
     message = r"train_1.bin has changed: its tokens from \d+ on are missing or wrong\n$"
@@ -289,35 +267,20 @@ def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_p
     assert (tmp_path / "logs/it/state_step000003.pt").exists() == stops
 
 
-def replacing(words: list[str]) -> None:
-    """Run main; in its third step, another file takes the place of the shard of training."""
-
-    def replace() -> None:
-        Path("train_1.bin").unlink()
-        Path("train_1.bin").write_bytes(b"another")
-
-    before_step(2, replace)
-    main(words)
-
-
 def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(flags, tmp_path):
-    flags += ["--num_iterations", "6", "--val_loss_every", "0"]
     expected = val_losses(console_of([*flags, "--run_id", "whole"], tmp_path))
-    program = Program([*flags, "--run_id", "it"], work=replacing)
+    (tmp_path / "another").write_bytes(b"another")
+    replace = functools.partial(os.replace, "another", "train_1.bin")
+    work = functools.partial(acting, actions={2: replace})
+    program = Program([*flags, "--run_id", "it"], work=work)
     assert program.end() == [0], program.text("err")
     assert val_losses(program.text("out")) == expected
 
 
-def losing_its_folder(words: list[str], place: str) -> None:
-    """Run main; before its last step, the folder of checkpoints is gone, or no folder any more."""
-
-    def lose() -> None:
-        shutil.rmtree("logs/it")
-        if place == "a file":
-            Path("logs/it").touch()
-
-    before_step(2, lose)
-    main(words)
+def lose_folder(place: str) -> None:
+    shutil.rmtree("logs/it")
+    if place == "a file":
+        Path("logs/it").touch()
 
 
 @pytest.mark.parametrize("place", ["nothing", "a file"])
@@ -326,7 +289,8 @@ def test_a_run_that_loses_its_folder_saves_its_weights(place, flags, tmp_path, m
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     flags += ["--num_iterations", "5", "--save_every", "3", "--run_id", "it", "--keep", "9"]
     console_of([*flags, "--run_id", "whole"], tmp_path)
-    program = Program(flags, work=functools.partial(losing_its_folder, place=place))
+    lose = functools.partial(lose_folder, place)
+    program = Program(flags, work=functools.partial(acting, actions={2: lose}))
     assert program.end() == [int(place == "a file")], program.text("err")
     if place == "a file":
         said = r"\[Errno 17\] File exists: 'logs/it'; it is (\S+): move it to (\S+), and"
