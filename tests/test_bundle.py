@@ -70,12 +70,12 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("is_bundle", [False, True])
-def test_alone_it_trains_as_in_the_project_and_resumes(
+def test_alone_it_trains_as_in_the_project(
     is_bundle, small_fork, one, flags, tmp_path, monkeypatch
 ):
     """Bit for bit; train_gpt.py alone has no Triton kernels. A log has its script and no other."""
     original = small_fork if is_bundle else SCRIPT
-    words = [*flags, "--save_every", "2", "--batch_seqs", "2", "--val_tokens", "512"]
+    words = [*flags, "--batch_seqs", "2", "--val_tokens", "512"]
     words += ["--run_id", "it", "--kernels", "off"]
     expected = launched([original, *words], tmp_path)
     assert list(expected) == [0, 2, 4]
@@ -93,8 +93,5 @@ def test_alone_it_trains_as_in_the_project_and_resumes(
     assert parts[0] == one.read_text()
     assert len(parts) == 5  # source, software, machine, settings, results: no other file
 
-    last = one.parent / "logs/it/state_step000004.pt"
-    assert torch.load(last, weights_only=True)["script"] == one.name
-    last.unlink()
-    done = run([*words, "--resume", "on"], script=one.name, cwd=one.parent)
-    assert "\nresumed at step 2\n" in done.stdout and val_losses(done.stdout) == {4: expected[4]}
+    saved = torch.load(one.parent / "logs/it/state_step000004.pt", weights_only=True)
+    assert saved["script"] == one.name

@@ -45,18 +45,7 @@ def test_the_mean_time_is_that_of_all_steps(path, record, monkeypatch):
     monkeypatch.setattr(timing, "clock", lambda device: sum(ms) / 1e3)
     found = timing.time_schedule(run, budget=1e9)
     assert found == pytest.approx(sum(map(ms_of, moments[:-1])) / hp.num_iterations, rel=0.03)
-    assert all((count - 1) % every == 0 for count in made.values())  # the first is not timed
     assert len(made) == timing.PARTS
-
-
-def test_slow_steps_are_timed_once_each(monkeypatch):
-    """Each of the nine takes a second: with those that read data first, 18 of 20 seconds are up."""
-    made, hp = [], script.parse(PATH, [])[0]
-    moments = [script.load(PATH).Moment(step, hp) for step in range(129)]
-    run = SimpleNamespace(moments=moments, every=1, batches={}, device="cpu")
-    run.step = lambda step: made.append(step) or run.batches.update({step: 0}) or torch.zeros(1, 1)
-    monkeypatch.setattr(timing, "clock", lambda device: len(made))
-    assert timing.time_schedule(run, budget=20) == 1000 and len(made) == 18
 
 
 def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given(capsys):
@@ -85,10 +74,11 @@ def test_steps_follow_from_the_time_of_one(monkeypatch, capsys):
             seconds.steps_in(wanted, PATH, flags)
 
 
-def test_two_ranks_time_their_steps_and_train_for_as_long(flags, tmp_path, monkeypatch):
+def test_two_ranks_of_a_fork_time_their_steps_and_train_for_as_long(flags, tmp_path, monkeypatch):
+    """They are processes of the real torchrun."""
     monkeypatch.setenv("NPROC", "2")
     place = flags.index("--num_iterations")
-    flags = flags[:place] + flags[place + 2 :]
+    flags = [f"{HERE}/tests/small_fork.py", *flags[:place], *flags[place + 2 :]]
     done = run([*flags, "--seconds", "1", "--val_loss_every", "0"], script=start.__file__)
     steps, ms = map(int, re.search(r"1: (\d+) steps of about (\d+) ms", done.stdout).groups())
     assert round(1000 / (ms + 0.5)) <= steps <= round(1000 / (ms - 0.5))
