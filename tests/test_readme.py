@@ -66,9 +66,10 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
     model.load_state_dict(before["model"])
     for block in model.blocks:
         block.mlp.forward = partial(gelu_mlp, block.mlp)
-    batches = train_gpt.plan_batches(hp.train_files, hp, STEPS, train_gpt.consecutive)
-    cpu = torch.device("cpu")
-    inputs, targets = next(train_gpt.distributed_data_generator(batches, hp, 0, 1, cpu, STEPS - 1))
+    size = hp.batch_seqs * hp.seq_len
+    tokens = train_gpt.load_data_shard(tmp_path / "train_1.bin")[(STEPS - 1) * size :][: size + 1]
+    tokens = torch.from_numpy(tokens.astype("int64"))
+    inputs, targets = (part.view(-1, hp.seq_len) for part in (tokens[:-1], tokens[1:]))
     with torch.no_grad():
         losses = [model(i, t, now).item() for i, t in zip(inputs, targets, strict=True)]
     trained = rows(tmp_path / "logs/it.jsonl")[-1]["train_loss"]

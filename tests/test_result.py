@@ -1,9 +1,7 @@
 """The summary of a run: its last lines, and its line in logs/results.jsonl."""
 
 import math
-import time
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -28,29 +26,21 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
     found = result.result_of(start, result.End(0))
     val = train_gpt.load_data_shard(f"{SAMPLE}_val_000000.bin")[1:1025].tolist()
     text = gpt2_encoding().decode_bytes([token for token in val if token != 50256])
-    loss, parameters = found["val_loss"], sum(t.numel() for t in saved["model"].values())
+    loss = found["val_loss"]
     expected = {
-        "kind": "run",
         "run": "it",
         "status": "finished",
-        "exit": 0,
-        "seed": 0,
         "data": f"{SAMPLE}_train_*.bin; 1024 tokens of {SAMPLE}_val_*.bin",
         "train_loss": rows(Path("logs/it.jsonl"))[-1]["train_loss"],
-        "log": "logs/it.txt",
         "script": "train_gpt.py",
-        "record": "demo",
         "machine": "1 x CPU",
-        "kernels": None,
-        "steps": 8,
         "tokens": 8 * 2 * 128,
-        "parameters": parameters,
+        "parameters": sum(tensor.numel() for tensor in saved["model"].values()),
         "train_time_s": pytest.approx(saved["seconds"], abs=0.001),
         "ms_per_step": pytest.approx(1e3 * saved["seconds"] / 8, abs=0.1),
         "bits_per_byte": pytest.approx(loss * 1024 / math.log(2) / len(text), abs=1e-5),
     }
     assert {key: found[key] for key in expected | known} == expected | known
-    assert abs(datetime.fromisoformat(found["start"]).timestamp() - time.time()) < 60
     assert f"val_loss:{loss:.5f}" in trained.console
     assert found.keys() == result.not_begun(Path(SCRIPT), [], ValueError(), {}).keys()
     result.print_result(found)
@@ -82,20 +72,21 @@ TRACEBACK = """Traceback (most recent call last):
 [rank0]:   File "/lib/site-packages/torch/x.py", line 9, in forward
 [rank0]: TypeError: no such thing
 ===================="""
-SCRIPTS = {
-    f"import sys\nsys.exit({TRACEBACK!r})": (1, "TypeError: no such thing", "/my/fork.py", 7),
-    "import sys\nsys.exit('x.py: error: the disk is full')": (1, "x.py: error: the disk is full"),
-    "import os\nos.kill(os.getpid(), 9)": (137, "SIGKILL"),
-    "": (0, ""),
-}
 
 
-@pytest.mark.parametrize("source", SCRIPTS)
-def test_the_reason_of_a_failure_is_its_error(source, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (f"exit({TRACEBACK!r})", (1, "TypeError: no such thing", "/my/fork.py", 7)),
+        ("exit('x.py: error: the disk is full')", (1, "x.py: error: the disk is full")),
+        ("import os\nos.kill(os.getpid(), 9)", (137, "SIGKILL")),
+    ],
+)
+def test_the_reason_of_a_failure_is_its_error(source, end, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(source)
     hp = replace(train_gpt.RECORDS["demo"], device="cpu")
-    assert launch.start(hp, [str(path)]) == result.End(*SCRIPTS[source])
+    assert launch.start(hp, [str(path)]) == result.End(*end)
 
 
 UP = """import train_gpt
