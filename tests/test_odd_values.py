@@ -2,13 +2,11 @@
 result or with an error for people, never with another exception. These are some of them: all are
 tried in tests/slow/test_all_odd_values.py."""
 
-import gc
 import importlib
 import random
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +19,10 @@ import sample
 import script
 import timing
 import train_gpt
-from conftest import language
 
 ODD = ["", " ", "a" * 3000, "\udcff", "é", "٣", "\x1b[31m", "a\nb", "None", "on", "../x", "*", "0"]
 ODD += ["--", "-", "1e400", "-1", "1", "3", "nan", "inf", "-inf", "1e-320", "1e39", "9e37", "1_0"]
 ODD += ["9" * 40, "1,2", "1 2", "[1]", "1.5", "65536", "+1", "0x10"]
-SMALL = "--num_iterations 2 --model_dim 32 --head_dim 16 --keep 0"
 # Words that work, and the tool's own flags.
 TOOLS = {
     "sample --n 1": "prompt tokens temperature top_k seed script run_id seq_len",
@@ -52,16 +48,6 @@ class Enough(BaseException):
 
 def enough(*arguments, **options) -> None:
     raise Enough
-
-
-def at_most(count: int, function: Callable) -> Callable:
-    """Return the function, which may be called so often."""
-    left = iter(range(count))
-
-    def call(*arguments, **options):
-        return function(*arguments, **options) if next(left, None) is not None else enough()
-
-    return call
 
 
 def build_only(run, hp, record) -> None:
@@ -110,30 +96,23 @@ def try_all(main, commands: list[list[str]], capsys) -> None:
             raise AssertionError(words) from error
 
 
-def try_script(path: Path, count: int, capsys, monkeypatch) -> None:
-    """Try a script's flags, but for the run itself."""
+@pytest.fixture
+def count() -> int:
+    """Return how many odd values are tried in each place."""
+    return 2
+
+
+@pytest.mark.parametrize("path", script.of_project(), ids=lambda path: path.stem)
+def test_odd_values_of_a_script_s_flags(path, count, capsys, monkeypatch, elsewhere):
+    """Without the run itself."""
     monkeypatch.setattr(train_gpt, "train", build_only)
     commands = [["--record", "demo", *words] for words in odd_flags(path, count)]
     try_all(partial(train_gpt.main, run=script.load(path)), commands, capsys)
 
 
-def try_runs(folder: Path, count: int, capsys, monkeypatch) -> None:
-    """Try the flags of train_gpt.py in runs of two steps."""
-    monkeypatch.chdir(folder)
-    small = [*language(folder), *SMALL.split()]
-    step = train_gpt.train_step
-    for words in odd_flags(Path(train_gpt.__file__), count):
-        if words[-1] in ("on", "--compile=on"):
-            continue  # compiling takes a minute
-        monkeypatch.setattr(train_gpt, "train_step", at_most(3, step))
-        try_all(train_gpt.main, [[*small, *words]], capsys)
-        gc.unfreeze()  # what a run has frozen; its log is closed when it is collected
-        gc.collect()
-        shutil.rmtree("logs", ignore_errors=True)
-
-
-def try_tool(tool: str, count: int, capsys, monkeypatch, trained) -> None:
-    """Try a tool's words in a folder with a checkpoint. Nothing is started or fetched."""
+@pytest.mark.parametrize("tool", TOOLS)
+def test_odd_words_of_a_tool(tool, count, capsys, monkeypatch, trained, elsewhere):
+    """In a folder with a checkpoint. Nothing is started or fetched."""
     name = tool.split()[0]
     module = importlib.import_module(name)
     Path("t.txt").write_text("In the beginning. " * 99)
@@ -154,17 +133,3 @@ def try_tool(tool: str, count: int, capsys, monkeypatch, trained) -> None:
         try_all(main, [words], capsys)
         for left in ("out", "tok"):
             shutil.rmtree(left, ignore_errors=True)
-
-
-@pytest.mark.parametrize("path", script.of_project(), ids=lambda path: path.stem)
-def test_odd_values_of_a_script_s_flags(path, capsys, monkeypatch, elsewhere):
-    try_script(path, 3, capsys, monkeypatch)
-
-
-def test_odd_values_of_flags_in_runs(tmp_path, capsys, monkeypatch):
-    try_runs(tmp_path, 1, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_odd_words_of_a_tool(tool, capsys, monkeypatch, trained, elsewhere):
-    try_tool(tool, 1, capsys, monkeypatch, trained)
