@@ -91,7 +91,7 @@ if __name__ == "__main__":
     assert {path, FRONTIER, Path(SCRIPT)} <= {*script.sources(path)}
 
 
-def test_what_a_script_imports_and_nothing_has_is_named(tmp_path, capsys):
+def test_what_a_script_imports_and_nothing_has_is_named(elsewhere, tmp_path, capsys):
     path, out = tmp_path / "mine.py", tmp_path / "out.py"
     path.write_text("import train_gpt\nimport not_there\nclass Run(train_gpt.Run):\n    pass\n")
     _, err = error_of([path], capsys, start.main)
