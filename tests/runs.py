@@ -7,6 +7,7 @@ import json
 import multiprocessing.forkserver
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,21 @@ def outcome(folder: Path, last: int = 8, run: type[train_gpt.Run] = train_gpt.Ru
         row.pop("ms", None)
         row.pop("tokens_per_s", None)
     return SimpleNamespace(folder=folder, tensors=saved["model"] | state, rows=found)
+
+
+def begin_from(before: SimpleNamespace, step: int, folder: Path) -> None:
+    """Give a folder another outcome's checkpoint, from which the run there can go on."""
+    (folder / "logs/it").mkdir(parents=True)
+    for file in before.folder.glob(f"logs/it/state_step{step:06}.pt*"):
+        shutil.copy(file, folder / "logs/it")
+
+
+def assert_same(found: SimpleNamespace, expected: SimpleNamespace, since: int = -1) -> None:
+    """Check that two outcomes have the same bits, of rows in those after a step."""
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+    assert found.rows == [row for row in expected.rows if row["step"] > since]
 
 
 def assert_close(found: SimpleNamespace, expected: SimpleNamespace, since: int = -1) -> None:

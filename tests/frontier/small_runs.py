@@ -1,12 +1,17 @@
 """Runs of seconds of the frontier's records, for tests of whole runs."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import runs
 import train_gpt
 from conftest import language
+from ngram_table import NgramTable
 from train_gpt_2026 import Run
+from train_gpt_2026_08 import LAYERS_DEMO, RECORDS
 
 main = functools.partial(train_gpt.main, run=Run)  # of forks/train_gpt_2026.py
 outcome = functools.partial(runs.outcome, run=Run)
@@ -43,6 +48,24 @@ WORDS = (
     f"{SIZES} --vocab_size 512 --align_to_documents off --adam_eps 2e-4 --batch_seqs 8 "
     "--save_every 2 --val_loss_every 2"
 )
+# In July with composed heads and what mixers make.
+JULY = (
+    f"{WORDS} {ROW[D]} --record 2026-07 --bigram_signs 37 --fp8 off --layers short+v0+pair,"
+    "long+v1+xsa+gate,short+xsa+mixer,none+x1,long+v2+in2+gate+composed+mudd"
+)
+# In August with all techniques but one: GPT-2's tokenizer did not make the made-up language. The
+# n-gram table learns after steps 1 and 3, and then after 7.
+STAGES_AUGUST = (
+    "length=1+window=128+targets=1/.5/.25+candidates=256+prefix=1,"
+    "length=2+window=128+lr=1.52+targets=1/.5+candidates=256+prefix=.8/.6,"
+    "length=3+window=256+lr=1.73+candidates=384/512,length=3+window=256"
+)
+AUGUST = (
+    f"{WORDS} {ROW[D]} --record 2026-08-30 --stages {STAGES_AUGUST} --layers {LAYERS_DEMO} "
+    "--bigram_rows 0 --bigram_signs 37 --mudd_groups 4 --fp8 off --mlp_width 112 --anvil_from 4 "
+    "--attention_border 200 --canonical_mask off --val_seq_len 256 "
+    "--ngram_rows 3002 --ngram_slow_from 4 --ngram_lr .1"
+)
 checkpoint = "logs/it/state_step{:06}.pt".format
 # What layers do, all of it switched on.
 TECHNIQUES = {
@@ -65,3 +88,11 @@ def small_flags(folder: Path) -> dict[str, list[str]]:
     the folder."""
     words = [*language(folder), *WORDS.split()]
     return {record: [*words, *row.split()] for record, row in ROW.items()}
+
+
+def table_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the whole n-gram table and its moments, from all pieces of a checkpoint."""
+    table = NgramTable(replace(RECORDS["demo"], model_dim=32, ngram_rows=3002))
+    table.share(0, 1, torch.device("cpu"), torch.float32)
+    table.load(folder / checkpoint(step), weights_only=False)
+    return {name: getattr(table, name)[:3002].float() for name in ("rows", "second", "learned_at")}

@@ -9,7 +9,7 @@ import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07
 import train_gpt_2026_08
-from frontier.small_runs import A
+from frontier.small_runs import D
 from train_gpt import HERE
 from train_gpt_2026 import RECORDS, Hyperparameters, Run
 
@@ -62,7 +62,7 @@ def test_the_demo_is_2026_03_06_made_small():
 
 
 def test_the_log_begins_with_the_fork_and_has_what_it_imports_in_named_parts(whole):
-    parts = (whole(A).folder / "logs/it.txt").read_text().split(f"\n{'=' * 100}\n")
+    parts = (whole(D).folder / "logs/it.txt").read_text().split(f"\n{'=' * 100}\n")
     assert parts[0] == (HERE / "forks/train_gpt_2026.py").read_text()
     for name in ("train_gpt.py", "gpu_kernels.py"):
         assert f"{name}:\n{(HERE / name).read_text()}" in parts[4:-1]

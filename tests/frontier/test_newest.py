@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import runs
 import tail_average
 import train_gpt
 import train_gpt_2026
@@ -17,7 +16,6 @@ from fp8_layers import FP8Projection
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
 from frontier import reference_2026_08 as reading
-from frontier import small_runs, test_runs
 from frontier.test_rows import FULL, SMALL, WORDS, drawn, moment, play, sequence
 from reference import relative_error
 from sample import Decoder
@@ -321,33 +319,3 @@ def test_layers_may_lack_what_mixers_make(randomize):
     inputs, targets = sequence(256)
     model(inputs.clamp(max=255), targets.clamp(max=255), Moment(1110, hp)).backward()
     assert not model.mixers and model.blocks[0].mlp is None
-
-
-TABLE = "short+v0+pair,long+v1+xsa+gate,short+xsa+mixer,none+x1,long+v2+in2+gate+composed+mudd"
-FLAGS = f"--record 2026-07 --layers {TABLE} --bigram_signs 37 --fp8 off"
-
-
-def in_fp8(words: list[str]) -> None:
-    """Run main on the path of FP8, whose matmuls are plain on a CPU."""
-    train_gpt.choose_kernels = lambda *_: train_gpt.IN_USE.add("fp8_relu2_mlp")
-    kernels.FusedFP8MLP.apply = plain
-    train_gpt.main(words, july.Run)
-
-
-def test_resumed_with_as_many_ranks_or_more_it_ends_as_ever(tmp_path, monkeypatch):
-    """Two ranks have the scales of both; checkpoints keep them."""
-    words = f"{small_runs.WORDS} {small_runs.ROW[small_runs.D]} {FLAGS}".split()
-    words, whole = [*small_runs.language(tmp_path), *words], None
-    for ranks, step in (0, 0), (0, 6), (2, 2):
-        (folder := tmp_path / f"{ranks}_{step}").mkdir()
-        if step:
-            test_runs.copied(whole, step, folder)
-        monkeypatch.chdir(folder)
-        run = runs.Program([*words, "--resume", "on"], ranks, in_fp8)
-        assert run.end() == [0] * max(ranks, 1), run.text("err")
-        found = runs.outcome(folder, run=july.Run)
-        whole = whole or found
-        (runs.assert_close if ranks else test_runs.assert_same)(found, whole, since=step or -1)
-    scales = {found.tensors[f"blocks.{i}.mlp.scale"].item() for i in range(5)}
-    assert len(scales) == 5 and min(scales) > 1e-6 and max(scales) < 1
-    assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2

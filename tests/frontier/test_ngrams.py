@@ -1,6 +1,7 @@
 """The n-gram table of forks/train_gpt_2026_08.py: its hashes, its Adam, ranks, pieces of
 checkpoints."""
 
+import contextlib
 import functools
 import os
 import re
@@ -17,10 +18,11 @@ import runs
 import train_gpt
 import train_gpt_2026_08
 from frontier import reference_2026 as exact
-from frontier import small_runs, test_runs
+from frontier import small_runs
+from frontier.small_runs import AUGUST
 from ngram_table import NgramTable, find_pieces, ngram_hashes, remove_pieces
 from train_gpt import UserError
-from train_gpt_2026_08 import LAYERS_DEMO, RECORDS, Moment, Run
+from train_gpt_2026_08 import RECORDS, Moment, Run
 
 CPU = torch.device("cpu")
 RECORD = RECORDS["2026-08-30_ANVIL2"]
@@ -161,90 +163,21 @@ def test_ranks_find_the_rows_of_others_and_send_them_their_gradients(ranks, tmp_
     assert all("equal" in run.text("out", rank) for rank in range(ranks))
 
 
-def small_stages() -> str:
-    """Return small_runs.py's stages with candidates, of 512 tokens."""
-    first, second, third, fourth = small_runs.STAGES.split(",")
-    counts = "+candidates=256+prefix=1", "+candidates=256+prefix=.8/.6", "+candidates=384/512"
-    rows = [row + count for row, count in zip((first, second, third), counts, strict=True)]
-    return ",".join([*rows, fourth])
-
-
-# Updates after steps 1 and 3, and then after 7: a checkpoint of step 6 is in the middle of a cycle.
-# A small run with all techniques but one: GPT-2's tokenizer did not make the made-up language.
-WORDS = (
-    f"{small_runs.WORDS} {small_runs.ROW[small_runs.D]} --record 2026-08-30 "
-    f"--stages {small_stages()} --layers {LAYERS_DEMO} --bigram_rows 0 "
-    "--bigram_signs 37 --mudd_groups 4 --fp8 off --mlp_width 112 --anvil_from 4 "
-    "--attention_border 200 --canonical_mask off --val_seq_len 256 "
-    "--ngram_rows 3002 --ngram_slow_from 4 --ngram_lr .1"
-)
-
-
-def table_of(folder, step: int) -> tuple[torch.Tensor, ...]:
-    """Return the whole table and its moments, from all pieces of a checkpoint."""
-    table = NgramTable(replace(RECORD, model_dim=32, ngram_rows=3002))
-    table.share(0, 1, CPU, torch.float32)
-    table.load(folder / small_runs.checkpoint(step), weights_only=False)
-    return table.rows[:3002], table.second[:3002], table.learned_at[:3002]
-
-
-def copied(whole, step: int, folder) -> None:
-    test_runs.copied(whole, step, folder)
-    for piece in whole.folder.glob(f"{small_runs.checkpoint(step)}.*"):
-        (folder / "logs/it" / piece.name).write_bytes(piece.read_bytes())
-
-
 @pytest.fixture(scope="module")
-def at_ranks(tmp_path_factory):
-    """Return a function that makes a run on some ranks, from a checkpoint of another run."""
-    made, home = {}, tmp_path_factory.mktemp("language")
-    words = [*small_runs.language(home), *WORDS.split()]
-
-    def run_at(ranks: int, step: int = 0, before=None):
-        key = ranks, step, before
-        if key not in made:
-            folder = tmp_path_factory.mktemp("run")
-            if step:
-                copied(run_at(*before), step, folder)
-            run = runs.Program(
-                [*words, "--resume", "on"], ranks, functools.partial(in_folder, folder)
-            )
-            assert run.end() == [0] * max(ranks, 1), run.text("err")
-            made[key] = runs.outcome(folder, run=Run)
-        return made[key]
-
-    return run_at
+def whole(tmp_path_factory):
+    """Return the outcome of a small run on two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    with contextlib.chdir(folder):
+        run = runs.Program([*small_runs.language(folder), *AUGUST.split()], 2, main)
+        assert run.end() == [0, 0], run.text("err")
+    return runs.outcome(folder, run=Run)
 
 
-def in_folder(folder, words: list[str]) -> None:
-    os.chdir(folder)
-    main(words)
-
-
-def assert_it_goes_on(at_ranks, ranks: int, steps: tuple[int, ...]) -> None:
-    """From checkpoints of these steps, to the same bits of weights, table and metrics."""
-    whole = at_ranks(ranks)
-    for step in steps:
-        found = at_ranks(ranks, step, (ranks,))
-        test_runs.assert_same(found, whole, since=step)
-        for a, b in zip(table_of(found.folder, 8), table_of(whole.folder, 8), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_it_goes_on_from_the_middle_of_a_cycle_to_the_same_bits(at_ranks):
-    assert_it_goes_on(at_ranks, 0, (4, 6))
-    whole = at_ranks(0)
-    rows, _, learned_at = table_of(whole.folder, 8)
+def test_rows_that_were_read_learn_in_two_rhythms_and_each_sequence_has_a_sweep(whole):
+    """Of the n-gram table after steps 1 and 3, and then after 7."""
+    rows, _, learned_at = small_runs.table_of(whole.folder, 8).values()
     assert set(learned_at.tolist()) == {0, 2, 4, 8}
     assert torch.equal(rows.any(1), learned_at > 0)
-    assert whole.rows[-1]["val_loss"] < whole.rows[0]["val_loss"] - 0.2
-
-
-def test_more_ranks_compute_what_one_does(at_ranks):
-    """The sweep of each sequence goes on, whichever rank it is on."""
-    whole = at_ranks(0)
-    runs.assert_close(at_ranks(2), whole)
-    runs.assert_close(at_ranks(4, 2, (0,)), whole, since=2)
     saved = torch.load(whole.folder / small_runs.checkpoint(4), weights_only=True)
     offsets = saved["optimizers"]["sampled softmax"]["offsets"]
     assert len(offsets) == 8 and len(set(offsets.tolist())) > 4
@@ -315,10 +248,8 @@ def killed(words: list[str]) -> None:
     main(words)
 
 
-def test_a_kill_while_the_table_is_saved_leaves_the_checkpoint_before(
-    at_ranks, tmp_path, monkeypatch
-):
-    words = [*small_runs.language(tmp_path), *WORDS.split()]
+def test_a_kill_while_the_table_is_saved_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    words = [*small_runs.language(tmp_path), *AUGUST.split()]
     monkeypatch.chdir(tmp_path)
     run = runs.Program(words, 0, killed)
     assert run.end() == [-signal.SIGKILL]
@@ -327,29 +258,24 @@ def test_a_kill_while_the_table_is_saved_leaves_the_checkpoint_before(
     assert names == [*kept, "state_step000004.pt.0of1.tmp"]
     out = runs.console_of([*words, "--resume", "on", "--keep", "2"], tmp_path, main)
     assert "resumed at step 2" in out
-    found = runs.outcome(tmp_path, run=Run)
-    test_runs.assert_same(found, at_ranks(0))
-    for a, b in zip(table_of(tmp_path, 8), table_of(at_ranks(0).folder, 8), strict=True):
-        assert torch.equal(a, b)
     names = sorted(path.name for path in (tmp_path / "logs/it").iterdir())
     kept = [f"state_step00000{step}.pt" for step in (6, 8)]
     assert names == sorted([*kept, *(f"{name}.0of1" for name in kept)])
 
 
-def test_pieces_of_a_checkpoint_that_was_never_saved_do_not_stay(at_ranks, tmp_path, monkeypatch):
+def test_pieces_of_a_checkpoint_that_was_never_saved_do_not_stay(whole, tmp_path):
     """Two ranks were killed when they had saved pieces of step 6; one goes on from step 4."""
     for step in (4, 6):
-        copied(at_ranks(2), step, tmp_path / f"{step}")
+        runs.begin_from(whole, step, tmp_path / f"{step}")
     (tmp_path / "6" / small_runs.checkpoint(6)).unlink()
     for piece in (tmp_path / "6/logs/it").iterdir():
         piece.rename(tmp_path / "4/logs/it" / piece.name)
-    words = [*small_runs.language(tmp_path), *WORDS.split(), "--resume", "on"]
+    words = [*small_runs.language(tmp_path), *AUGUST.split(), "--resume", "on"]
     runs.console_of(words, tmp_path / "4", main)
     names = sorted(path.name for path in (tmp_path / "4/logs/it").glob("*.*of*"))
     pieces = ["4.pt.0of2", "4.pt.1of2", "6.pt.0of1", "8.pt.0of1"]
     assert names == [f"state_step00000{piece}" for piece in pieces]
-    runs.assert_close(runs.outcome(tmp_path / "4", run=Run), at_ranks(2), since=4)
-    assert len(table_of(tmp_path / "4", 6)) == 3
+    runs.assert_close(runs.outcome(tmp_path / "4", run=Run), whole, since=4)
 
 
 def saving_slowly(words: list[str]) -> None:
@@ -374,16 +300,15 @@ def saving_slowly(words: list[str]) -> None:
 def test_pieces_are_saved_after_old_ones_are_removed_and_before_the_checkpoint(
     tmp_path, monkeypatch
 ):
-    words = [*small_runs.language(tmp_path), *WORDS.split(), "--save_every", "4"]
+    words = [*small_runs.language(tmp_path), *AUGUST.split(), "--save_every", "4"]
     monkeypatch.chdir(tmp_path)
     run = runs.Program(words, 2, saving_slowly)
     assert run.end() == [0, 0], run.text("err") + run.text("err", 1)
     assert run.text("out").count("removes") == 2
 
 
-def test_tools_read_the_pieces(at_ranks, tmp_path, monkeypatch, capsys):
-    whole = at_ranks(2)
-    copied(whole, 8, tmp_path)
+def test_tools_read_the_pieces(whole, tmp_path, monkeypatch, capsys):
+    runs.begin_from(whole, 8, tmp_path)
     monkeypatch.chdir(tmp_path)
     evaluate.main([small_runs.checkpoint(8)])
     loss = float(re.search(r"val_loss:([\d.]+)", capsys.readouterr().out)[1])

@@ -1,9 +1,7 @@
-"""The rows of 2025-08-23 (A), 2026-01-26 (C5) and 2026-03-06 (D) as whole runs: ranks, stops,
-resumption. What they compute is measured against plain float64 in test_rows.py."""
+"""Whole runs of forks/train_gpt_2026.py beside those of tests/test_ranks.py: stops while gradients
+wait, odd numbers of steps, early splits of the head, and what a checkpoint's model computes."""
 
-import functools
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,49 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import spy
 import train_gpt
-from frontier.small_runs import C5, LAST, A, D, checkpoint, main, outcome
-from runs import Program, assert_close, before_step, console_of
+from frontier.small_runs import C5, LAST, D, checkpoint, main, outcome
+from runs import Program, assert_close, assert_same, before_step, begin_from, console_of
 from train_gpt_2026 import Run
 
 RESUME = ["--resume", "on"]
 
 
-def assert_same(found: SimpleNamespace, expected: SimpleNamespace, since: int = -1) -> None:
-    """Bit for bit: last weights, and metrics after a step."""
-    for name, tensor in expected.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
-    assert found.rows == [row for row in expected.rows if row["step"] > since]
-
-
-def test_ranks_agree_across_stages_and_the_split_of_the_head(flags, whole, tmp_path):
-    run = Program(flags[D], 8, functools.partial(spy.main, run=Run))
-    assert run.end() == [0] * 8, run.text("err")
-    assert_close(outcome(tmp_path), whole(D))
-    assert len({report["weights"] for report in spy.reports(tmp_path)}) == 1
+def test_a_warm_up_changes_no_bit(flags, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    console_of(flags[D], tmp_path, main)
+    assert_same(outcome(tmp_path), whole(D))
     moments = [(row["seq_len"], row["tied"]) for row in whole(D).rows[1:]]
     lengths = [128] * 2 + [256] * 3 + [384] * 3
     assert moments == list(zip(lengths, [True] * 6 + [False] * 2, strict=True))
-
-
-def copied(whole: SimpleNamespace, step: int, folder: Path) -> None:
-    """Let the run of a folder go on from a checkpoint of another folder's run."""
-    (folder / "logs/it").mkdir(parents=True)
-    shutil.copy(whole.folder / checkpoint(step), folder / "logs/it")
-
-
-@pytest.mark.parametrize(("record", "step"), [(A, 4), (D, 0), (D, 2), (D, 6)])
-def test_resumed_anywhere_it_ends_as_ever(record, step, flags, whole, tmp_path, monkeypatch):
-    """Within a stage, at its end, and where the head has left the embedding. And so it does from
-    the start, without a warm-up."""
-    if step:
-        copied(whole(record), step, tmp_path)
-    else:
-        monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
-    out = console_of([*flags[record], *RESUME], tmp_path, main)
-    assert (f"\nresumed at step {step}\n" in out) == (step > 0)
-    assert_same(outcome(tmp_path), whole(record), since=step or -1)
 
 
 def rank_0_stopped(words: list[str]) -> None:
@@ -80,20 +50,12 @@ def test_one_rank_goes_on_where_two_were_stopped(flags, whole, tmp_path):
     assert_close(outcome(tmp_path), whole(D))
 
 
-def test_two_ranks_go_on_where_one_was_stopped(flags, whole, tmp_path):
-    """After the head has left the embedding: each takes its shares of their moments."""
-    copied(whole(D), 6, tmp_path)
-    run = Program([*flags[D], *RESUME], 2, main)
-    assert run.end() == [0, 0], run.text("err")
-    assert_close(outcome(tmp_path), whole(D), since=6)
-
-
 def whole_and_resumed(words: list, folder: Path, last: int) -> SimpleNamespace:
     """Compare a run with one that is resumed after step 6; return the outcome."""
     (folder / "whole").mkdir()
     console_of(words, folder / "whole", main)
     found = outcome(folder / "whole", last)
-    copied(found, 6, folder / "resumed")
+    begin_from(found, 6, folder / "resumed")
     console_of([*words, *RESUME], folder / "resumed", main)
     assert_same(outcome(folder / "resumed", last), found, since=6)
     return found
@@ -121,13 +83,13 @@ def test_a_run_whose_longest_sequences_are_tied_goes_on_with_two_tables(flags, t
     assert lengths == [(384, True)] * 4 + [(128, False)] * 4
 
 
-@pytest.mark.parametrize(("record", "step"), [(A, LAST), (D, 2), (D, LAST)])
-def test_a_checkpoint_has_the_loss_that_the_run_had(record, step, whole):
-    """In a model that has never been trained. D's last validation has another window."""
-    saved = train_gpt.load_checkpoint(whole(record).folder / checkpoint(step), Run)
+@pytest.mark.parametrize("step", [2, LAST])
+def test_a_checkpoint_has_the_loss_that_the_run_had(step, whole):
+    """In a model that has never been trained. The last validation has another window."""
+    saved = train_gpt.load_checkpoint(whole(D).folder / checkpoint(step), Run)
     hp, cpu = saved["hyperparameters"], torch.device("cpu")
     model = train_gpt.build(Run, hp, cpu)
     model.load_state_dict(saved["model"])
     batch = train_gpt.validation_batch(hp, 0, 1, cpu)
     loss = train_gpt.evaluate(model, batch, Run.Moment(step, hp), cpu)
-    assert loss == whole(record).rows[step]["val_loss"]
+    assert loss == whole(D).rows[step]["val_loss"]

@@ -14,10 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from frontier.small_runs import language
-from frontier.test_ngrams import WORDS, assert_it_goes_on, at_ranks, in_folder, table_of  # noqa: F401
+import train_gpt
+from frontier.small_runs import AUGUST, language
 from ngram_table import find_pieces
 from runs import (
     HANGS,
@@ -55,7 +54,7 @@ def test_twenty_stops_of_each_kind_change_no_bit():
 def test_the_demo_learns_from_10_83_to_below_4_3(script, last, tmp_path):
     """The head of train_gpt.py begins at zero, that of the fork does not."""
     flags = ["--record", "demo", "--device", "cpu"]
-    done = run(flags, 0, script, cwd=tmp_path, env=OWN, check=True, timeout=3600)
+    done = run(flags, script=script, cwd=tmp_path, env=OWN, check=True, timeout=3600)
     losses = val_losses(done.stdout)
     assert losses[0] == pytest.approx(10.82584, abs=0 if script == SCRIPT else 0.01)
     assert losses[last] < 4.3
@@ -96,25 +95,15 @@ def test_two_nodes_of_two_ranks_equal_one(small_flags, tmp_path):  # noqa: F811
     check_ranks(small_flags, alone, together, 4)
 
 
-def test_two_ranks_with_a_table_go_on_to_the_same_bits(at_ranks):  # noqa: F811
-    assert_it_goes_on(at_ranks, 2, (4, 6))
-
-
-def test_other_numbers_of_ranks_go_on_with_the_same_table(at_ranks):  # noqa: F811
-    """1, 2, 4 and 1 again, also from the middle of a cycle."""
-    whole, two = at_ranks(0), (2, 4, (0,))
-    assert_close(at_ranks(*two), whole, since=4)
-    assert_close(at_ranks(4, 6, two), whole, since=6)
-    assert_close(at_ranks(0, 6, two), whole, since=6)
-    last = table_of(at_ranks(4, 6, two).folder, 8)
-    for a, b in zip(last, table_of(whole.folder, 8), strict=True):
-        assert torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4)
+def in_folder(folder: Path, words: list[str]) -> None:
+    os.chdir(folder)
+    train_gpt.main(words, Run)
 
 
 # Record 92 at a small size. Its table learns at each second step, and from step 8 on at each
 # fourth: checkpoints of steps 10, 14 and so on have gradients that wait.
 LAST = 40
-TABLE = f"{WORDS} --num_iterations {LAST} --ngram_slow_from 8 --anvil_from 8 --keep 99 --resume on"
+TABLE = f"{AUGUST} --num_iterations {LAST} --ngram_slow_from 8 --anvil_from 8 --keep 99 --resume on"
 
 
 def run_killed(words: list[str], folder: Path, victim: int, step: int | None, delay: float) -> None:
