@@ -109,32 +109,29 @@ def test_masks_equal_brute_force(starts, window, rule):
         assert computed.max() <= max(window // BLOCK, 1)
 
 
-def check_flex_attention(backend: str, tiny, randomize) -> None:
+def check_flex_attention(backend: str, tiny, randomize, monkeypatch) -> None:
     """Compare it with SDPA, in a model, and check that a new window does not recompile."""
     hp = replace(tiny, vocab_size=50257, num_layers=2, layers="long+v0,short")
-    model, flexible = (randomize(GPT(hp).eval()) for _ in range(2))
-    generator, length = torch.Generator().manual_seed(1), 1024
+    model, generator = randomize(GPT(hp).eval()), torch.Generator().manual_seed(1)
     torch._dynamo.reset()  # what other tests have compiled
-    for block in flexible.blocks:
-        block.attn.attend = torch.compile(attend, dynamic=False, backend=backend)
+    flexible = torch.compile(attend, dynamic=False, backend=backend)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for starts, window in (((0, 100, 400, 401, 700), 128), ((0,), 640), ((5, 640), 1792)):
-            tokens = torch.randint(0, 50256, (length,), generator=generator, dtype=torch.int32)
+            tokens = torch.randint(0, 50256, (1024,), generator=generator, dtype=torch.int32)
             tokens[list(starts)] = END_OF_TEXT
-            now = at_window(window, hp)
-            masks = {}
-            for name, size in (("long", window), ("short", window // 2)):
-                first = first_visible(tokens, torch.tensor(size), hp.window_rule)
-                masks[name] = block_lists(first)
-            rotary = model.rotary(torch.arange(length), now)
-            x, values = flexible.embedded(tokens)
-            found = flexible.run_layers(x, values, rotary, masks)
-            torch.testing.assert_close(found, model.hidden(tokens, now), rtol=0, atol=1e-4)
+            expected = model.hidden(tokens, at_window(window, hp))
+            with monkeypatch.context() as on_a_gpu:
+                on_a_gpu.setattr(train_gpt, "make_mask", block_lists)
+                on_a_gpu.setattr(train_gpt, "attend", flexible)
+                found = model.hidden(tokens, at_window(window, hp))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, randomize):
+def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(
+    tiny, randomize, monkeypatch
+):
     """As captured, without the lists of blocks; tests/slow has Inductor, tests/gpu gradients."""
-    check_flex_attention("eager", tiny, randomize)
+    check_flex_attention("eager", tiny, randomize, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -415,20 +415,3 @@ def test_too_large_a_table_is_refused_with_one_that_fits(monkeypatch):
         UserError, match="needs 130.6 GB on each of 1 ranks: try --ngram_rows 23316062"
     ):
         table.share(0, 1, torch.device("cuda"), torch.bfloat16)
-
-
-def test_cycles_of_other_sizes_compile_nothing_new(compile_with, monkeypatch):
-    """On a GPU, compilation would take seconds of a run's time."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    compile_with(keep)
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
-    table = small_table(torch.float32, batch_seqs=1)
-    for step, count in enumerate((5, 7, 9, 4, 3, 8, 6, 6, 5, 5, 5, 5)):
-        ids = torch.arange(count) % 4
-        train_table(table, Moment(step, table.hp), ids, torch.ones(count, 4))
-    assert table.updates == 5 and len(graphs) == 1

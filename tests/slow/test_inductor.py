@@ -40,5 +40,7 @@ def test_a_compiled_run_has_the_losses_of_eager_and_no_graph_break(
     assert len(losses[0]) == count and losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
-def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(tiny, randomize):
-    check_flex_attention("inductor", tiny, randomize)
+def test_flex_attention_equals_sdpa_and_a_new_window_does_not_recompile(
+    tiny, randomize, monkeypatch
+):
+    check_flex_attention("inductor", tiny, randomize, monkeypatch)
