@@ -38,19 +38,6 @@ def saturated(x, scale, dtype):
     return ((x * scale).abs() > torch.finfo(dtype).max).float().mean().item()
 
 
-def test_forward_and_backward_equal_float64_to_the_rounding_of_float8():
-    head, x, grad = layer()
-    out = head(x)
-    out.backward(grad.bfloat16())
-    x64, w64, g64 = x.detach().double(), head.weight.detach().double(), grad.double()
-    assert saturated(x, X_S, E4M3) == saturated(head.weight, W_S, E4M3) == 0
-    assert saturated(grad, GRAD_S, E5M2) == 0
-    assert out.dtype == torch.bfloat16
-    assert relative_error(out, x64 @ w64.T) < 0.04  # two e4m3 operands
-    assert relative_error(x.grad, g64 @ w64) < 0.065  # e5m2 and e4m3
-    assert relative_error(head.weight.grad, g64.T @ x64) < 0.065
-
-
 def test_any_linear_layer_can_be_in_fp8():
     """Its input may have more dimensions, and its gradients reach both."""
     head, x, grad = layer()

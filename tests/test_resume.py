@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from conftest import language
-from runs import Program, before_step, console_of, error_of, outcome, rows, wait_at_most
+from runs import (
+    Program,
+    assert_same,
+    before_step,
+    console_of,
+    error_of,
+    outcome,
+    rows,
+    wait_at_most,
+)
 from train_gpt import main
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
@@ -70,10 +79,7 @@ def test_a_run_stopped_at_random_moments_ends_bit_identical(flags, whole, tmp_pa
     assert 0 < begun < LAST
     console_of([*flags, *RESUME], tmp_path)
     assert not list(tmp_path.glob("logs/it/*.tmp"))
-    found = outcome(tmp_path, LAST)
-    for name, tensor in whole.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
-    assert found.rows == whole.rows
+    assert_same(outcome(tmp_path, LAST), whole)
     assert Path("logs/it.txt").read_text().count("\nresumed at step") == KILLS
 
 

@@ -31,6 +31,8 @@ def flags(flags) -> list[str]:
 def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
     flags, tmp_path, capsys
 ):
+    """And a row for each step says what the console says."""
+    flags += ["--num_iterations", "27", "--val_loss_every", "10", "--grad_clip", "100"]
     main(flags)
     console = capsys.readouterr().out
     log = (tmp_path / "logs/it.txt").read_text()
@@ -40,14 +42,24 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
     assert str(os.cpu_count()) in machine
     assert f"Python {sys.version}" in versions and f"torch {torch.__version__}" in versions
     assert "\nmodel_dim: 64\n" in settings and "\nadam_betas: 0.8 0.95\n" in settings
+    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
+    found = rows(tmp_path / "logs/it.jsonl")
+    steps = found[1:]
+    validated = {row["step"]: round(row["val_loss"], 5) for row in found if "val_loss" in row}
+    said = [(str(row["step"]), f"{row['train_loss']:.4f}") for row in steps]
     for text in (console, results):
-        steps = [(int(m[1]), int(m[2])) for m in STEP.finditer(text)]
-        assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
-        assert list(val_losses(text)) == [0, 2, 4]
-        found = re.findall(r"^step:(\d)/4 train_time.* train_loss:(\S+)$", text, re.M)
-        losses = {row["step"]: row.get("train_loss") for row in rows(tmp_path / "logs/it.jsonl")}
-        assert found == [(str(step), f"{losses[step]:.4f}") for step in (1, 2, 3, 4)]
-    assert val_losses(results)[0] == pytest.approx(math.log(512), abs=1e-4)
+        counts = [(int(m[1]), int(m[2])) for m in STEP.finditer(text)]
+        assert counts == [(step, 27) for step in range(1, 28)]
+        assert val_losses(text) == validated and list(validated) == [0, 10, 20, 27]
+        assert re.findall(r"^step:(\d+)/27 train_time.* train_loss:(\S+)$", text, re.M) == said
+    for step, row in enumerate(steps):
+        now = vars(train_gpt.Moment(step, hp)) | {"step": step + 1}
+        assert row.items() >= now.items()
+        others = {"train_loss", "ms", "tokens_per_s", "grad_norm"}
+        assert row.keys() - {"val_loss"} == now.keys() | others
+    assert steps[0]["train_loss"] == pytest.approx(math.log(512), abs=1e-3)  # the head is zero
+    assert validated[0] == pytest.approx(math.log(512), abs=1e-4)
+    assert steps[26]["train_loss"] < 5.5
 
     status, err = error_of(flags, capsys)
     assert status == 1 and "logs/it.txt exists: choose another --run_id" in err
@@ -150,24 +162,6 @@ def test_the_memory_of_a_step_serves_the_next_ones(flags):
     assert program.end() == [0], program.text("err")
     before, after = (int(n) for n in re.findall(r"faults (\d+)", program.text("out")))
     assert after - before < 60_000
-
-
-def test_a_row_for_each_step_says_what_the_console_says(flags, tmp_path, capsys):
-    flags += ["--num_iterations", "27", "--val_loss_every", "10", "--grad_clip", "100"]
-    main(flags)
-    losses = val_losses(capsys.readouterr().out)
-    found = rows(tmp_path / "logs/it.jsonl")
-    hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
-    assert [row["step"] for row in found] == list(range(28))
-    validated = {row["step"]: round(row["val_loss"], 5) for row in found if "val_loss" in row}
-    assert validated == losses and list(losses) == [0, 10, 20, 27]
-    for step, row in enumerate(found[1:]):
-        now = vars(train_gpt.Moment(step, hp)) | {"step": step + 1}
-        assert row.items() >= now.items()
-        others = {"train_loss", "ms", "tokens_per_s", "grad_norm"}
-        assert row.keys() - {"val_loss"} == now.keys() | others
-    assert found[1]["train_loss"] == pytest.approx(math.log(512), abs=1e-3)  # the head is zero
-    assert found[27]["train_loss"] < 5.5
 
 
 def test_the_gradient_s_norm_is_that_of_the_mean_loss(tiny, randomize):
