@@ -1,7 +1,5 @@
 """Shared by the frontier's tests; what they share with others is in tests/conftest.py."""
 
-import functools
-
 import pytest
 import torch
 
@@ -9,8 +7,7 @@ import reference
 import train_gpt
 import train_gpt_2026
 from frontier import reference_2026
-from frontier.small_runs import main, outcome, small_flags
-from runs import console_of
+from frontier.small_runs import small_flags
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +38,3 @@ def float64(monkeypatch):
 def flags(tmp_path_factory) -> dict[str, list[str]]:
     """Return the flags of a small run of each record."""
     return small_flags(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="session")
-def whole(flags, tmp_path_factory):
-    """Return whole(record): the outcome of a small run of it on one rank."""
-
-    @functools.cache
-    def run(record: str):
-        folder = tmp_path_factory.mktemp("whole")
-        console_of(flags[record], folder, main)
-        return outcome(folder)
-
-    return run

@@ -185,43 +185,6 @@ def test_rows_that_were_read_learn_in_two_rhythms_and_each_sequence_has_a_sweep(
     assert candidates == [256] * 5 + [384, 512, 0]
 
 
-def test_pieces_of_any_number_of_ranks_make_the_same_table(tmp_path):
-    """Also where a piece ends within a saved chunk."""
-    hp, generator = replace(RECORD, model_dim=4, ngram_rows=1002), torch.Generator().manual_seed(0)
-    expected = None
-    path = tmp_path / "state_step000002.pt"
-    for before, after in ((1, 3), (3, 2), (2, 7), (7, 1)):
-        tables = [NgramTable(hp) for _ in range(max(before, after))]
-        for rank, table in enumerate(tables[:before]):
-            table.CHUNK = 100
-            table.share(rank, before, CPU, torch.float32)
-            if expected is None:
-                for tensor in (table.rows, table.second):
-                    tensor[:-1] = torch.rand(tensor[:-1].shape, generator=generator)
-                table.learned_at[:-1] = torch.arange(1002)
-                table.waiting = [(torch.tensor([5, 1001, 1002]), torch.rand(3, 4))]
-                table.updates = 9
-                expected = table.rows[:-1], table.second[:-1], table.learned_at[:-1]
-                waits = table.waiting[0][1][:2]
-            else:
-                table.load(path, weights_only=False)
-        for piece in tmp_path.glob("*"):
-            piece.unlink()
-        for table in tables[:before]:
-            table.save(path)
-        found, ids, grads = [], [], []
-        for rank, table in enumerate(tables[:after]):
-            table.share(rank, after, CPU, torch.float32)
-            table.load(path, weights_only=False)
-            found.append([part[:-1] for part in (table.rows, table.second, table.learned_at)])
-            ids += [part + rank * table.size for part, _ in table.waiting]
-            grads += [part for _, part in table.waiting]
-            assert table.updates == 9
-        for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
-            assert torch.equal(torch.cat(parts)[:1002], whole)
-        assert torch.cat(ids).tolist() == [5, 1001] and torch.equal(torch.cat(grads), waits)
-
-
 def test_a_model_says_how_many_bytes_its_pieces_have(tmp_path):
     """Beside its weights. Names and headers within the files have a little more."""
     model = Run.GPT(replace(RECORDS["demo"], ngram_rows=3002))

@@ -18,11 +18,19 @@ from train_gpt_2026 import Run
 RESUME = ["--resume", "on"]
 
 
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory) -> SimpleNamespace:
+    """Return the outcome of a small run."""
+    folder = tmp_path_factory.mktemp("whole")
+    console_of(flags[D], folder, main)
+    return outcome(folder)
+
+
 def test_a_warm_up_changes_no_bit(flags, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
     console_of(flags[D], tmp_path, main)
-    assert_same(outcome(tmp_path), whole(D))
-    moments = [(row["seq_len"], row["tied"]) for row in whole(D).rows[1:]]
+    assert_same(outcome(tmp_path), whole)
+    moments = [(row["seq_len"], row["tied"]) for row in whole.rows[1:]]
     lengths = [128] * 2 + [256] * 3 + [384] * 3
     assert moments == list(zip(lengths, [True] * 6 + [False] * 2, strict=True))
 
@@ -47,7 +55,7 @@ def test_one_rank_goes_on_where_two_were_stopped(flags, whole, tmp_path):
     assert list(tmp_path.glob("logs/it/*.pt")) == [tmp_path / checkpoint(2)]
     out = console_of([*flags[D], *RESUME], tmp_path, main)
     assert "\nresumed at step 2\n" in out
-    assert_close(outcome(tmp_path), whole(D))
+    assert_close(outcome(tmp_path), whole)
 
 
 def whole_and_resumed(words: list, folder: Path, last: int) -> SimpleNamespace:
@@ -86,10 +94,10 @@ def test_a_run_whose_longest_sequences_are_tied_goes_on_with_two_tables(flags, t
 @pytest.mark.parametrize("step", [2, LAST])
 def test_a_checkpoint_has_the_loss_that_the_run_had(step, whole):
     """In a model that has never been trained. The last validation has another window."""
-    saved = train_gpt.load_checkpoint(whole(D).folder / checkpoint(step), Run)
+    saved = train_gpt.load_checkpoint(whole.folder / checkpoint(step), Run)
     hp, cpu = saved["hyperparameters"], torch.device("cpu")
     model = train_gpt.build(Run, hp, cpu)
     model.load_state_dict(saved["model"])
     batch = train_gpt.validation_batch(hp, 0, 1, cpu)
     loss = train_gpt.evaluate(model, batch, Run.Moment(step, hp), cpu)
-    assert loss == whole(D).rows[step]["val_loss"]
+    assert loss == whole.rows[step]["val_loss"]

@@ -23,7 +23,6 @@ from runs import (
     RUNS,
     SCRIPT,
     Program,
-    assert_close,
     before_step,
     console_of,
     outcome,
