@@ -127,42 +127,6 @@ def test_updates_equal_those_of_a_dense_adam():
     assert torch.equal(table.learned_at[9:12], torch.zeros(3, dtype=torch.int32))
 
 
-def of_ranks(words: list[str]) -> None:
-    """Let each rank look up rows, and compare them with the whole table's, forward and backward."""
-    device, rank, ranks = train_gpt.start_device("cpu")
-    table = NgramTable(replace(RECORD, model_dim=4, ngram_rows=1002, batch_seqs=8))
-    table.share(rank, ranks, device, torch.float32)
-    whole = torch.arange(4.0 * (table.size * ranks)).view(-1, 4)
-    table.rows[:-1] = whole[rank * table.size : (rank + 1) * table.size]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        ids = torch.randint(1002, (700,), generator=generator) ** 2 // 1002
-        found = table.look_up(ids)
-        assert torch.equal(found, whole[ids])
-        found.backward(torch.ones_like(found) * (1 + rank))
-        table.collect()
-    counts = torch.zeros(table.size * ranks + 1)
-    for step in range(3):
-        for other in range(ranks):
-            generator = torch.Generator().manual_seed(10 * step + other)
-            ids = torch.randint(1002, (700,), generator=generator) ** 2 // 1002
-            counts[:-1] += torch.bincount(ids, minlength=len(counts) - 1) * (1.0 + other)
-    sums = torch.zeros(table.size + 1, 4)
-    for ids, grads in table.waiting:
-        sums.index_add_(0, ids, grads)
-    own = counts[rank * table.size : (rank + 1) * table.size]
-    assert torch.equal(sums[:-1], own[:, None].expand(-1, 4)) and not sums[-1].any()
-    print("equal")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
-def test_ranks_find_the_rows_of_others_and_send_them_their_gradients(ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = runs.Program([], ranks, of_ranks)
-    assert run.end() == [0] * ranks, [run.text("err", rank) for rank in range(ranks)]
-    assert all("equal" in run.text("out", rank) for rank in range(ranks))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Return the outcome of a small run on two ranks."""
