@@ -14,17 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import runs
 from conftest import language
-from runs import (
-    Program,
-    assert_same,
-    before_step,
-    console_of,
-    error_of,
-    outcome,
-    rows,
-    wait_at_most,
-)
+from runs import Program, assert_same, before_step, console_of, error_of, outcome, rows
 from train_gpt import main
 
 KILLS = int(os.environ.get("KILLS", 3))  # tests/slow makes it 20
@@ -140,7 +132,7 @@ def in_own_folder(words: list[str]) -> None:
     """Run main, where each rank has a folder of its own."""
     Path(os.environ["RANK"]).mkdir(exist_ok=True)
     os.chdir(os.environ["RANK"])
-    wait_at_most(0.1)
+    runs.wait_at_most(0.1)
     main(words)
 
 
