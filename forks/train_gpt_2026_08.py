@@ -281,8 +281,10 @@ class Moment(record_89.Moment):
 
     @property
     def graph_key(self) -> tuple:  # overrides
-        """The loss of each number of candidates is compiled once more."""
-        return *super().graph_key, self.candidates
+        """The loss is compiled once more for each number of candidates, and Adam of the value
+        tables for each cycle."""
+        cycle = self.ngram_cycle if self.ngrams else 0
+        return *super().graph_key, self.candidates, cycle
 
 
 # -----------------------------------------------------------------------------

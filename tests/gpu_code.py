@@ -97,7 +97,8 @@ def compile_all(card: str) -> None:
                 if name.startswith("fp8") and capability < 89:
                     continue
                 case = gpu_kernels.example(name, model, hp, device, torch.bfloat16, hp.seq_len)
-                gpu_kernels.outcome(gpu_kernels.TWINS[name][0], case)
+                function = gpu_kernels.functions(model, name)[0]
+                gpu_kernels.outcome(function, case, {name})
 
 
 if __name__ == "__main__":

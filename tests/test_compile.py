@@ -27,7 +27,7 @@ RUNS = [
     (train_gpt, WINDOWS),
     (train_gpt_2026, f"{WORDS} {ROW[D]}"),
     (train_gpt_2026_07, JULY),
-    (train_gpt_2026_08, f"{AUGUST} --ngram_slow_from 8"),
+    (train_gpt_2026_08, AUGUST),
 ]
 
 

@@ -127,7 +127,7 @@ def test_an_edited_line_changes_compiled_code_as_uncompiled(result_of, old, new,
 def is_fit(name: str, model) -> bool:
     """Say whether a kernel was written for what a model calls by its name."""
     kernels = pytest.importorskip("gpu_kernels")
-    return kernels.digest(model, name) in kernels.TWINS[name][1]
+    return kernels.digest(model, name) in kernels.WRITTEN_FOR[name]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import train_gpt_2026_07 as july
 import train_gpt_2026_08 as august
 import train_gpt_track3 as track3
 from conftest import language
-from frontier.small_runs import AUGUST, JULY, LAST, ROW, WORDS, D, table_of
+from frontier.small_runs import AUGUST, JULY, LAST, ROW, WORDS, D, plain_fp8_mlp, table_of
 from ngram_table import NgramTable
 from runs import Program, assert_close, assert_same, begin_from, console_of, outcome, val_losses
 
@@ -40,7 +40,8 @@ def start(words: list[str], run: type[train_gpt.Run]) -> None:
     """Run main; in July on the path of FP8, whose matmuls are plain on a CPU. Chunks of the n-gram
     table are as small as pieces need to begin and end within them."""
     if run is july.Run:
-        july.fp8_relu2_mlp.in_use = lambda: True
+        train_gpt.choose_kernels = lambda *_: train_gpt.IN_USE.add("fp8_relu2_mlp")
+        train_gpt.gpu_kernels.FusedFP8MLP.apply = plain_fp8_mlp
     NgramTable.CHUNK = 100
     main = spy.main if "RANK" in os.environ else train_gpt.main
     main(words, run)

@@ -16,6 +16,7 @@ from fp8_layers import FP8Projection
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
 from frontier import reference_2026_08 as reading
+from frontier.small_runs import plain_fp8_mlp
 from frontier.test_rows import SMALL, WORDS, drawn, moment, play, sequence
 from reference import relative_error
 from sample import Decoder
@@ -230,18 +231,12 @@ def test_the_projection_in_fp8_equals_float64_with_gradients():
         assert relative_error(one.detach(), right) < 4e-3  # of bfloat16, and of ties
 
 
-def plain(x, w_in, w_out, scale) -> tuple:
-    """Compute what the kernels of the MLP in FP8 do, without FP8."""
-    post = (x @ w_in.T).relu().square()
-    return post @ w_out.T, post.detach().max().float()
-
-
 def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
     """In training, where a GPU has it: seven projections and eleven MLPs. The next step's scales of
     squares are of this one's largest, with little room."""
     monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: True)
     kernels.IN_USE.add("fp8_mlp")
-    monkeypatch.setattr(kernels.AllFP8MLP, "apply", plain)
+    monkeypatch.setattr(kernels.AllFP8MLP, "apply", plain_fp8_mlp)
     calls = []
 
     def project(x, w):
@@ -278,7 +273,7 @@ def batch_of(hp, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypatch):
     """Of all its sequences, and of this step alone. Validation changes none."""
     kernels.IN_USE.add("fp8_relu2_mlp")
-    monkeypatch.setattr(kernels.FusedFP8MLP, "apply", plain)
+    monkeypatch.setattr(kernels.FusedFP8MLP, "apply", plain_fp8_mlp)
     hp = replace(july.RECORDS["demo"], **SIZES, fp8=False)
     model, seen = randomize(july.GPT(hp)), []
     optimizers, mlps = july.Optimizers(model, hp), [block.mlp for block in model.blocks]
