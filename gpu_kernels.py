@@ -1,7 +1,7 @@
 """Triton kernels, forward and backward, for train_gpt.py and its forks, and the choice among them.
 
 The scripts run without this file. A function there computes a formula, or calls a kernel of this
-file if its name is IN_USE. choose_kernels puts it there if the formula is not edited, and if the
+file if its name is in IN_USE. choose_kernels puts it there if the formula is not edited, and if the
 kernel builds, agrees with the formula and is not slower. Kernels take floats as constants, because
 torch.compile would pass them as float64.
 """
@@ -349,7 +349,7 @@ WRITTEN_FOR = {
     "chunk_loss": ("e09c7a661042", "af50c6bd3c39"),
     "fp8_mlp": ("f65adb4f033a",),
     "fp8_relu2_mlp": ("527c53fbc390",),
-    "relu2_mlp": ("2999d385ba61",),
+    "relu2_mlp": ("b0f2d5d3067d",),
 }
 
 

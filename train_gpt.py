@@ -59,8 +59,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-# A function whose name is IN_USE calls a Triton kernel in place of its formula. choose_kernels puts
-# it there at the start of a run if both agree.
+# A function whose name is in IN_USE calls a Triton kernel in place of its formula. choose_kernels
+# puts it there at the start of a run, if both agree.
 try:
     import gpu_kernels
     from gpu_kernels import IN_USE, choose_kernels
@@ -310,9 +310,9 @@ def load_data_shard(path: str | Path) -> np.ndarray:
 
 
 def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
-    """Plan batches: yield a shard (n,) and pieces of it, each from a start to a stop. Put together,
-    they are the batch_seqs sequences of seq_len + 1 tokens, in order. The last token of a sequence
-    is only a target, and begins the next one. Validation always uses this plan."""
+    """Plan batches: yield a shard (n,) and pieces of it, each from a start to a stop. One after the
+    other they make batch_seqs sequences of seq_len + 1 tokens. The last token of a sequence is only
+    a target, and begins the next one. Validation always uses this plan."""
     batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
         for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
@@ -351,15 +351,16 @@ def distributed_data_generator(batches, hp, rank, world_size, device, start_step
     device: inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences.
     UserError if a shard has changed."""
     for shard, pieces in batches[start_step:]:
-        first, last = pieces[0][0], pieces[-1][1]
-        # From the open file: where that has become shorter, its memory map would kill the process.
-        data = os.pread(shard.file.fileno(), 2 * (last - first), 1024 + 2 * first)
-        tokens = np.frombuffer(data, "<u2", len(data) // 2)
-        if len(tokens) < last - first or tokens.max() >= hp.vocab_size:
-            reason = f"its tokens from {first} on are missing or wrong"
-            raise UserError(f"{shard.file.name} has changed: {reason}")
-        batch = np.concatenate([tokens[start - first : stop - first] for start, stop in pieces])
-        rows = batch.reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
+        batch = []
+        for start, stop in pieces:
+            # From the open file: if that has become shorter, its memory map would kill the process.
+            data = os.pread(shard.file.fileno(), 2 * (stop - start), 1024 + 2 * start)
+            tokens = np.frombuffer(data, "<u2", len(data) // 2)
+            if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
+                reason = f"its tokens from {start} on are missing or wrong"
+                raise UserError(f"{shard.file.name} has changed: {reason}")
+            batch.append(tokens)
+        rows = np.concatenate(batch).reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
         if device.type == "cuda":
@@ -421,7 +422,7 @@ class Moment:
 
 def compiled(function):
     """Decorate a function or method: torch.compile it at its first call, if compiled.allowed (which
-    `build` sets). Called by compiled code, it becomes part of that."""
+    `build` sets). If compiled code calls it, it becomes a part of that code."""
     fast = None
 
     @functools.wraps(function)
@@ -632,8 +633,8 @@ def rotary_table(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Return norm(x) with each pair of channels d and d + D/2 rotated by a rotary_table, in the
-    layout of attend: (1, T, H, D) becomes (1, H, T, D). The norm of q and k: @Grad62304977, 2024. A
-    cat in place of the flip would read x twice."""
+    layout of attend: (1, T, H, D) becomes (1, H, T, D). The norm of q and k: @Grad62304977, 2024.
+    Joining two halves by torch.cat, in place of the flip, would read x twice."""
     pairs = norm(x, eps).float().unflatten(-1, (2, -1))  # (1, T, H, 2, D / 2)
     sign = 1 - 2 * torch.arange(2, device=x.device)[:, None]  # 1 for channel d, -1 for d + D/2
     turned = pairs * cos[..., None, :] + pairs.flip(-2) * (sin[..., None, :] * sign)
@@ -686,8 +687,8 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H). Autograd
-    would keep relu's result and its square, 7 GB more in all layers of 2025-01-26."""
+    """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H). Neither form
+    keeps relu's result and its square, as autograd would: 7 GB in the layers of 2025-01-26."""
     if "relu2_mlp" in IN_USE:
         return gpu_kernels.FusedMLP.apply(x, w_in, w_out)
     return F.linear(recomputed(relu_squared, F.linear(x, w_in)), w_out)
@@ -772,13 +773,15 @@ class Head(CastedLinear):
         another: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients
         are made at once: those of x, and of all parameters that chunk_loss reads."""
         total, leaves, grads_x, grads = 0, [], [], []
-        size, scale = self.chunk_len(x.device), self.grad_scale or 1 / len(x)
+        size = self.chunk_len(x.device)
+        scale = self.grad_scale or 1 / len(x)  # factor on gradients; the value is without it
         for chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
             # Apart from x, which also depends on the weight if embeddings are tied to it.
             chunk = chunk.detach().requires_grad_(torch.is_grad_enabled())
             loss = self.chunk_loss(chunk, chunk_targets, scale)
             total = total + loss.detach()
             if loss.requires_grad:
+                # From the graph, because chunk_loss may also read parameters of other modules.
                 leaves = leaves or [leaf for leaf in leaves_below(loss) if leaf is not chunk]
                 grad_x, *new = torch.autograd.grad(loss, [chunk, *leaves], materialize_grads=True)
                 grads_x.append(grad_x)
@@ -806,9 +809,9 @@ class Head(CastedLinear):
         return 2 * self.softcap * self(x).float().div_(self.softcap / 2).sigmoid_()
 
     def chunk_len(self, device: torch.device) -> int:
-        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient. On a
-        small card, 8192 cost 1.3 % of a step, but with 16384 the newest fork would not fit 24 GB.
-        """
+        """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient, so
+        the 8192 of small cards cost 1.3 % of a step. With 16384, the newest fork would not fit 24
+        GB."""
         if device.type == "cpu":
             return 256
         return 8192 if memory_is_small(device) else 16384
@@ -994,7 +997,7 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
 
 @dataclass
 class Group:
-    """Parameters that learn alike. Saved state has their order."""
+    """Parameters that learn alike. Their order must stay: saved state has the same."""
 
     name: str
     params: list[nn.Parameter]
@@ -1005,15 +1008,16 @@ class Group:
 
 
 class Rows:
-    """Parameters of one group and shape, as views of one tensor, `weights` (ranks, n, *row_shape).
-    Each rank owns n rows: on 8 ranks, 6 of the 44 matrices of 2025-01-26 with 768 x 768 numbers.
-    The parameters' rows follow each other, with zeros as padding. From now on, nothing may rebind a
-    parameter's .data, as model.to() does: the parameter would no longer learn.
+    """Parameters of one group and row shape, as views of one tensor, `weights` (ranks, n,
+    *row_shape). A row is a matrix, a row of a table, or a number, by Group.row_ndim. Each rank owns
+    n rows: on 8 ranks, 6 of the 44 matrices of 2025-01-26 with 768 x 768 numbers. What is left over
+    is padding, which stays zero. From now on, nothing may rebind a parameter's .data, as model.to()
+    does: the parameter would no longer learn.
 
-    Gradients add up in another such tensor, `grads`. The last one of a step sends it. All ranks
-    must use the same parameters in a step: they send in the order of their backward passes. A
-    parameter's hook that reads or changes p.grad must be registered before: hooks run in turn, and
-    the last gradient leaves p.grad at once.
+    `grads` is the same for gradients. Backward passes add to it. With the last gradient of a step,
+    ranks sum it in one message. All ranks must use the same parameters in a step, because they send
+    in the order of their backward passes. A hook of your own that needs p.grad must be registered
+    before this object is made, whose hook takes p.grad away.
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank, world_size, micro_batches):
@@ -1063,7 +1067,7 @@ class Rows:
             self.send()
 
     def add_gradients(self) -> None:
-        """Move the parameters' new gradients to `grads`. One that has not come counts as zero."""
+        """Move what p.grad has, if anything, to `grads`. A gradient that has not come is zero."""
         views, dense = [], []
         for p, view in zip(self.params, self.grad_views, strict=True):
             if self.is_stale and (p.grad is None or p.grad.is_sparse):
@@ -1221,7 +1225,7 @@ class Optimizers:
                 is_number = value.is_floating_point() == like.is_floating_point()
                 if not is_number or value.shape != (rows.total, *like.shape[1:]):
                     raise RuntimeError(f"{rows.name}: {key} is {value.dtype} {[*value.shape]}")
-                # On another device, or number of ranks, a rule may keep it in another dtype.
+                # Rules may keep another dtype on another device, or on another number of ranks.
                 padded = value.new_zeros(math.prod(shape), *value.shape[1:], dtype=like.dtype)
                 padded[: rows.total] = value
                 own = padded.unflatten(0, shape)[self.rank]
@@ -1876,7 +1880,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 
     log.bar.close()
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
-    if not last:
+    if not last:  # a signal has stopped the run
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
         words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record, *flags]
         words += ["--run_id", log.run_id, "--resume", "on"]
