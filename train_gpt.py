@@ -40,7 +40,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -89,7 +89,7 @@ class UserError(ValueError):
 
 
 # -----------------------------------------------------------------------------
-# Settings: each is a flag, and the comment behind it is the flag's help
+# Settings: each is a flag, and the comment after it is the flag's help
 
 # Explained by layer_table. Values as in a U-net: @leloykun and @YouJiacheng, 2024. Long and short
 # windows: the same, 2025. No attention in layer 7: @YouJiacheng, 2024.
@@ -100,7 +100,7 @@ LAYERS_2025 = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of how a run is made. They may change when it goes on: its data may have moved."""
+    """Settings of how a run is made. They may change when it goes on, if data has moved, say."""
 
     run_id: str = ""  # name of the run, whose log is logs/RUN_ID.txt; if empty, the time
     resume: bool = False  # go on from the newest checkpoint of --run_id, or begin that run
@@ -233,7 +233,7 @@ class Layer:
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     """Return the layers in use. After a row's window, +v0 to +v9 adds values of that embedding
     table (@KoszarskyB, 2024); +vfirst adds the values of the first such layer (Zhou et al. 2024,
-    arXiv 2410.17897). UserError for other rows."""
+    arXiv 2410.17897). UserError for a row of another form."""
     table = []
     for row in hp.layers.split(","):
         found = re.fullmatch(r"(long|short)(\+v(\d|first))?|none", row)
@@ -256,9 +256,9 @@ def show(value) -> str:
 
 
 def check(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that no run can have."""
+    """Raise UserError for settings that are never valid."""
     if not re.fullmatch(r"(?!results$|.*\.(txt|jsonl)$)(\w[\w.,+=@:-]*)?", hp.run_id):
-        raise UserError(f"--run_id {hp.run_id}: must be a plain name; results, *.txt are taken")
+        raise UserError(f"--run_id {hp.run_id}: must be a plain name, not results or *.txt")
     if hp.resume and not hp.run_id:
         raise UserError("--resume on: say which run with --run_id NAME")
     for name, value in vars(hp).items():
@@ -299,17 +299,17 @@ def load_data_shard(path: str | Path) -> np.ndarray:
     header = np.fromfile(file, "<i4", 3).tolist()
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
-        found = f"its {size} bytes begin with {header}, not {expected}"
-        reason = "is not whole: fetch it or make it again"
-        if header[:1] != expected[:1]:
-            reason = "has no header of a shard: data/tokenize_text.py adds it to uint16 tokens"
-        raise UserError(f"{path} {reason} ({found})")
+        reason = f"is not a whole shard: its {size} bytes begin with {header}, not {expected}"
+        remedy = "fetch it again, or give uint16 tokens a header by data/tokenize_text.py"
+        raise UserError(f"{path} {reason}: {remedy}")
     tokens = np.memmap(file, "<u2", mode="r", offset=1024)
     tokens.file = file  # for distributed_data_generator
     return tokens
 
 
-def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
+def consecutive(
+    shards: Iterable[np.ndarray], hp: Hyperparameters, moments: list
+) -> Iterator[tuple]:
     """Plan batches: yield a shard (n,) and pieces of it, each from a start to a stop. One after the
     other they make batch_seqs sequences of seq_len + 1 tokens. The last token of a sequence is only
     a target, and begins the next one. Validation always uses this plan."""
@@ -321,23 +321,21 @@ def consecutive(shards: list[np.ndarray], hp: Hyperparameters, moments: list) ->
 
 
 def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Callable, moments=()):
-    """Return the first num_batches that a plan, as `consecutive`, yields from the shards of a glob,
-    which it reads at most hp.epochs times (0: no limit). A fork's plan also depends on the batches'
-    moments. UserError for shards that are missing, damaged, too short or of other tokens."""
+    """Return the first num_batches batches of a plan such as `consecutive`. It reads the shards of
+    a pattern at most hp.epochs times (0: no limit). A fork's plan also depends on the batches'
+    moments. UserError for shards that are missing, damaged, too short or have other tokens."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        remedy = "name one pattern, with * for any text and [[] for [, without braces and commas"
-        if "fineweb" in pattern:
-            remedy = "cached_fineweb.py fetches FineWeb"
+        remedy = "cached_fineweb.py fetches FineWeb; a pattern has [[] for [, no braces or commas"
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
     passes = min(hp.epochs or num_batches, num_batches)  # each has a batch, unless none has
-    batches = list(itertools.islice(plan(shards * passes, hp, moments), num_batches))
+    in_turn = itertools.chain.from_iterable(itertools.repeat(shards, passes))
+    batches = list(itertools.islice(plan(in_turn, hp, moments), num_batches))
     if len(batches) < num_batches:
         found = f"{pattern} has {len(batches)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
-        remedy = "add longer shards (cached_fineweb.py N fetches N of FineWeb)"
-        remedy += ", or for training --epochs 0, for validation a smaller --val_tokens"
-        raise UserError(f"{found}, the run reads {num_batches}: {remedy}")
+        remedy = "add longer shards (cached_fineweb.py N), or try --epochs 0, or less --val_tokens"
+        raise UserError(f"{found}, but the run needs {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         is_read = any(tokens is other for other, _ in batches)
         if is_read and tokens.max() >= hp.vocab_size:
@@ -644,11 +642,9 @@ def rotate_normed(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Attention with normalised, rotated q and k, and with extra values mixed into v."""
 
-    # tools/sample.py gives layers one that caches keys and values.
-    attend = staticmethod(lambda *arguments: attend(*arguments))
-
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
+        self.attend = attend  # tools/sample.py sets one that caches keys and values
         width = hp.num_heads * hp.head_dim
         self.head_shape = hp.num_heads, hp.head_dim
         self.scale = hp.attn_scale or hp.head_dim**-0.5
@@ -659,11 +655,11 @@ class CausalSelfAttention(nn.Module):
         self.qkv_w = nn.Parameter(qkv.view(3, width, hp.model_dim))
         self.lambdas = nn.Parameter(torch.full((1 if self.mixes_first else 2,), 0.5))
         self.c_proj = CastedLinear(width, hp.model_dim)
-        nn.init.zeros_(self.c_proj.weight)  # as the MLP's, and the head: @Grad62304977, 2024
+        nn.init.zeros_(self.c_proj.weight)  # as in the MLP and the head: @Grad62304977, 2024
 
     def forward(self, x: Tensor, value: Tensor | None, rotary, mask):
         """Map x (1, T, C) to (1, T, C). `value` is rows (T, H * D) of a table, or the first layer's
-        v (1, T, H, D). The first layer that mixes that v returns it, too; others return None."""
+        v (1, T, H, D). The first layer that mixes in v also returns it; others return None."""
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)  # (1, T, H, D)
         first_v = None
@@ -749,7 +745,7 @@ class WithGradients(torch.autograd.Function):
 
 
 def leaves_below(result: Tensor) -> list[Tensor]:
-    """Return the leaf tensors, as parameters, that a result's gradient is for."""
+    """Return the leaf tensors, such as parameters, that a result depends on."""
     nodes = [result.grad_fn]
     for node in nodes:  # which grow in the loop
         for below, _ in node.next_functions:
@@ -898,7 +894,7 @@ class GPT(nn.Module):
         return [self.embed, self.value_embeds]
 
     def save_pieces(self, path: Path) -> None:
-        """Save, on each rank, what a fork's ranks share, beside the checkpoint of this path."""
+        """Save what a fork's ranks share out, beside this checkpoint. All ranks call this."""
 
     def load_pieces(self, path: Path | None, weights_only: bool) -> None:
         """Load what save_pieces has saved, or without a path begin it anew."""
@@ -1061,7 +1057,7 @@ class Rows:
         """Count a gradient, within the backward pass, which calls this. Send with the last one."""
         self.missing -= 1
         if self.missing < 0:
-            raise RuntimeError(f"{self.name}: over {self.passes} gradients, see Group.steps")
+            raise RuntimeError(f"{self.name}: over {self.passes} gradients a step, see Group.steps")
         if self.missing == 0:
             self.add_gradients()
             self.send()
@@ -1084,8 +1080,8 @@ class Rows:
         self.is_stale = False
 
     def send(self) -> None:
-        """Begin to sum the gradients over all ranks, in the weights' dtype. This rank gets the sum
-        of its rows, in the place of its own gradients."""
+        """Begin to sum the gradients over all ranks, in the weights' dtype. When it has ended,
+        `grad` is the sum of this rank's rows."""
         self.missing = 0
         sent = self.grads.type_as(self.weights)
         self.grad = sent[self.rank]
@@ -1127,7 +1123,7 @@ class Optimizers:
         for name, p in model.named_parameters():
             count = sum(p is other for group in groups for other in group.params)
             if count != 1:
-                raise ValueError(f"{name} is in {count} of the parameter_groups, must be in one")
+                raise ValueError(f"{name} is in {count} parameter_groups: it must be in one")
         for group in groups:
             by_shape = {}
             for p in group.params:
@@ -1137,7 +1133,7 @@ class Optimizers:
             for params in by_shape.values():
                 rows = Rows(group, params, rank, world_size, hp.batch_seqs // world_size)
                 if any(rows.name == other.name for _, other in self.groups):
-                    raise ValueError(f"two groups, or dtypes, of the name and shape {rows.name}")
+                    raise ValueError(f"two groups, or dtypes of a group, are named {rows.name}")
                 self.groups.append((group, rows))
 
     @staticmethod
@@ -1237,7 +1233,8 @@ class Optimizers:
 
 
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
-    """Join the other ranks; return this one's device, its rank, their number. UserError: no GPU."""
+    """Join the other ranks; return this one's device, its rank, their number. UserError if this
+    cannot be."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if wanted == "cuda" or (wanted == "auto" and gpus):
@@ -1246,7 +1243,7 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
             raise UserError(f"process {local_rank} finds {gpus} GPUs: start fewer, or --device cpu")
         device = torch.device("cuda", int(local_rank))
         if torch.cuda.get_device_capability(device) < (8, 0):
-            raise UserError(f"GPU {local_rank} has no bfloat16, as an A100 has: try --device cpu")
+            raise UserError(f"GPU {local_rank} has no bfloat16, unlike an A100: try --device cpu")
         torch.cuda.set_device(device)
     elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
@@ -1255,7 +1252,7 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     try:
         store, rank, world_size = next(dist.rendezvous("env://"))
     except ValueError as error:
-        raise UserError(f"WORLD_SIZE, RANK and so on are for torchrun to set: {error}") from error
+        raise UserError(f"torchrun must set WORLD_SIZE, RANK and so on: {error}") from error
     # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -1279,7 +1276,7 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-stop_signals: list[tuple[int, float]] = []  # that came, with their times
+stop_signals: list[tuple[int, float]] = []  # those received so far, with their times
 
 
 def note_signal(number: int, frame) -> None:
@@ -1319,14 +1316,14 @@ def open_console(rank: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text for a terminal: control characters are escaped, but for \\n and \\t."""
+    """Return text for a terminal: control characters are escaped, except \\n and \\t."""
     odd = r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]"
     return re.sub(odd, lambda match: ascii(match[0])[1:-1], text)
 
 
 def as_program(name: str, work: Callable) -> None:
     """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
-    once; torchrun then ends the other ranks, which wait. A rank that lost another one waits, too,
+    once; torchrun then ends the other ranks, which wait. A rank that lost another one also waits,
     so that the one that failed reports first."""
     rank = os.environ.get("RANK", "0")
     open_console(rank)
@@ -1336,12 +1333,12 @@ def as_program(name: str, work: Callable) -> None:
             dist.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UserError, ImportError, SyntaxError, OSError, RuntimeError) as error:  # also of a fork
+    except (UserError, ImportError, SyntaxError, OSError, RuntimeError, MemoryError) as error:
         message = " ".join(str(error).split())[:500]
         lost = isinstance(error, dist.DistError) or re.search("gloo/|pair clos", message)
         if lost:
             message = f"another rank has stopped or hangs: {message}"
-        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
+        elif isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "t allocate" in message:
             message = f"out of memory, make --seq_len and --val_seq_len smaller: {message}"
         elif re.search(r"Failed to find C compiler|No working C\+\+ compiler", message):
             message = f"torch.compile needs gcc and g++, or set CC and CXX to others: {message}"
@@ -1351,27 +1348,26 @@ def as_program(name: str, work: Callable) -> None:
         if lost and stop_signals:
             signal.raise_signal(signal.SIGTERM)  # torchrun has asked for it already
         time.sleep(10 if rank != "0" or lost else 0)
-        print(f"{name}: error: {printable(message)}", file=sys.stderr)
+        tqdm.write(f"{name}: error: {printable(message)}", sys.stderr)  # clears a bar
         sys.exit(1)
 
 
 def to_json(value, **options) -> str:
-    """Return JSON of a value. It has null in place of NaN and infinity, which JSON lacks."""
+    """Return JSON of a value. NaN and infinity, which JSON lacks, become null."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)
 
 
 def open_log(path: Path, resume: bool) -> tuple:
     """Open a run's log and its metrics, to append to them. The log is locked while the process
-    lives. A line that a killed process, or a full disk, has cut is removed; if it is one of the
-    header, all lines are. UserError if the log is in use, or exists without `resume`."""
+    lives. A line that a killed process, or a full disk, has cut off is removed, and a header that
+    is not whole. UserError if the log is in use, or exists without `resume`."""
     path.parent.mkdir(exist_ok=True)
     log = regular(path).open("a", buffering=1, encoding="utf-8")
     metrics = regular(path.with_suffix(".jsonl")).open("a", buffering=1)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        writers = ["a process", *re.findall(r"\non .*, (process .*)\n", path.read_text("utf-8"))]
-        reason = f"{writers[-1]} is writing {path} ({error})"
+        reason = f"another process is writing {path} ({error})"
         raise UserError(f"{reason}: choose another --run_id") from error
     before = path.read_bytes()
     if before and not resume:
@@ -1392,7 +1388,10 @@ class Log:
 
     def __init__(self, hp: Hyperparameters, rank: int):
         self.hp = hp
-        self.run_id = hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
+        names = [hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()]
+        if dist.is_initialized():
+            dist.broadcast_object_list(names)  # all ranks take that of rank 0
+        self.run_id = names[0]
         self.path = Path("logs", f"{self.run_id}.txt")
         self.file = self.metrics = sys.stdout  # which goes nowhere but on rank 0
         if rank == 0:
@@ -1507,7 +1506,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def written_whole(path: Path, unfinished: Path) -> Iterator:
-    """Give a file to write, which gets its path when it is complete; else nothing is left of it."""
+    """Open a file to write. It gets its path when it is complete. An error leaves nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
@@ -1558,14 +1557,14 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
         if "hyperparameters" in state:
             known = run.records.get(state["record"])
             if known is None or vars(known).keys() != state["hyperparameters"].keys():
-                raise UserError(f"{path} is a checkpoint of another script, {state['script']}")
+                raise UserError(f"{path} is a checkpoint of another edition of {state['script']}")
             state["hyperparameters"] = replace(known, **state["hyperparameters"])
         return state
     except (OSError, MemoryError, UserError):
         raise
     except Exception as error:  # without its text: torch's own advice is an unsafe load
         reason = f"{path} is not an intact checkpoint ({type(error).__name__})"
-        raise UserError(f"{reason}; without it, a run goes on from the one before") from error
+        raise UserError(f"{reason}; delete it, and the run goes on from the one before") from error
 
 
 # -----------------------------------------------------------------------------
@@ -1573,8 +1572,8 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
 
 
 class Run:
-    """What a fork that imports this file replaces, in a subclass, as by `GPT = MyGPT`. Names of
-    this class are looked up when they are called: a fork may also assign train_gpt.GPT."""
+    """What a fork may replace. It subclasses Run and sets, for example, GPT = MyGPT. These names
+    are looked up when they are called, so a fork may also assign train_gpt.GPT."""
 
     records: dict[str, Hyperparameters] = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
@@ -1770,9 +1769,11 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
     if changed or author != script_of(run).name:
         command = shlex.join([script_of(run).name, *changed])
         remedy = f"; --run_id OTHER --init_from {path} begins a new run from its weights alone"
-        raise UserError(f"{path} was saved by {author} without this: {command}{remedy}")
+        raise UserError(
+            f"{path} was saved by {author} with other settings; yours: {command}{remedy}"
+        )
     if saved.get("step") not in range(1, hp.num_iterations + 1):
-        raise UserError(f"{path} is of step {saved.get('step')!r}, which this run has not")
+        raise UserError(f"{path} is of step {saved.get('step')!r}, which is none of this run")
     return saved
 
 

@@ -90,7 +90,7 @@ def test_all_settings_are_saved_and_only_those_of_how_a_run_is_made_may_change(
 def test_a_checkpoint_of_other_settings_is_another_script_s(run):
     """Its record has the name of one of the fork's, too."""
     path = run.folder / "logs/it/state_step000008.pt"
-    with pytest.raises(UserError, match="is a checkpoint of another script, train_gpt.py"):
+    with pytest.raises(UserError, match="is a checkpoint of another edition of train_gpt.py"):
         load_checkpoint(path, train_gpt_2026.Run)
 
 
@@ -139,7 +139,7 @@ def without(state: dict, group: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"step": 99}, "is of step 99, which this run has not"),
+        (lambda s: s | {"step": 99}, "is of step 99, which is none of this run"),
         (lambda s: s | {"step": "6"}, "is of step '6', which"),
         (lambda s: {k: v for k, v in s.items() if k != "step"}, "is of step None, which"),
         (lambda s: s | {"model": s["model"] | {"new": torch.ones(1)}}, "model: Error(s) in"),

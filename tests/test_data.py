@@ -127,7 +127,7 @@ def test_a_fork_says_that_it_finds_no_document(write_shard):
 
 def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shard):
     path = write_shard("a.bin", range(66))
-    with pytest.raises(UserError, match="has 8 batches .* the run reads 9: .* --epochs"):
+    with pytest.raises(UserError, match="has 8 batches .* the run needs 9: .* --epochs"):
         plan_of(path, 8, 2, 9, epochs=2)
     hp = train_gpt.Hyperparameters(batch_seqs=2)
     for epochs in (3, 0):

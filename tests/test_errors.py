@@ -52,17 +52,23 @@ TABLE = [
     ("--run_id results", "--run_id results: must be a plain name"),
     ("--seed 9999999999999999999", "must be at least 0, and below 1e+12"),
     ("--run_id taken", "File exists: 'logs/taken'"),
-    ("--train_files none*.bin", "no shard matches none*.bin: name one pattern"),
+    ("--train_files none*.bin", "no shard matches none*.bin: "),
     ("--train_files train_1.bin val_0.bin", "val_0.bin; a pattern must be quoted, as '*.bin'"),
-    ("--train_files none[1]/*.bin", "name one pattern, with * for any text and [[] for [,"),
+    ("--train_files none[1]/*.bin", "a pattern has [[] for [, no braces"),
     ("--train_files pipe.bin", "is a pipe or a device, not a file: 'pipe.bin'"),
-    ("--train_files nanogpt.bin", "nanogpt.bin has no header of a shard: data/tokenize_text.py"),
-    ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000])"),
+    ("--train_files nanogpt.bin", "nanogpt.bin is not a whole shard: "),
+    ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000]: "),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
-    ("--epochs 1 --num_iterations 30", "has 29 batches of 8 x 128 tokens, the run reads 30: add"),
+    (
+        "--epochs 1 --num_iterations 30",
+        "batches of 8 x 128 tokens, but the run needs 30: add",
+    ),
     ("--resume on", "--resume on: say which run with --run_id NAME"),
-    ("--resume on --run_id it --seed 2", "saved by train_gpt.py without this: train_gpt.py"),
+    (
+        "--resume on --run_id it --seed 2",
+        "saved by train_gpt.py with other settings; yours: ",
+    ),
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),
     ("--init_from nothing.pt", "No such file or directory: 'nothing.pt'"),
     ("--init_from train_1.bin", "train_1.bin is not an intact checkpoint"),
@@ -243,8 +249,8 @@ def test_a_rank_that_is_killed_stops_the_others(flags):
 def test_variables_of_torchrun_that_cannot_be_end_with_one_line(flags, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt.time, "sleep", lambda seconds: None)
     for name, value, message in (
-        ("WORLD_SIZE", "2", "are for torchrun to set: .* environment variable RANK expected"),
-        ("RANK", "x", "are for torchrun to set: invalid literal for int"),
+        ("WORLD_SIZE", "2", "torchrun must set .* environment variable RANK expected"),
+        ("RANK", "x", "torchrun must set .* invalid literal for int"),
     ):
         monkeypatch.setenv(name, value)
         _, err = error_of(flags, capsys)

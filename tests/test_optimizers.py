@@ -86,7 +86,7 @@ def expected_group(name: str, p: torch.Tensor) -> str:
 def test_a_parameter_that_is_not_in_exactly_one_group_is_named(tiny):
     model = GPT(tiny)
     model.gate = torch.nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match="gate.weight is in 0 of the parameter_groups"):
+    with pytest.raises(ValueError, match="gate.weight is in 0 parameter_groups"):
         Optimizers(model, tiny)
 
     class Own(Optimizers):
@@ -94,7 +94,7 @@ def test_a_parameter_that_is_not_in_exactly_one_group_is_named(tiny):
             gates = Group("gates", [model.gate.weight, model.embed.weight], adam, 0.1, 1)
             return [*super().parameter_groups(model, hp), gates]
 
-    with pytest.raises(ValueError, match="embed.weight is in 2 of the parameter_groups"):
+    with pytest.raises(ValueError, match="embed.weight is in 2 parameter_groups"):
         Own(model, tiny)
 
 
@@ -128,11 +128,11 @@ def test_groups_of_one_name_or_of_two_dtypes_are_refused(tiny):
             half = replace(matrices, params=matrices.params[8:])
             return [head, replace(matrices, params=matrices.params[:8]), half, *others]
 
-    with pytest.raises(ValueError, match="two groups, or dtypes, of the name and shape muon"):
+    with pytest.raises(ValueError, match="are named muon"):
         Halves(GPT(tiny), tiny)
     model = GPT(tiny)
     model.blocks[0].lambdas.data = model.blocks[0].lambdas.data.double()
-    with pytest.raises(ValueError, match="of the name and shape scalar"):
+    with pytest.raises(ValueError, match="are named scalar"):
         Optimizers(model, tiny)
 
 
@@ -366,7 +366,7 @@ def test_more_gradients_than_a_step_has_are_refused(tiny, first_of_two):
     model(tokens.int(), tokens, MOMENTS[0]).backward()
     optimizers.add_gradients()
     loss = model(tokens.int(), tokens, MOMENTS[0])
-    with pytest.raises(RuntimeError, match="head 32: over 1 gradients, see Group.steps"):
+    with pytest.raises(RuntimeError, match="head 32: over 1 gradients a step, see Group.steps"):
         loss.backward()
 
 

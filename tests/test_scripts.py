@@ -183,7 +183,7 @@ def test_the_newest_checkpoint_is_named_with_its_script(saved, capsys):
         ({"script": "evil.py"}, "'evil.py', not by a script of the project: .* --script PATH"),
         ({"script": "../evil.py"}, "not by a script of the project"),
         ({"script": ["evil.py"]}, "not by a script of the project"),
-        ({"record": "none"}, "is a checkpoint of another script"),
+        ({"record": "none"}, "is a checkpoint of another edition"),
         ({"record": []}, "not an intact checkpoint"),
         ({"hyperparameters": 7}, "not an intact checkpoint"),
         ({"model": 7}, "not an intact checkpoint"),
@@ -211,7 +211,7 @@ def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
     assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
     words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
     status, err = error_of(words, capsys)
-    assert f"was saved by {shown} without this" in err
+    assert f"was saved by {shown} with other settings" in err
     assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
 
 

@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(flags, tmp_path, capsys):
     assert optimizers <= {path.name for path in sources(Path(track.__file__))}
     words += ["--num_iterations", "2", "--resume", "on", "--optimizer", "normuon"]
     status, err = error_of(words, capsys, main)
-    assert status == 1 and "saved by train_gpt_track3.py without this" in err
+    assert status == 1 and "saved by train_gpt_track3.py with other settings" in err
     assert "--optimizer normuon" in err
 
 
