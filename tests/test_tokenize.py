@@ -94,11 +94,9 @@ def test_shards_are_full_and_hold_each_document_once(
         assert read(out, f"*_{split}_*") == expected
 
 
-LONG = "a" + " " * 1_200_000 + "b" * 600_000  # no place to cut: tiktoken alone fails on it
-
-
-@pytest.mark.parametrize("text", [LONG, "lines<|endoftext|>of\r\nWindows\r\n"], ids=["long", "odd"])
-def test_one_document_comes_back_whole_without_its_byte_order_mark(text, tmp_path):
+def test_one_document_comes_back_whole_without_its_byte_order_mark(tmp_path):
+    """This one has no place to cut: tiktoken alone fails on it."""
+    text = "a" + " " * 1_200_000 + "b" * 600_000
     (tmp_path / "in.txt").write_bytes(text.encode("utf-8-sig"))
     tokenize(tmp_path / "in.txt", "--out", tmp_path / "out", "--val_fraction", 0)
     first, *tokens = read(tmp_path / "out", "*.bin")
@@ -143,8 +141,6 @@ def write_tokens(path, tokens=TOKENS):
     ("words", "train", "val"),
     [
         ("train.bin --val_fraction 0.5", TOKENS, []),
-        ("train.bin --shard_size 300 --val val.bin", TOKENS, TOKENS[:2000]),
-        ("in.txt tr*.bin", TOKENS, DOCUMENT),
         ("in.txt *.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
     ],
 )
@@ -161,13 +157,9 @@ def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypat
 def test_other_bin_files_are_refused(elsewhere):
     tokenize_text.write_shard(Path("shard.bin"), np.array(TOKENS, "<u2"))
     Path("odd.bin").write_bytes(b"abc")
-    os.mkfifo("fifo.bin")
-    Path("empty.bin").touch()
     for name, message in {
         "shard.bin": "shard.bin: is a shard already: give it to --train_files",
         "odd.bin": "odd.bin: has an odd number of bytes",
-        "fifo.bin": "fifo.bin: not a regular file",
-        "empty.bin": "no documents",
         ".": "no .txt, .jsonl, .parquet or named .bin file",
     }.items():
         with pytest.raises(SystemExit, match=message):
@@ -202,7 +194,6 @@ def test_existing_shards_stay_or_are_replaced_without_a_rest(tmp_path):
     [
         ('{"text": "a"}\n\n' + "[" * 100_000, "/it.jsonl:3: not JSON, or too deep: repair"),
         ('{"text": "a"}\n{"body": "b"}\n', "/it.jsonl:2: no field `text`: .* --field"),
-        ('{"text": "a"}\n', r"validation takes all documents \(1\); add text"),
         (f'{{"text": "{"Some words. " * 70}"}}', "no training text: .* a run needs 260 tokens, or"),
     ],
 )
@@ -214,7 +205,7 @@ def test_an_error_leaves_nothing(text, message, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["it.jsonl"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_all_processes_and_leaves_nothing_for_the_next_start(number, tmp_path):
     """It comes when two workers live, long before the end of the text."""
     write_jsonl(tmp_path / "a.jsonl", [DOCUMENTS[0] * 100_000])
@@ -253,21 +244,11 @@ SENTENCE = "It was the best of times, it was the worst of times, said number 7. 
 
 @pytest.mark.parametrize(
     ("documents", "flags"),
-    [
-        ([SENTENCE * 30], ""),
-        ([SENTENCE * 5000], ""),
-        ([SENTENCE] * 30, "--val_fraction 0"),
-        ([SENTENCE * 9] * 300, ""),
-        ([SENTENCE * 300] * 2, "--val_fraction 0.5"),
-        *(([" a" * (count - 1), " b" * 5000], "--val val") for count in (1026, 3073, 70000)),
-    ],
+    [([SENTENCE * 30], ""), ([SENTENCE] * 30, "--val_fraction 0"), ([SENTENCE * 9] * 300, "")],
 )
 def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_path, capsys):
-    """No token is lost, and none is added. With --val, the first document is validation text."""
+    """No token is lost, and none is added."""
     path, out = write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "out"
-    if flags == "--val val":
-        write_jsonl(path, documents[1:])
-        flags = f"--val {write_jsonl(tmp_path / 'val.jsonl', documents[:1])}"
     tokenize(path, "--out", out, *flags.split())
     lines = capsys.readouterr().out.splitlines()
     assert sorted(read(out, "*.bin")) == sorted(reference(documents))
@@ -280,42 +261,16 @@ def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_
     assert len(batches) == hp.num_iterations
     _, targets = train_gpt.validation_batch(hp, 0, 1, "cpu")
     assert targets.numel() == hp.val_tokens
-    if "--val " in flags:
-        assert hp.val_tokens == min((shares[0] - 2) // 1024 * 1024, 65536)
-        assert set(targets.flatten().tolist()) == {257}
 
 
-@pytest.mark.parametrize(
-    ("folder", "run_sh"),
-    [
-        ("plain/folder", "./run.sh"),
-        ("it's [a] *b?", f"{HERE}/run.sh"),
-        ("[!a]/$HOME `x` \\ ~ #", f"{HERE}/run.sh"),
-    ],
-)
-def test_the_printed_command_can_be_pasted(folder, run_sh, elsewhere, monkeypatch, capsys):
-    """Into a shell in the same folder, which may be the project's."""
-    if run_sh == "./run.sh":
-        monkeypatch.setattr(tokenize_text, "HERE", Path.cwd())
+def test_the_printed_command_can_be_pasted(elsewhere, capsys):
+    """Into a shell in the same folder, whatever characters are in names."""
+    folder = "it's [a] *b?"
     Path("in.txt").write_text(SENTENCE * 200)
     tokenize("in.txt", "--out", folder)
     line = capsys.readouterr().out.splitlines()[-1]
     words = subprocess.check_output(f"printf '%s\\n' {line}", shell=True, text=True).splitlines()
-    assert words == shlex.split(line) and words[0] == run_sh
+    assert words == shlex.split(line) and words[0] == f"{HERE}/run.sh"
     for split in ("train", "val"):
         pattern = words[words.index(f"--{split}_files") + 1]
         assert glob.glob(pattern) == [str(path) for path in Path(folder).glob(f"*_{split}_*")]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("short.txt --val_fraction 0", "training text is too short: its longest shard has 20"),
-        ("long.txt --val short.txt", "validation text is too short: its longest shard has 20"),
-    ],
-)
-def test_a_text_that_is_too_short_says_how_short(words, message, elsewhere, capsys):
-    Path("short.txt").write_text(SENTENCE)
-    Path("long.txt").write_text(SENTENCE * 30)
-    tokenize(*words.split(), "--out", "out")
-    assert capsys.readouterr().out.splitlines()[-1] == f"the {message} tokens, a run needs 130"
