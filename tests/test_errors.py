@@ -32,25 +32,15 @@ from train_gpt import UserError, main
 # Flags added to those of a run that works, and words of the message.
 TABLE = [
     ("--num_iter 3", "unknown words: --num_iter 3; is it --num_iterations? --help lists the flags"),
-    ("--frobnicate 3", "unknown words: --frobnicate 3; --help lists the flags"),
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
-    ("--record 2025-01-27", "--record 2025-01-27: must be one of 2025-01-26_BatchSize"),
-    ("--train_files 'a\x1bb'", r"--train_files a\x1bb: must be one line of UTF-8 text"),
     ("--num_iterations 99999999999", "99999999999 steps, 8 heads, matrices of 32768 numbers: too"),
-    ("--batch_seqs 99999999999", "has 0 batches of 99999999999 x 128 tokens"),
-    ("--device mps", "invalid choice: 'mps' (choose from"),
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),
     ("--val_tokens 300", "--val_tokens 300: must be a positive multiple of 256"),
     ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be at least 0, and below 1e+38"),
-    ("--num_layers 14", "--num_layers 14: must be even, and at most 12"),
     ("--device cuda", "process 0 finds 0 GPUs: start fewer, or --device cpu"),
     ("--seq_len 17408 --batch_seqs 1", "17408 tokens need a GPU and --compile on: try --record"),
-    ("--run_id " + "a" * 300, "logs/aaaa"),
-    ("--run_id ..", "--run_id ..: must be a plain name"),
     ("--run_id a/b", "--run_id a/b: must be a plain name"),
-    ("--run_id results", "--run_id results: must be a plain name"),
-    ("--seed 9999999999999999999", "must be at least 0, and below 1e+12"),
     ("--run_id taken", "File exists: 'logs/taken'"),
     ("--train_files none*.bin", "no shard matches none*.bin: "),
     ("--train_files train_1.bin val_0.bin", "val_0.bin; a pattern must be quoted, as '*.bin'"),
@@ -60,24 +50,13 @@ TABLE = [
     ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000]: "),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
-    (
-        "--epochs 1 --num_iterations 30",
-        "batches of 8 x 128 tokens, but the run needs 30: add",
-    ),
+    ("--epochs 1 --num_iterations 30", "batches of 8 x 128 tokens, but the run needs 30: add"),
     ("--resume on", "--resume on: say which run with --run_id NAME"),
-    (
-        "--resume on --run_id it --seed 2",
-        "saved by train_gpt.py with other settings; yours: ",
-    ),
+    ("--resume on --run_id it --seed 2", "saved by train_gpt.py with other settings; yours: "),
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),
-    ("--init_from nothing.pt", "No such file or directory: 'nothing.pt'"),
     ("--init_from train_1.bin", "train_1.bin is not an intact checkpoint"),
-    ("--resume on --run_id pipe", "is a pipe or a device, not a file: 'logs/pipe.txt'"),
     ("--resume on --run_id it --num_iterations 9", ".pt begins a new run from its weights alone"),
-    ("--run_id \udcff", r"--run_id \udcff: must be a plain name"),
-    ("--model_dim 65536", "matrices of 17179869184 numbers: too many"),
     ("--embed_lr 9e37", "the loss is nan at step 2: try lower rates, smaller"),
-    ("--init_bound 9e37", "the loss is nan at step 1: try lower rates, smaller"),
 ]
 
 
@@ -89,8 +68,6 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     flags = [*language(folder), "--val_loss_every", "0"]
     console_of([*flags, "--num_iterations", "1", "--run_id", "it"], folder)
     (folder / "logs/taken").touch()
-    for name in ("pipe.bin", "logs/pipe.txt"):
-        os.mkfifo(folder / name)
     (folder / "nanogpt.bin").write_bytes(bytes(4000))
     shard(folder / "uint32.bin", range(1000), magic=20240801, version=7, count=500)  # llm.c's
     shard(folder / "high.bin", [1] * 7 + [512] + [1] * 2100)
@@ -157,10 +134,6 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-IN_THE_HEADER = functools.partial(on_a_small_disk, size=50_000)
-IN_A_STEP = functools.partial(acting, actions={2: fill_the_disk})
-
-
 @pytest.mark.parametrize(
     ("losses", "diverged"),
     [([6.2383, 5.0], False), ([5.0, 5.1], True), ([6.23], False), ([6.3], True)],
@@ -176,15 +149,14 @@ def test_a_run_that_ends_above_its_first_loss_or_that_of_chance_says_so(
     assert ("\nthe run has diverged: its last loss is above " in out) == diverged
 
 
-@pytest.mark.parametrize("work", [IN_THE_HEADER, IN_A_STEP])
-def test_a_log_that_a_full_disk_has_cut_is_whole_when_the_run_goes_on(work, flags, tmp_path):
+def test_a_log_that_a_full_disk_has_cut_is_whole_when_the_run_goes_on(flags, tmp_path):
     words = [*flags, "--save_every", "1", "--run_id", "it", "--resume", "on"]
-    program = Program(words, work=work)
+    program = Program(words, work=functools.partial(acting, actions={2: fill_the_disk}))
     assert program.end() == [1]
     message = "train_gpt.py: error: could not write logs/it.txt: File too large"
     assert message in program.text("err") and "Traceback" not in program.text("err")
     out = console_of(words, tmp_path)
-    assert ("resumed at step 2" in out) == (work is not IN_THE_HEADER)
+    assert "resumed at step 2" in out
     found = read_log(Path("logs/it.txt"))
     assert found.loss == val_losses(out)[4] and found.source == Path(SCRIPT).read_text().strip()
 
@@ -200,20 +172,13 @@ def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path, m
     assert not list(tmp_path.glob("logs/*/*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks", "message"),
-    [
-        ("--batch_seqs 4", 3, "3 ranks cannot share --batch_seqs 4 evenly"),
-        ("--embed_lr 9e37", 2, "the loss is nan at step 2"),
-    ],
-)
-def test_an_error_of_all_ranks_is_printed_once(words, ranks, message, flags):
-    program = Program([*flags, *words.split()], ranks)
-    assert program.fail() == [1] + [-signal.SIGTERM] * (ranks - 1)
-    printed = "".join(program.text("err", rank) for rank in range(ranks))
+def test_an_error_of_all_ranks_is_printed_once(flags):
+    program = Program([*flags, "--batch_seqs", "4"], 3)
+    assert program.fail() == [1] + [-signal.SIGTERM] * 2
+    printed = "".join(program.text("err", rank) for rank in range(3))
     (line,) = re.findall("^train_gpt.py: .*", printed, re.M)  # gloo may also print a line
-    assert message in line
-    assert not any(program.text("out", rank) for rank in range(1, ranks))
+    assert "3 ranks cannot share --batch_seqs 4 evenly" in line
+    assert not program.text("out", 1) and not program.text("out", 2)
 
 
 def only_here() -> None:
@@ -263,48 +228,32 @@ def test_variables_of_torchrun_that_cannot_be_end_with_one_line(flags, capsys, m
 def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_path):
     """It is shorter, or has other ids. If a signal has come before, a checkpoint is saved."""
     actions = {2: functools.partial(Path("train_1.bin").write_bytes, content)}
-    if stops:
-        actions[1] = functools.partial(signal.raise_signal, signal.SIGTERM)
     work = functools.partial(acting, actions=actions)
     program = Program([*flags, "--run_id", "it", "--num_iterations", "6"], work=work)
-    assert program.end() == [143 if stops else 1]
+    assert program.end() == [1]
     message = r"train_1.bin has changed: its tokens from \d+ on are missing or wrong\n$"
-    assert bool(re.search(message, program.text("err"))) != stops
-    assert (tmp_path / "logs/it/state_step000003.pt").exists() == stops
+    assert re.search(message, program.text("err"))
 
 
-def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(flags, tmp_path):
-    expected = val_losses(console_of([*flags, "--run_id", "whole"], tmp_path))
-    (tmp_path / "another").write_bytes(b"another")
-    replace = functools.partial(os.replace, "another", "train_1.bin")
-    work = functools.partial(acting, actions={2: replace})
-    program = Program([*flags, "--run_id", "it"], work=work)
-    assert program.end() == [0], program.text("err")
-    assert val_losses(program.text("out")) == expected
-
-
-def lose_folder(place: str) -> None:
+def put_a_file_in_place_of_the_folder() -> None:
     shutil.rmtree("logs/it")
-    if place == "a file":
-        Path("logs/it").touch()
+    Path("logs/it").touch()
 
 
-@pytest.mark.parametrize("place", ["nothing", "a file"])
-def test_a_run_that_loses_its_folder_saves_its_weights(place, flags, tmp_path, monkeypatch):
-    """In the folder, which is made again, or in another place, from which the run goes on."""
+def test_a_run_that_loses_its_folder_saves_its_weights_elsewhere(flags, tmp_path, monkeypatch):
+    """The run goes on from there."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     flags += ["--num_iterations", "5", "--save_every", "3", "--run_id", "it", "--keep", "9"]
     console_of([*flags, "--run_id", "whole"], tmp_path)
-    lose = functools.partial(lose_folder, place)
-    program = Program(flags, work=functools.partial(acting, actions={2: lose}))
-    assert program.end() == [int(place == "a file")], program.text("err")
-    if place == "a file":
-        said = r"\[Errno 17\] File exists: 'logs/it'; it is (\S+): move it to (\S+), and"
-        here, there = re.search(said, program.text("err")).groups()
-        Path("logs/it").unlink()
-        Path("logs/it").mkdir()
-        shutil.move(here, there)
-        assert "resumed at step 3" in console_of([*flags, "--resume", "on"], tmp_path)
+    work = functools.partial(acting, actions={2: put_a_file_in_place_of_the_folder})
+    program = Program(flags, work=work)
+    assert program.end() == [1]
+    said = r"\[Errno 17\] File exists: 'logs/it'; it is (\S+): move it to (\S+), and"
+    here, there = re.search(said, program.text("err")).groups()
+    Path("logs/it").unlink()
+    Path("logs/it").mkdir()
+    shutil.move(here, there)
+    assert "resumed at step 3" in console_of([*flags, "--resume", "on"], tmp_path)
     weights, expected = (
         train_gpt.load_checkpoint(f"logs/{run}/state_step000005.pt", train_gpt.Run)["model"]
         for run in ("it", "whole")
