@@ -6,7 +6,6 @@ import random
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,9 +56,9 @@ def test_each_question_errs_as_rarely_whoever_ends_extends_or_reads_the_comparis
 
 
 class Fork:
-    """A fork whose runs are made up: with e times the steps, the loss is lower by `slope`."""
+    """A fork whose runs are made up: with e times the steps, the loss is lower by 0.1."""
 
-    noise, slope = 1.0, 0.1
+    noise = 1.0
 
     def __init__(self, path: Path, tool):
         self.path, self.tool, self.made = path, tool, []
@@ -77,7 +76,7 @@ class Fork:
         time = 1 + 0.01 * changed + 0.004 * self.noise * chance.gauss(0, 1)
         times = f"train_time:{1e5 * steps / 128 * time:.0f}ms step_avg:1.00ms"
         loss = 3.3 + 0.002 * changed + 0.002 * self.noise * chance.gauss(0, 1)
-        loss -= self.slope * math.log(steps / 128)
+        loss -= 0.1 * math.log(steps / 128)
         settings = "\n".join(f"{name[2:]}: {value}" for name, value in given.items())
         lines = f"record demo\nstep:0/{steps} val_loss:10.82580 train_time:0ms step_avg:0.00ms\n"
         lines += f"step:{steps}/{steps} val_loss:{loss:.5f} {times}\n"
@@ -162,25 +161,11 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
 
 
 def test_a_change_that_does_nothing_ends_the_comparison_and_is_named(fork):
-    """Unless steps are to be timed: then all pairs are made."""
     fork.noise = 0.0
     status, answers, _ = fork.compare("")
     expected = in_turn(range(4))
     assert (status, fork.calls()) == (0, expected[:2] + ["A_longer_seed0"] + expected[2:])
     assert "the change does nothing to the loss, which is equal in all pairs; a step" in answers
-    fork.compare("", "--judge", "time", "--runs", 5, "--run_id", "next")
-    assert len(fork.calls()) == 11
-
-
-def test_a_torn_plan_is_named_and_its_runs_are_read(fork):
-    _, answers, _ = fork.compare("", "--runs", 4)
-    fork.calls()
-    for torn in (b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"):
-        Path("logs/it.json").write_bytes(torn)
-        status, _, err = fork.compare("", "--runs", 4)
-        assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err
-    Path("logs/it.json").unlink()
-    assert fork.compare("", "--runs", 4)[1] == answers and fork.calls() == []
 
 
 def test_what_has_ended_may_be_extended_and_read_by_another_judge(fork):
@@ -195,7 +180,6 @@ def test_what_has_ended_may_be_extended_and_read_by_another_judge(fork):
     lines = [line for line in result.noted() if line["kind"] == "comparison"]
     assert [line["read_afterwards"] for line in lines] == [False, True, False]
     assert [line["plans"] for line in lines] == [[5], [5], [5, 7]]
-    assert fork.compare("", "--runs", 6)[0] == 1  # seven are made already
 
 
 def test_a_known_deviation_gives_the_interval_and_the_test_of_the_loss(fork):
@@ -232,9 +216,8 @@ def test_plan_and_source_may_not_change(fork):
     """Before the end, which a run that fails has put off here."""
     b = "--speed 13"
     assert fork.compare(b, "--runs", 4)[0] == 1
-    for key, flags in (("runs was 4", "--runs 5"), ("seed was 0", "--runs 4 --seed 1")):
-        status, _, err = fork.compare(b, *flags.split())
-        assert status == 1 and f"{key}: choose another --run_id\n" in err
+    status, _, err = fork.compare(b, "--runs", 5)
+    assert status == 1 and "runs was 4: choose another --run_id\n" in err
     assert fork.compare("--muon_lr 0.06", "--runs", 4)[0] == 1
     assert len(fork.calls()) == 2
     fork.compare("", "--runs", 4, "--run_id", "next")
@@ -245,18 +228,14 @@ def test_plan_and_source_may_not_change(fork):
 
 
 @pytest.mark.parametrize(
-    ("b", "flags", "status", "message"),
+    ("b", "status", "message"),
     [
-        ("--speed 13", "", 1, "the run it_B_seed0 failed: first line out of luck"),
-        ("--speed 14", "", 130, ""),
-        ("", "--judge sooner", 1, "needs the worth of time"),
+        ("--speed 13", 1, "the run it_B_seed0 failed: first line out of luck"),
+        ("--speed 14", 130, ""),
     ],
 )
-def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped_or_has_no_worth(
-    b, flags, status, message, fork
-):
-    fork.slope = -0.1
-    found, _, err = fork.compare(b, *flags.split())
+def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped(b, status, message, fork):
+    found, _, err = fork.compare(b)
     assert found == status and message in err and fork.calls()[:2] == ["A_seed0", "B_seed0"]
 
 
@@ -277,13 +256,3 @@ def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
     Path("logs/it_B_seed3.txt").unlink()
     assert fork.compare("", "--seconds", 20, "--runs", 6)[0] == 0
     assert run_of("B", 3).steps == run_of("B", 5).steps == 400
-    status, _, err = fork.compare("", "--seconds", 30, "--runs", 6)
-    assert status == 1 and "seconds was 20" in err
-    status, _, err = fork.compare("--num_iterations 7", "--seconds", 20)
-    assert status == 1 and "leave it or --num_iterations out" in err
-
-
-def test_kernels_that_a_run_lost_are_named_with_the_reason():
-    a, b = (SimpleNamespace(kernels_off=off) for off in ({"x": "old"}, {"x": "old", "y": "new"}))
-    text = "; A ran without the kernel x (old); B ran without the kernel x (old)"
-    assert compare.losses_of_kernels(a, b) == f"{text}; B ran without the kernel y (new)"
