@@ -6,11 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-import bundle
 import evaluate
 import export
 import result
@@ -18,7 +16,6 @@ import sample
 import script
 import start
 import train_gpt
-from gpt2 import bits_per_byte
 from runs import SCRIPT, Program, console_of, error_of, run, val_losses
 from train_gpt import HERE, UserError, load_checkpoint
 
@@ -67,11 +64,8 @@ def test_a_fork_has_the_project_s_functions_and_a_copy_its_own(fork, copy):
 def test_modules_of_another_project_are_not_mixed_with_these(fork, copy):
     """Python, started with that script, would import its own project's."""
     other = copy.rename(copy.with_name("train_gpt.py"))
-    (other.parent / "forks").mkdir()
-    paths = other, shutil.copy(fork, other.parent), shutil.copy(fork, other.parent / "forks")
-    for path in paths:
-        with pytest.raises(UserError, match=f"{other} would replace {SCRIPT}"):
-            script.load(Path(path))
+    with pytest.raises(UserError, match=f"{other} would replace {SCRIPT}"):
+        script.load(Path(shutil.copy(fork, other.parent)))
 
 
 def test_a_fork_outside_forks_has_the_modules_of_forks(tmp_path, flags, monkeypatch):
@@ -92,19 +86,13 @@ if __name__ == "__main__":
 
 
 def test_what_a_script_imports_and_nothing_has_is_named(elsewhere, tmp_path, capsys):
-    path, out = tmp_path / "mine.py", tmp_path / "out.py"
+    path = tmp_path / "mine.py"
     path.write_text("import train_gpt\nimport not_there\nclass Run(train_gpt.Run):\n    pass\n")
     _, err = error_of([path], capsys, start.main)
     assert f"{path} imports not_there, which is neither beside it, nor in the project" in err
-    bundle.main([str(path), str(out)])
-    assert "it imports not_there: not in it, and not found here" in capsys.readouterr().out
-    for source, message in (
-        (b"# coding: latin-1\nx = '\xe9'\n", f"{path} is not Python source in UTF-8"),
-        (b"\ndef broken(:\n", "run.sh: error: invalid syntax (mine.py, line 2)\n"),
-    ):
-        path.write_bytes(source)
-        status, err = error_of([path], capsys, start.main)
-        assert status == 1 and message in err
+    path.write_text("\ndef broken(:\n")
+    status, err = error_of([path], capsys, start.main)
+    assert status == 1 and "run.sh: error: invalid syntax (mine.py, line 2)\n" in err
 
 
 SIZES = "--num_iterations 2 --val_loss_every 1 --batch_seqs 2 --val_tokens 512 --save_every 0"
@@ -115,14 +103,6 @@ def launched(words: list, folder: Path) -> dict[int, float]:
     with contextlib.chdir(folder):
         program = Program(words, work=launch_with)
         assert program.end() == [0], program.text("err")
-        hints = re.findall("^read what it writes: (.*)", program.text("out"), re.M)
-        assert len(hints) == ("50257" in words)  # GPT-2's tokens, which are text
-        for hint in hints:
-            command, tool, path, *script = hint.split()
-            assert [command, tool] == [f"{HERE}/run.sh", "tools/sample.py"] and Path(path).exists()
-            named = Path(words[0]).resolve()
-            is_elsewhere = named.suffix == ".py" and named.parent != HERE
-            assert script == ["--script", str(named)] * is_elsewhere
     return val_losses(program.text("out"))
 
 
@@ -181,11 +161,7 @@ def test_the_newest_checkpoint_is_named_with_its_script(saved, capsys):
     ("changed", "message"),
     [
         ({"script": "evil.py"}, "'evil.py', not by a script of the project: .* --script PATH"),
-        ({"script": "../evil.py"}, "not by a script of the project"),
-        ({"script": ["evil.py"]}, "not by a script of the project"),
-        ({"record": "none"}, "is a checkpoint of another edition"),
-        ({"record": []}, "not an intact checkpoint"),
-        ({"hyperparameters": 7}, "not an intact checkpoint"),
+        ({"record": "none"}, "is a checkpoint of another script"),
         ({"model": 7}, "not an intact checkpoint"),
     ],
 )
@@ -198,28 +174,6 @@ def test_a_checkpoint_starts_no_script_of_the_current_folder_and_its_faults_are_
         words = [path, "--device", "cpu", *more.split()]
         status, err = error_of(words, capsys, tool.main)
         assert status == 1 and re.search(message, err) and not Path("exported").exists()
-        _, err = error_of(["--run_id", "../x", *more.split()], capsys, tool.main)
-        assert "--run_id ../x: must be a plain name" in err
-
-
-def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
-    odd, shown = "\x1b[2J\x07\x9b.py", r"\x1b[2J\x07\x9b.py"
-    path = saved("it", script=odd)
-    status, err = error_of([path], capsys, evaluate.main)
-    assert status == 1 and f"saved by '{shown}'" in err
-    evaluate.main([str(path), "--script", SCRIPT, "--device", "cpu"])
-    assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
-    words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
-    status, err = error_of(words, capsys)
-    assert f"was saved by {shown} with other settings" in err
-    assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
-
-
-def test_a_tool_starts_by_a_link_in_another_folder(elsewhere, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH")
-    Path("linked").symlink_to(HERE / "tools/records.py")
-    done = run(["--help"], script="linked")
-    assert done.returncode == 0 and "usage: " in done.stdout and not done.stderr
 
 
 FAILING = """import os, time
@@ -232,18 +186,12 @@ train_gpt.as_program("mine.py", work)
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "status", "expected"),
-    [
-        (FAILING, 1, "mine.py: error: the first rank has no data: copy it there\n"),
-        ("import os\nos.kill(os.getpid(), 9)", 137, ""),
-    ],
-)
-def test_torchrun_adds_nothing_to_what_ranks_say(source, status, expected, tmp_path):
-    (tmp_path / "mine.py").write_text(source)
+def test_torchrun_adds_nothing_to_what_ranks_say(tmp_path):
+    (tmp_path / "mine.py").write_text(FAILING)
     words = ["--standalone", "--nproc_per_node=2", tmp_path / "mine.py"]
     done = run(words, script=f"{HERE}/tools/ranks.py")
-    assert (done.returncode, done.stderr) == (status, expected)
+    assert done.returncode == 1
+    assert done.stderr == "mine.py: error: the first rank has no data: copy it there\n"
 
 
 def test_a_vocabulary_that_is_not_gpt2_s_is_trained_and_evaluated(flags, tmp_path, capsys):
@@ -256,13 +204,6 @@ def test_a_vocabulary_that_is_not_gpt2_s_is_trained_and_evaluated(flags, tmp_pat
     assert result.noted()[-1]["bits_per_byte"] is None
     evaluate.main(["--device", "cpu"])
     assert re.search(r"\nval_loss:\d+\.\d{5} over 2048 tokens\n$", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(("size", "largest"), [(50304, 50300), (64000, 7), (8192, 7)])
-def test_bits_per_byte_are_of_gpt2_s_tokens_alone(size, largest):
-    """Also where the head's padding would hold others."""
-    assert bits_per_byte(4.0, np.array([[5, largest]]), size) is None
-    assert bits_per_byte(4.0, np.array([[5, 50256]]), 50304) > 0
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:
