@@ -85,6 +85,11 @@ if __name__ == "__main__":
     assert {path, FRONTIER, Path(SCRIPT)} <= {*script.sources(path)}
 
 
+def test_a_fork_that_replaces_what_no_run_has_is_refused():
+    with pytest.raises(UserError, match="test_scripts.Run.model: a Run has no such part"):
+        type("Run", (train_gpt.Run,), {"__module__": "test_scripts", "model": train_gpt.GPT})
+
+
 def test_what_a_script_imports_and_nothing_has_is_named(elsewhere, tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text("import train_gpt\nimport not_there\nclass Run(train_gpt.Run):\n    pass\n")
