@@ -93,14 +93,6 @@ def test_a_record_trains_20_tokens_a_parameter_in_about_five_minutes_at_the_assu
     assert float(seconds) == pytest.approx(300, rel=0.07)
 
 
-def test_momentum_rises_in_the_share_of_the_steps_in_which_the_original_rises():
-    original = train_gpt.RECORDS["2025-01-26_BatchSize"]
-    share = original.momentum_warmup_steps / original.num_iterations
-    for hp in five_minutes.RECORDS.values():
-        assert round(share * hp.num_iterations) == hp.momentum_warmup_steps
-    assert set(five_minutes.RECORDS) == {row[0] for row in ROWS} | {"demo"}
-
-
 # -----------------------------------------------------------------------------
 # tools/records.py
 
@@ -118,21 +110,6 @@ def printed(tool):
     return call
 
 
-@pytest.mark.parametrize(
-    "script",
-    ["train_gpt.py", *(f"forks/train_gpt_{name}.py" for name in ("2026", "2026_07", "2026_08"))],
-)
-def test_without_a_flag_a_record_is_a_line_as_the_table_in_readme_has_it(script, printed):
-    _, lines, _ = printed(script)
-    table = (HERE / "README.md").read_text().split(f"`--record` of `{script}`")[1].split("\n\n")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    for line, (name, recipe, *result) in zip(lines[1:], rows, strict=True):
-        found, steps, minutes, loss = re.split("  +", line)
-        assert found == name.split("`")[1] and steps in re.findall(r"(\d+) steps", recipe)
-        time, _, wanted = result[0].partition(" min; ") if found != "demo" else ("-", "", "-")
-        assert loss == wanted and minutes.ljust(5, "0") == time.ljust(5, "0")
-
-
 def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
     _, lines, _ = printed("--diff", "2024-11-24_WindowWarmup", "2024-11-19_FlexAttention")
     assert [re.split("  +", line) for line in lines[1:]] == [
@@ -144,15 +121,6 @@ def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
         ["muon_lr", "0.05", "0.04"],
         ["momentum_warmup_steps", "300", "500"],
     ]
-    # A setting that one of two scripts lacks is -.
-    _, lines, _ = printed("--diff", "2026-07", "2026-08")
-    rows = {tuple(re.split("  +", line)) for line in lines}
-    expected = {
-        ("setting", "2026-07-17_FP8DownProjection", "2026-08-30_ANVIL2"),
-        ("muon_decay", "1.2", "2.25"),
-        ("optimizer", "-", "anvil"),
-    }
-    assert expected <= rows
 
 
 def write_log(path, record: str, curve: dict, place: str = H100S, data: str = "fineweb"):
@@ -166,21 +134,18 @@ def write_log(path, record: str, curve: dict, place: str = H100S, data: str = "f
     return path
 
 
-@pytest.mark.parametrize("over", [True, False])
 @pytest.mark.parametrize("place", [ONE_H100, H100S])
-def test_losses_are_beside_the_published_ones_of_their_steps(place, over, printed, tmp_path):
-    curve = {0: (10.83, 0), 250: (4.5807, 62.0), 260: (4, 70)} | (
-        {1600: (3.28, 754)} if over else {}
-    )
+def test_losses_are_beside_the_published_ones_of_their_steps(place, printed, tmp_path):
+    curve = {0: (10.83, 0), 250: (4.5807, 62.0), 260: (4, 70), 1600: (3.28, 754)}
     rows = [["250", "4.5807", "4.5851", "-0.0044"], ["1600", "3.2800", "3.2777", "+0.0023"]]
     if place == ONE_H100:  # only there, a published run on one H100 and times tell something
         rows[0] += ["4.5707", "62.0", "63.6", "-1.6"]
         rows[1] += ["3.2784", "754.0", "754.4", "-0.4"]
     log = write_log(tmp_path / "it.txt", "2026-01-19_BigramHashEmbedding", curve, place)
     _, lines, _ = printed(log)
-    assert [line.split() for line in lines[3 : 4 + over]] == rows[: 1 + over]
+    assert [line.split() for line in lines[3:5]] == rows
     spread = "3.2800 is outside the published spread, 3.2777 +- 2 x 0.0011"
-    assert lines[4 + over :] == [spread] * over + ["other than the record: --muon_lr 0.1"]
+    assert lines[5:] == [spread, "other than the record: --muon_lr 0.1"]
 
 
 def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
@@ -188,7 +153,6 @@ def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     cases = {
         "nothing is published": [other],
         "--record 1999: must be one of": ["--diff", "demo", "1999"],
-        f"Is a directory: '{tmp_path}'": [tmp_path],
         "No such file or directory: 'no_such.txt'": ["no_such.txt"],
     }
     for reason, words in cases.items():
