@@ -256,3 +256,14 @@ def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
     Path("logs/it_B_seed3.txt").unlink()
     assert fork.compare("", "--seconds", 20, "--runs", 6)[0] == 0
     assert run_of("B", 3).steps == run_of("B", 5).steps == 400
+
+
+def test_a_torn_plan_is_named_and_its_runs_are_read(fork):
+    _, answers, _ = fork.compare("", "--runs", 4)
+    fork.calls()
+    for torn in (b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"):
+        Path("logs/it.json").write_bytes(torn)
+        status, _, err = fork.compare("", "--runs", 4)
+        assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err
+    Path("logs/it.json").unlink()
+    assert fork.compare("", "--runs", 4)[1] == answers and fork.calls() == []

@@ -165,6 +165,15 @@ def ctrl_c_ends_the_reader():
     return interrupt
 
 
+def closed():
+    """As by `>&- 2>&-`: Python then has no such stream."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.close(number)
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
+    return lambda: None
+
+
 def losing(words: list[str], lose) -> None:
     before_step(AT, lose())
     main(words)
@@ -173,7 +182,7 @@ def losing(words: list[str], lose) -> None:
 STOPS = {hung_up: signal.SIGHUP, ctrl_c_ends_the_reader: signal.SIGINT}
 
 
-@pytest.mark.parametrize("lose", [*STOPS, hung_up_under_nohup, reader_gone])
+@pytest.mark.parametrize("lose", [*STOPS, hung_up_under_nohup, reader_gone, closed])
 def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
     run = Program(flags, work=functools.partial(losing, lose=lose))
     number = STOPS.get(lose)

@@ -69,6 +69,7 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     console_of([*flags, "--num_iterations", "1", "--run_id", "it"], folder)
     (folder / "logs/taken").touch()
     (folder / "nanogpt.bin").write_bytes(bytes(4000))
+    os.mkfifo(folder / "pipe.bin")
     shard(folder / "uint32.bin", range(1000), magic=20240801, version=7, count=500)  # llm.c's
     shard(folder / "high.bin", [1] * 7 + [512] + [1] * 2100)
     return folder, flags
@@ -254,6 +255,45 @@ def test_a_run_that_loses_its_folder_saves_its_weights_elsewhere(flags, tmp_path
     Path("logs/it").mkdir()
     shutil.move(here, there)
     assert "resumed at step 3" in console_of([*flags, "--resume", "on"], tmp_path)
+    weights, expected = (
+        train_gpt.load_checkpoint(f"logs/{run}/state_step000005.pt", train_gpt.Run)["model"]
+        for run in ("it", "whole")
+    )
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(flags, tmp_path):
+    expected = val_losses(console_of([*flags, "--run_id", "whole"], tmp_path))
+    (tmp_path / "another").write_bytes(b"another")
+    replace = functools.partial(os.replace, "another", "train_1.bin")
+    work = functools.partial(acting, actions={2: replace})
+    program = Program([*flags, "--run_id", "it"], work=work)
+    assert program.end() == [0], program.text("err")
+    assert val_losses(program.text("out")) == expected
+
+
+def lose_folder(place: str) -> None:
+    shutil.rmtree("logs/it")
+    if place == "a file":
+        Path("logs/it").touch()
+
+
+@pytest.mark.parametrize("place", ["nothing", "a file"])
+def test_a_run_that_loses_its_folder_saves_its_weights(place, flags, tmp_path, monkeypatch):
+    """In the folder, which is made again, or in another place, from which the run goes on."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    flags += ["--num_iterations", "5", "--save_every", "3", "--run_id", "it", "--keep", "9"]
+    console_of([*flags, "--run_id", "whole"], tmp_path)
+    lose = functools.partial(lose_folder, place)
+    program = Program(flags, work=functools.partial(acting, actions={2: lose}))
+    assert program.end() == [int(place == "a file")], program.text("err")
+    if place == "a file":
+        said = r"\[Errno 17\] File exists: 'logs/it'; it is (\S+): move it to (\S+), and"
+        here, there = re.search(said, program.text("err")).groups()
+        Path("logs/it").unlink()
+        Path("logs/it").mkdir()
+        shutil.move(here, there)
+        assert "resumed at step 3" in console_of([*flags, "--resume", "on"], tmp_path)
     weights, expected = (
         train_gpt.load_checkpoint(f"logs/{run}/state_step000005.pt", train_gpt.Run)["model"]
         for run in ("it", "whole")

@@ -18,7 +18,7 @@ import result
 import script
 import start
 import train_gpt
-from runs import error_of
+from runs import HANGS, error_of
 from train_gpt import HERE
 
 FORK = "forks/train_gpt_2026.py"
@@ -219,33 +219,45 @@ case "$*" in
 "-P -") exit 1 ;;
 *_base_executable*) echo "$0" ;;
 "-P -m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-"-P -m pip"*) echo called >>calls ;;
+"-P -m pip"*)
+    echo begin >>calls
+    echo "Collecting torch" && until grep -q "ing, 2 s: C" err; do /bin/sleep 0.02; done
+    echo end >>calls ;;
 *fcntl*) exec {sys.executable} "$@" ;;
 *) echo "NAME $*" ;;
 esac
 """
 
 
-def test_an_environment_is_made_once_of_the_python_that_is_named(tmp_path):
-    """That of another Python is replaced."""
+def test_an_environment_is_made_once_of_the_python_that_is_named_while_run_sh_speaks(tmp_path):
+    """Two commands at once install one after the other. What a killed setup leaves is replaced."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(HERE / name, tmp_path)
-    for name in ("python3.11", "python3.12"):
-        Path(name).write_text(MADE_UP.replace("NAME", name))
-        Path(name).chmod(0o755)
+    kills = MADE_UP.replace("mkdir", "kill -9 $PPID; mkdir")
+    for name, text in {"python3.11": MADE_UP, "python3.12": MADE_UP, "kills": kills}.items():
+        (tmp_path / name).write_text(text.replace("NAME", name))
+        (tmp_path / name).chmod(0o755)
 
-    def start(python: str) -> str:
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": python}
-        words = ["./run.sh", "--seed", "3"]
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
-        assert done.stdout.splitlines()[-1] == f"{python} {tmp_path}/tools/start.py --seed 3"
-        return done.stderr
+    def start(python: str, commands: int = 1) -> str:
+        Path("err").write_text("")
+        words = f"PATH={tmp_path}:/usr/bin:/bin PYTHON={python} ./run.sh --seed 3 2>>err"
+        options = {"shell": True, "text": True, "stdout": subprocess.PIPE}
+        started = [subprocess.Popen(words, **options) for _ in range(commands)]
+        for process in started:
+            out, _ = process.communicate(timeout=HANGS)
+            assert out.splitlines()[-1] == f"{python} {tmp_path}/tools/start.py --seed 3"
+        return Path("err").read_text()
 
-    start("python3.11")
-    start("python3.11")
-    assert Path("calls").read_text() == "called\n" * 2  # torch, then requirements.txt
+    subprocess.run(["./run.sh"], env={"PATH": "/usr/bin:/bin", "PYTHON": "./kills"})
+    assert Path(".venv/.made-by-run.sh").exists()
+    Path(".venv/left").touch()
+    assert "\nrun.sh: installing, 2 s: Collecting torch\n" in start("python3.11", 2)
+    assert not Path(".venv/left").exists()
+    assert Path("calls").read_text() == "begin\nend\n" * 2  # torch, then requirements.txt
+    assert "installing" not in start("python3.11")
     replaced = f"run.sh: {tmp_path}/.venv is of another Python than python3.12: replacing it\n"
     assert replaced in start("python3.12")
+    assert "replacing" not in start("python3.12")
 
 
 # A Python that prints what it is started for. Code of run.sh runs, with the packages of a folder.

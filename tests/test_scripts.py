@@ -166,7 +166,7 @@ def test_the_newest_checkpoint_is_named_with_its_script(saved, capsys):
     ("changed", "message"),
     [
         ({"script": "evil.py"}, "'evil.py', not by a script of the project: .* --script PATH"),
-        ({"record": "none"}, "is a checkpoint of another script"),
+        ({"record": "none"}, "is a checkpoint of another edition"),
         ({"model": 7}, "not an intact checkpoint"),
     ],
 )
@@ -189,6 +189,19 @@ def work():
     time.sleep(60)
 train_gpt.as_program("mine.py", work)
 """
+
+
+def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
+    odd, shown = "\x1b[2J\x07\x9b.py", r"\x1b[2J\x07\x9b.py"
+    path = saved("it", script=odd)
+    status, err = error_of([path], capsys, evaluate.main)
+    assert status == 1 and f"saved by '{shown}'" in err
+    evaluate.main([str(path), "--script", SCRIPT, "--device", "cpu"])
+    assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
+    words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
+    status, err = error_of(words, capsys)
+    assert f"was saved by {shown} with other settings" in err
+    assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
 
 
 def test_torchrun_adds_nothing_to_what_ranks_say(tmp_path):
