@@ -8,6 +8,7 @@ import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # The window (long, "half" of it but at least a block, or None: no attention), what is mixed into v,
@@ -63,13 +64,11 @@ def rope(x: Tensor, frequencies: list[float], position: Tensor | None = None) ->
     return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> list[Tensor]:
-    """q, k, v (T, heads, D) to a (T, D) for each head."""
-    heads = []
-    for h in range(q.shape[1]):
-        scores = scale * q[:, h] @ k[:, h].T
-        heads.append(torch.softmax(scores.masked_fill(~mask, -math.inf), 1) @ v[:, h])
-    return heads
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q, k, v (T, heads, D) to (T, heads, D)."""
+    scores = scale * torch.einsum("ihd,jhd->hij", q, k)
+    chances = torch.softmax(scores.masked_fill(~mask, -math.inf), 2)
+    return torch.einsum("hij,jhd->ihd", chances, v)
 
 
 def soft_capped(logits: Tensor, cap) -> Tensor:
@@ -81,8 +80,18 @@ def soft_capped(logits: Tensor, cap) -> Tensor:
 
 
 def softcapped_loss(logits: Tensor, targets: Tensor, cap) -> Tensor:
-    capped = soft_capped(logits, cap)
-    return (torch.logsumexp(capped, 1) - capped[torch.arange(len(targets)), targets]).mean()
+    return F.cross_entropy(soft_capped(logits, cap), targets)
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, C), weight (n, 12): n numbers between 0 and 1 for each token, (T, n), of its first 12
+    channels."""
+    return torch.sigmoid(x[:, :12] @ weight.T)
+
+
+def mlp(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    hidden = (x @ w[f"{name}.c_fc.weight"].T).clamp(min=0).pow(2)
+    return hidden @ w[f"{name}.c_proj.weight"].T
 
 
 def loss(
@@ -122,12 +131,10 @@ def loss(
             else:
                 v = c[0] * v
             scale = 0.12 if year == 2025 else 1 / math.sqrt(q.shape[-1])
-            attended = torch.stack(attend(q, k, v, masks[kind], scale), 1)
-            if f"blocks.{i}.attn.gate" in w:  # each head's output times the sigmoid of 12 channels
-                gates = torch.sigmoid(h[:, :12] @ w[f"blocks.{i}.attn.gate"].T)
-                attended = attended * gates[:, :, None]
+            attended = attend(q, k, v, masks[kind], scale)
+            if f"blocks.{i}.attn.gate" in w:
+                attended = attended * gate(h, w[f"blocks.{i}.attn.gate"])[:, :, None]
             x = x + attended.flatten(1) @ w[f"blocks.{i}.attn.c_proj.weight"].T
-        h = norm(x) @ w[f"blocks.{i}.mlp.c_fc.weight"].T
-        x = x + h.clamp(min=0).pow(2) @ w[f"blocks.{i}.mlp.c_proj.weight"].T
+        x = x + mlp(norm(x), w, f"blocks.{i}.mlp")
         outputs.append(x)
     return softcapped_loss(norm(x) @ w["lm_head.weight"].T, targets, CAP[year])

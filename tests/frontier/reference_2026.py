@@ -13,14 +13,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import reference
-from reference import attend, rope
+from reference import attend, gate, mlp, rope
 
 END_OF_TEXT = 50256
 EPSILON = 2.0**-23  # of RMSNorm: float32's machine epsilon
-GATE_CHANNELS = 12  # every gate reads 12 channels: the first of its input, but some of row D
 
 # -----------------------------------------------------------------------------
 # Parts of the models
@@ -28,11 +28,6 @@ GATE_CHANNELS = 12  # every gate reads 12 channels: the first of its input, but 
 
 def rms_norm(x: Tensor) -> Tensor:
     return reference.rms_norm(x, EPSILON)
-
-
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    """x (T, C), weight (n, 12): n numbers between 0 and 1 for each token, (T, n)."""
-    return torch.sigmoid(x[:, :GATE_CHANNELS] @ weight.T)
 
 
 def yarn(windows: list[int], pairs: int, scale: float = 0.1) -> tuple[list[float], float]:
@@ -58,25 +53,18 @@ def keys_of_the_token_before(k: Tensor) -> Tensor:
     document it is; position 0 keeps its own."""
     quarter = k.shape[-1] // 4
     out = k.clone()
-    for t in range(1, len(k)):
-        for start in (quarter, 3 * quarter):
-            out[t, :, start : start + quarter] = k[t - 1, :, start : start + quarter]
+    for start in (quarter, 3 * quarter):
+        still = slice(start, start + quarter)
+        out[1:, :, still] = k[:-1, :, still]
     return out
 
 
-def same_document_before(tokens: Tensor, places: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Places i (n, 1) and j (1, n), so many for each token, and whether j is not after i and in its
-    document."""
+def visible_places(tokens: Tensor, window: int, places: int = 1) -> Tensor:
+    """From row B on: a place and the `window` places before it in its document. A token is one, or
+    two in a layer of paired heads."""
     document = (tokens == END_OF_TEXT).cumsum(0).repeat_interleave(places)
     i, j = torch.arange(len(document))[:, None], torch.arange(len(document))[None, :]
-    return i, j, (j <= i) & (document[:, None] == document[None, :])
-
-
-def visible_places(tokens: Tensor, window: int, places: int = 1) -> Tensor:
-    """From row B on: a place and the `window` places before it. A token is one, or two in a layer
-    of paired heads."""
-    i, j, allowed = same_document_before(tokens, places)
-    return allowed & (i - j <= window)
+    return (j <= i) & (i - j <= window) & (document[:, None] == document[None, :])
 
 
 def project(x: Tensor, matrices, heads: int) -> list[Tensor]:
@@ -85,28 +73,19 @@ def project(x: Tensor, matrices, heads: int) -> list[Tensor]:
     return found.view(len(x), 3, heads, -1).unbind(1)
 
 
-def mlp(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-    hidden = (x @ w[f"{name}.c_fc.weight"].T).clamp(min=0).pow(2)
-    return hidden @ w[f"{name}.c_proj.weight"].T
-
-
-def cross_entropies(capped: Tensor, targets: Tensor) -> Tensor:
-    return torch.logsumexp(capped, 1) - capped[torch.arange(len(targets)), targets]
-
-
 def loss(capped: Tensor, targets: Tensor, weights, before=None, share=0.0) -> tuple[Tensor, Tensor]:
     """What is trained, the sum over tokens t and k of weight k * CE(logits t, target t + k), and
     the mean loss of the next token. Logits (T, n) have columns for targets (T,). With prefixes of
     targets, `before` (n,), of which -1 is none, a share of their loss is trained, too."""
     trained = torch.zeros((), dtype=torch.float64)
     for k, weight in enumerate(weights):
-        losses = cross_entropies(capped[: len(targets) - k], targets[k:])
-        trained = trained + float(weight) * losses.sum()
+        losses = F.cross_entropy(capped[: len(targets) - k], targets[k:], reduction="sum")
+        trained = trained + float(weight) * losses
     if before is not None:
         known = before[targets] >= 0
-        of_prefixes = cross_entropies(capped[known], before[targets][known])
-        trained = trained + float(share) * of_prefixes.sum()
-    return trained, cross_entropies(capped, targets).mean()
+        of_prefixes = F.cross_entropy(capped[known], before[targets][known], reduction="sum")
+        trained = trained + float(share) * of_prefixes
+    return trained, F.cross_entropy(capped, targets)
 
 
 # -----------------------------------------------------------------------------
@@ -254,10 +233,7 @@ D = C._replace(
 def smear(e: Tensor, weight: Tensor, smear_lambda: Tensor) -> Tensor:
     """To each raw embedding but the first, a gated part of the one before: across documents, and
     from the embeddings as they were."""
-    rows = [e[0]]
-    for t in range(1, len(e)):
-        rows.append(e[t] + smear_lambda[0] * gate(e[t : t + 1], weight)[0, 0] * e[t - 1])
-    return torch.stack(rows)
+    return torch.cat([e[:1], e[1:] + smear_lambda * gate(e[1:], weight) * e[:-1]])
 
 
 def int32(n: int) -> int:
@@ -278,9 +254,7 @@ def bigram_rows(tokens: list[int], rows: int) -> list[int]:
 
 def interleaved(x: Tensor) -> Tensor:
     """(T, heads, D) to (2T, heads / 2, D): a token's first half of the heads, then its second."""
-    half = x.shape[1] // 2
-    places = [heads for token in x for heads in (token[:half], token[half:])]
-    return torch.stack(places)
+    return torch.stack(x.chunk(2, 1), 1).flatten(0, 1)
 
 
 def turns_of_pairs(tokens: int, heads: int) -> Tensor:
@@ -296,11 +270,10 @@ def rotating(width: int) -> list[int]:
 
 def composed(q, k, v, tokens: Tensor, scale: float, w1: Tensor, w2: Tensor) -> Tensor:
     """All 36 pairs of a head g that attends and a head h whose values are read: (T, H, D)."""
-    i, j, allowed = same_document_before(tokens)
     all_values = v.flatten(1)[:, None].expand(-1, q.shape[1], -1)
-    read = attend(q, k, all_values, allowed & (i - j < 112), scale)
-    w1 = w1 / (w1.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
-    return w2[:, :, None] * sum(w1[:, g, None] * y for g, y in enumerate(read)).view(v.shape)
+    read = attend(q, k, all_values, visible_places(tokens, 111), scale)
+    w1 = reference.rms_norm(w1, 1e-6)
+    return w2[:, :, None] * (w1[:, :, None] * read).sum(1).view(v.shape)
 
 
 def attention(layer: Layer, i, w, tokens, mask, turns, heads, c, x, added=None) -> Tensor:
@@ -332,10 +305,9 @@ def attention(layer: Layer, i, w, tokens, mask, turns, heads, c, x, added=None) 
         v, o = v[:, :, : width // 2], o[:, :, : width // 2]
     if layer.paired:
         y = attend(interleaved(q), interleaved(k), interleaved(v), mask, scale)
-        y = [of_pair[::2] for of_pair in y] + [of_pair[1::2] for of_pair in y]
+        y = torch.cat([y[::2], y[1::2]], 1)
     else:
         y = attend(q, k, v, mask, scale)
-    y = torch.stack(y, 1)
     if f"w1_{i}" in c:
         y = y + composed(q, k, v, tokens, scale, c[f"w1_{i}"], c[f"w2_{i}"])
     if f"alpha_{i}" in c:
@@ -415,14 +387,6 @@ def quintics(x: Tensor, coefficients: list[tuple]) -> Tensor:
     return x
 
 
-def newton_schulz(x: Tensor) -> Tensor:
-    return quintics(x / (x.pow(2).sum().sqrt() + 1e-7), QUINTIC_A)
-
-
-def polar_express(x: Tensor) -> Tensor:
-    return quintics(x / (1.02 * x.pow(2).sum().sqrt() + 1e-6), POLAR_EXPRESS)
-
-
 def nesterov(g: Tensor, state: dict, momentum: float) -> Tensor:
     """The damped form: a running mean, and a direction between it and the gradient."""
     mean = state.get("momentum", torch.zeros_like(g))
@@ -432,7 +396,8 @@ def nesterov(g: Tensor, state: dict, momentum: float) -> Tensor:
 
 def muon_step(p: Tensor, g: Tensor, state: dict, lr: float, momentum: float) -> None:
     """Row A, one matrix: no decay, and no factor for its shape."""
-    p -= lr * newton_schulz(nesterov(g, state, momentum))
+    x = nesterov(g, state, momentum)
+    p -= lr * quintics(x / (x.norm() + 1e-7), QUINTIC_A)
 
 
 def equal_neurons(x: Tensor, state: dict, beta2: float) -> Tensor:
@@ -447,7 +412,9 @@ def equal_neurons(x: Tensor, state: dict, beta2: float) -> Tensor:
 def normuon_step(p, g, state: dict, lr: float, lr_factor, momentum: float, beta2: float) -> None:
     """From row B on, one matrix. Decay is of the learning rate squared, once with the matrix's
     factor, where update and weight do not disagree: a zero update decays."""
-    v = equal_neurons(polar_express(nesterov(g, state, momentum)), state, beta2)
+    x = nesterov(g, state, momentum)
+    x = quintics(x / (1.02 * x.norm() + 1e-6), POLAR_EXPRESS)
+    v = equal_neurons(x, state, beta2)
     agrees = (v * p >= 0).double()
     p -= lr_factor * lr * v + lr_factor * lr * 1.2 * lr * p * agrees
 
