@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tail_average
 import train_gpt
 import train_gpt_2026
 import train_gpt_2026_07 as july
@@ -22,15 +21,14 @@ from reference import relative_error
 from sample import Decoder
 from test_kernels import interpreted, kernels, randn
 from test_sample import at_windows, read_at_once
-from train_gpt_2026_08 import GPT, Moment, Optimizers
+from train_gpt_2026_08 import Optimizers
 
 SIZES = {"vocab_size": 512, "model_dim": 32, "num_heads": 4, "head_dim": 8, "batch_seqs": 2}
 SIZES |= {"bigram_rows": 1234, "bigram_signs": 37}
 WITH_TABLE = SIZES | {"bigram_rows": 0, "ngram_rows": 1234}
-CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("new", [1, 47, 128, 200, 384])
+@pytest.mark.parametrize("new", [1, 47, 384])
 def test_composed_heads_of_new_tokens_are_the_last_rows_of_all(new, vocabulary_of_512):
     """Under a dense mask, and under the first tokens of which FlexAttention's is made."""
     tokens, _ = sequence(384)
@@ -67,18 +65,14 @@ def test_a_cache_changes_no_logits(script, sizes, randomize, monkeypatch):
     assert place == 420 and len(decoder.recent) < 420
 
 
-PREFIX = {464: 817, 3290: 466, 318: 1312, 257: 220, 262: 294, 15496: 28254, 50255: 17841}
-
-
 def test_signs_and_prefixes_are_the_published_ones():
     tokens = torch.tensor([50256, 464, 3290, 318, 257, 50256, 198, 50256], dtype=torch.int32)
     numbers = SimpleNamespace(signs=torch.arange(8192.0)[:, None])  # each row is its number
     rows = [0, 1408, 3338, 3556, 63, 1361, 1174, 1174]
     assert july.GPT.signed(numbers, torch.ones(8, 1), tokens).flatten().tolist() == rows
     found = july.token_prefixes(50304)
-    assert PREFIX.items() <= dict(enumerate(found)).items()
-    assert {found[i] for i in (13, 11, 198, *range(50256, 50304))} == {-1}
     assert sum(found[:50256]) == 548403649 and found[:50256] == newest.prefixes(WORDS)
+    assert set(found[50256:]) == {-1}
 
 
 TINY = replace(
@@ -107,18 +101,6 @@ def test_the_last_weights_are_averages_as_published(randomize, float64):
         assert (moved > 0.01 * (expected[key] - initial[key]).norm()) == (
             exact.without_numbers(key) in reading.FACTOR or "embed" in key or "lm_head" in key
         )
-
-
-def test_a_shorter_run_averages_the_same_share():
-    hp = replace(TINY, num_iterations=180)
-    rows = SimpleNamespace(weights=torch.zeros(1, 1, 1, 3, 2))
-    group = SimpleNamespace(name="muon")
-    assert tail_average.bank_of(group, rows) == "mlp"
-    for average, first in (("long", 135), ("short", 142)):
-        steps = [
-            step for step in range(180) if tail_average.rate("mlp", average, Moment(step, hp), hp)
-        ]
-        assert 0 <= min(steps) - first < 4 and max(steps) == 179
 
 
 # -----------------------------------------------------------------------------
@@ -165,8 +147,9 @@ def mlp_in_fp8(kernel, kilobytes: int, scale: float | None, monkeypatch) -> tupl
 
 
 @interpreted
-@pytest.mark.parametrize("kilobytes", [99, 163, 227])
-@pytest.mark.parametrize("scale", [None, 1 / 128, 1 / 8])
+@pytest.mark.parametrize(
+    ("scale", "kilobytes"), [(None, 99), (1 / 128, 163), (1 / 128, 227), (1 / 8, 99)]
+)
 def test_the_mlp_of_july_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
     """The first scale clamps. The interpreter forgets to carry when it rounds up to a power of two,
     and cuts off below 2^-6: the output is of what the kernel stores."""
@@ -191,8 +174,7 @@ def test_the_mlp_of_july_equals_float64_with_gradients(scale, kilobytes, monkeyp
 
 
 @interpreted
-@pytest.mark.parametrize("kilobytes", [99, 227])
-@pytest.mark.parametrize("scale", [1 / 128, 1 / 8])
+@pytest.mark.parametrize(("scale", "kilobytes"), [(1 / 128, 99), (1 / 8, 227)])
 def test_the_mlp_of_august_equals_float64_with_gradients(scale, kilobytes, monkeypatch):
     """What is stored in FP8 is near what is given; products are of that."""
     of_kernel = mlp_in_fp8(kernels.AllFP8MLP, kilobytes, scale, monkeypatch)
@@ -258,16 +240,8 @@ def test_all_layers_but_two_are_in_fp8(randomize, monkeypatch):
     scales = torch.stack([mlp.scale for mlp in mlps])
     assert (largest > 0).all() and relative_error(scales, 1.03 / 448 * largest) < 1e-6
     calls.clear()
-    train_gpt.evaluate(model, (inputs[None], targets[None]), now, CPU)
+    train_gpt.evaluate(model, (inputs[None], targets[None]), now, torch.device("cpu"))
     assert not calls
-
-
-def batch_of(hp, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets (batch_seqs, T): each word is a little after the one before."""
-    size = hp.batch_seqs * july.Moment(step, hp).seq_len
-    some = torch.randint(1, 24, (size + 1,), generator=torch.Generator().manual_seed(step))
-    words = (some.cumsum(0) % 512).unfold(0, size, 1).reshape(2, hp.batch_seqs, -1)
-    return words[0].int(), words[1]
 
 
 def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypatch):
@@ -285,18 +259,12 @@ def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypat
         mlp.register_forward_pre_hook(see)
     for step in range(3):
         seen.clear()
-        train_gpt.train_step(model, optimizers, *batch_of(hp, step), july.Moment(step, hp))
+        now = july.Moment(step, hp)
+        words = torch.randint(512, (hp.batch_seqs, now.seq_len + 1))
+        batch = words[:, :-1].int(), words[:, 1:]
+        train_gpt.train_step(model, optimizers, *batch, now)
         largest = torch.stack(seen).view(hp.batch_seqs, -1).amax(0)
         scales = torch.stack([mlp.scale for mlp in mlps])
         assert relative_error(scales, 1.8 / 448 * largest) < 1e-5
-        train_gpt.evaluate(model, batch_of(hp, 9), july.Moment(step, hp), CPU)
+        train_gpt.evaluate(model, batch, now, torch.device("cpu"))
         assert not any(mlp.largest for mlp in mlps)
-
-
-def test_layers_may_lack_what_mixers_make(randomize):
-    """Without numbers there is no mixer."""
-    hp = replace(TINY, layers="long+mlps0,none+mixer,short", num_layers=3)
-    model = randomize(GPT(hp))
-    inputs, targets = sequence(256)
-    model(inputs.clamp(max=255), targets.clamp(max=255), Moment(1110, hp)).backward()
-    assert not model.mixers and model.blocks[0].mlp is None

@@ -24,38 +24,25 @@ from ngram_table import NgramTable, find_pieces, ngram_hashes, remove_pieces
 from train_gpt import UserError
 from train_gpt_2026_08 import RECORDS, Moment, Run
 
-CPU = torch.device("cpu")
 RECORD = RECORDS["2026-08-30_ANVIL2"]
 main = functools.partial(train_gpt.main, run=Run)
 
 # By the published program: for each token its bigram's and its trigram's row, and those of signs.
-PUBLISHED = {
-    (50256, 11, 262, 1917, 50256, 464, 3290, 318): (
-        (42301439, 13084038, 9813067, 29691328, 15501879, 38325375, 5115261, 14304602),
-        (84602879, 84602879, 57263489, 60103764, 55372036, 75077344, 57387941, 55550684),
-        (0, 5205, 5075, 177, 4735, 3392, 7990, 412),
-        (0, 0, 7379, 6742, 513, 6253, 7678, 1460),
-    ),
-    (50256, 50256, 50256, 50255, 0, 1, 50256, 13): (
-        (42301439, 40499699, 20052728, 20145375, 12837657, 36313, 5961234, 12941653),
-        (84602879, 84602879, 49319697, 49300298, 61209458, 52277554, 68254757, 79820642),
-        (0, 1728, 1728, 593, 6453, 7311, 7563, 7475),
-        (0, 0, 4816, 3973, 1245, 6100, 2067, 5774),
-    ),
-}
+PUBLISHED = [
+    [42301439, 13084038, 9813067, 29691328, 15501879, 38325375],
+    [84602879, 84602879, 57263489, 60103764, 55372036, 75077344],
+    [0, 5205, 5075, 177, 4735, 3392],
+    [0, 0, 7379, 6742, 513, 6253],
+]
 
 
 def test_hashes_are_the_published_ones():
-    for tokens, expected in PUBLISHED.items():
-        found = ngram_hashes(torch.tensor(tokens, dtype=torch.int32), RECORD.ngram_rows, 8192)
-        rows = [tuple(row) for part in found for row in part.tolist()]
-        assert rows == [*expected]
-    tokens = (7919 * torch.arange(1000) % 50257).int()
-    rows, _ = ngram_hashes(tokens, RECORD.ngram_rows, 8192)
-    assert rows.long().sum(1).tolist() == [20918660324, 64449749389]
+    tokens = torch.tensor([50256, 11, 262, 1917, 50256, 464]).int()
+    rows, signs = ngram_hashes(tokens, RECORD.ngram_rows, 8192)
+    assert [*rows.tolist(), *signs.tolist()] == PUBLISHED
 
 
-@pytest.mark.parametrize("rows", [1234, 377280, 84602880])
+@pytest.mark.parametrize("rows", [1234, 84602880])
 def test_hashes_of_many_tokens_equal_those_of_whole_numbers(rows):
     tokens = torch.randint(50257, (10**4,), generator=torch.Generator().manual_seed(0))
     found, signs = ngram_hashes(tokens.int(), rows, 8192)
@@ -70,10 +57,10 @@ def test_hashes_of_many_tokens_equal_those_of_whole_numbers(rows):
         assert signs[:, i].tolist() == [number & 8191 for number in mixed]
 
 
-def small_table(dtype=torch.float64, **settings) -> NgramTable:
+def small_table(**settings) -> NgramTable:
     hp = replace(RECORD, model_dim=4, ngram_rows=12, ngram_slow_from=8, **settings)
     table = NgramTable(hp)
-    table.share(0, 1, CPU, dtype)
+    table.share(0, 1, torch.device("cpu"), torch.float64)
     return table
 
 
@@ -83,20 +70,6 @@ def train_table(table: NgramTable, now: Moment, ids: torch.Tensor, grads: torch.
     table.collect()
     if now.ngrams:
         table.learn(now)
-
-
-def test_a_published_example(monkeypatch):
-    """One rank, four channels, a rate of 1; the second and third update miss the row."""
-    table = small_table(torch.bfloat16, batch_seqs=1)
-    read = {1: [0.01, -0.02, 0.03, 0.0], 7: [-0.01, -0.01, 0.02, 0.01]}
-    for step in range(8):
-        now = Moment(step, table.hp)
-        row = 3 if step in read else 5
-        grads = torch.tensor([read.get(step, [0.1] * 4)])
-        train_table(table, now, torch.tensor([row]), grads.bfloat16())
-    expected = [0.1982421875, 1.09375, -1.890625, -0.494140625]
-    assert table.rows[3].tolist() == pytest.approx(expected, abs=0.02)  # gradients are bfloat16
-    assert table.second[3].item() == pytest.approx(2.37540625e-5, rel=0.01)
 
 
 def test_updates_equal_those_of_a_dense_adam():
@@ -135,18 +108,6 @@ def whole(tmp_path_factory):
         run = runs.Program([*small_runs.language(folder), *AUGUST.split()], 2, main)
         assert run.end() == [0, 0], run.text("err")
     return runs.outcome(folder, run=Run)
-
-
-def test_rows_that_were_read_learn_in_two_rhythms_and_each_sequence_has_a_sweep(whole):
-    """Of the n-gram table after steps 1 and 3, and then after 7."""
-    rows, _, learned_at = small_runs.table_of(whole.folder, 8).values()
-    assert set(learned_at.tolist()) == {0, 2, 4, 8}
-    assert torch.equal(rows.any(1), learned_at > 0)
-    saved = torch.load(whole.folder / small_runs.checkpoint(4), weights_only=True)
-    offsets = saved["optimizers"]["sampled softmax"]["offsets"]
-    assert len(offsets) == 8 and len(set(offsets.tolist())) > 4
-    candidates = [row["candidates"] for row in whole.rows if "candidates" in row]
-    assert candidates == [256] * 5 + [384, 512, 0]
 
 
 def test_a_model_says_how_many_bytes_its_pieces_have(tmp_path):
@@ -188,21 +149,6 @@ def test_a_kill_while_the_table_is_saved_leaves_the_checkpoint_before(tmp_path, 
     names = sorted(path.name for path in (tmp_path / "logs/it").iterdir())
     kept = [f"state_step00000{step}.pt" for step in (6, 8)]
     assert names == sorted([*kept, *(f"{name}.0of1" for name in kept)])
-
-
-def test_pieces_of_a_checkpoint_that_was_never_saved_do_not_stay(whole, tmp_path):
-    """Two ranks were killed when they had saved pieces of step 6; one goes on from step 4."""
-    for step in (4, 6):
-        runs.begin_from(whole, step, tmp_path / f"{step}")
-    (tmp_path / "6" / small_runs.checkpoint(6)).unlink()
-    for piece in (tmp_path / "6/logs/it").iterdir():
-        piece.rename(tmp_path / "4/logs/it" / piece.name)
-    words = [*small_runs.language(tmp_path), *AUGUST.split(), "--resume", "on"]
-    runs.console_of(words, tmp_path / "4", main)
-    names = sorted(path.name for path in (tmp_path / "4/logs/it").glob("*.*of*"))
-    pieces = ["4.pt.0of2", "4.pt.1of2", "6.pt.0of1", "8.pt.0of1"]
-    assert names == [f"state_step00000{piece}" for piece in pieces]
-    runs.assert_close(runs.outcome(tmp_path / "4", run=Run), whole, since=4)
 
 
 def saving_slowly(words: list[str]) -> None:
@@ -248,26 +194,15 @@ def test_tools_read_the_pieces(whole, tmp_path, monkeypatch, capsys):
 NAME = "state_step000002.pt"
 # Files beside the checkpoint, and which of them are read, in this order.
 READ = {
-    "0of1": "0of1",
-    "1of2 0of2": "0of2 1of2",
     "0of2 1of2 0of1.tmp 0of3 2of3 note x0of1": "0of2 1of2",
-    "1of2 0of8 0of1": "0of1",
-    "0of1 1of1 01of2 0of0 5of2": "0of1",
     "0of1 folder:0of2 fifo:1of2": "0of1",
-    "11of12 10of12 9of12 8of12 7of12 6of12 5of12 4of12 3of12 2of12 1of12 0of12": (
-        "0of12 1of12 2of12 3of12 4of12 5of12 6of12 7of12 8of12 9of12 10of12 11of12"
-    ),
+    " ".join(f"{i}of12" for i in reversed(range(12))): " ".join(f"{i}of12" for i in range(12)),
 }
 # Files beside the checkpoint, the oldest first, and what the error says.
 REFUSED = {
-    "0of2": f"lacks {NAME}.1of2: copy all pieces",
     "3of4 0of4 0of8": f"lacks {NAME}.1of4 {NAME}.2of4: copy all pieces",
-    "0of2 folder:1of2": f"lacks {NAME}.1of2: copy all pieces",
-    "": f"copy the pieces {NAME}.0ofN, {NAME}.1ofN ... of N ranks, too",
     "0of1.tmp": f"copy the pieces {NAME}.0ofN, {NAME}.1ofN ... of N ranks, too",
-    "fifo:0of1": f"copy the pieces {NAME}.0ofN, {NAME}.1ofN ... of N ranks, too",
     "0of2 1of2 0of1": f"{NAME}.*of1 and {NAME}.*of2: remove the older pieces, {NAME}.*of2",
-    "0of1 0of2 1of2": f"{NAME}.*of2 and {NAME}.*of1: remove the older pieces, {NAME}.*of1",
 }
 
 
@@ -318,18 +253,13 @@ def test_a_full_disk_ends_with_one_line_and_leaves_no_piece(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state_step000002.pt.0of1"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_a_damaged_piece_is_refused(damage, tmp_path):
+def test_a_damaged_piece_is_refused(tmp_path):
     table, path = small_table(), tmp_path / "state_step000002.pt"
     table.rows[:12] = 1.0
     table.save(path)
     piece = tmp_path / "state_step000002.pt.0of1"
     content = bytearray(piece.read_bytes())
-    if damage == "cut":
-        del content[-100:]
-    else:
-        place = content.rindex(b"\xf0\x3f")  # of a 1.0 in float64
-        content[place] ^= 1
+    content[content.rindex(b"\xf0\x3f")] ^= 1  # of a 1.0 in float64
     piece.write_bytes(content)
     with pytest.raises(UserError, match="0of1 is not an intact piece"):
         table.load(path, weights_only=False)
