@@ -46,13 +46,15 @@ def objective(x, weight, targets, settings, shares) -> tuple:
     return mean, x64.grad, w64.grad
 
 
-CASES = []
-for tokens, softcap in ((1, 5.0), (255, 15.0), (256, 30.0), (600, 38.0)):
-    CASES.append((train_gpt, tokens, {"logit_softcap": softcap}, (1.0,)))
-for form in ({"logit_softcap": 15.0}, {"logit_sigmoid": SHIFTED}, SUMMED):
-    CASES.append((train_gpt_2026, 600, form, (1.0,)))
-for shares in ((1.0, 0.4), (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)):
-    CASES.append((train_gpt_2026, 600, SUMMED, shares))
+CASES = [
+    (train_gpt, 1, {"logit_softcap": 5.0}, (1.0,)),
+    (train_gpt, 256, {"logit_softcap": 30.0}, (1.0,)),
+    (train_gpt, 600, {"logit_softcap": 38.0}, (1.0,)),
+    (train_gpt_2026, 600, {"logit_softcap": 15.0}, (1.0,)),
+    (train_gpt_2026, 600, {"logit_sigmoid": SHIFTED}, (1.0,)),
+    (train_gpt_2026, 600, SUMMED, (1.0, 0.5, 0.25)),
+    (train_gpt_2026, 600, SUMMED, (1.0, 0.5, 0.0)),
+]
 
 
 @pytest.mark.parametrize(("script", "tokens", "settings", "shares"), CASES)
@@ -87,9 +89,9 @@ def test_bfloat16_input_as_on_a_gpu():
     assert relative_error(head.weight.grad, grad_w / 300) < 1e-2
 
 
-@pytest.mark.parametrize("shares", [(1.0,), (1.0, 0.5, 0.25)])
-def test_compiled_loss_equals_float64(shares, compile_with, monkeypatch):
+def test_compiled_loss_equals_float64(compile_with, monkeypatch):
     """As captured for a compiler, of 32 tokens."""
+    shares = (1.0, 0.5, 0.25)
     compile_with(eager)
     monkeypatch.setattr(train_gpt.compiled, "allowed", True)
     x, head, targets = case(train_gpt_2026, 32, **SUMMED)
@@ -111,7 +113,7 @@ def test_a_scaled_loss_has_scaled_gradients_though_its_forward_pass_makes_them()
         assert whole.any() and torch.equal(whole / 8, eighth)
 
 
-def test_every_tensor_that_requires_a_gradient_gets_it(tiny):
+def test_every_tensor_that_requires_a_gradient_gets_it():
     """Also a leaf outside of the head that chunk_loss reads, here over three chunks."""
     gain = torch.ones(WIDTH, requires_grad=True)
 
@@ -129,36 +131,17 @@ def test_every_tensor_that_requires_a_gradient_gets_it(tiny):
 
 def test_the_head_alone_may_learn_and_all_but_the_head(tiny, randomize):
     model, tokens = randomize(train_gpt.GPT(tiny)), torch.arange(tiny.seq_len)
-    loss_of = lambda: model(tokens.int(), tokens, train_gpt.Moment(0, tiny))  # noqa: E731
-    loss_of().backward()
+    batch = tokens.int(), tokens, train_gpt.Moment(0, tiny)
+    model(*batch).backward()
     expected = {name: p.grad.to_dense() for name, p in model.named_parameters()}
     for learns in ("lm_head.weight", "embed.weight"):
         model.requires_grad_(False)
         model.get_parameter(learns).requires_grad_()
         model.zero_grad()
-        loss_of().backward()
+        model(*batch).backward()
         found = [name for name, p in model.named_parameters() if p.grad is not None]
         grad = model.get_parameter(learns).grad.to_dense()
         assert found == [learns] and relative_error(grad, expected[learns]) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("script", "settings", "constant"),
-    [
-        (train_gpt, {"logit_softcap": 30.0}, 30.0),
-        (train_gpt_2026, {"logit_softcap": 15.0}, 15.0),
-        (train_gpt_2026, {"logit_sigmoid": SHIFTED}, 0.0),
-    ],
-)
-def test_logits_are_soft_capped(script, settings, constant):
-    """And larger by a constant, which softmax does not see."""
-    x, head, _ = case(script, 256, **settings)
-    with torch.no_grad():
-        logits, raw = head.logits(x), x.double() @ head.weight.double().T
-    assert logits.shape == (256, VOCAB) and logits.dtype == torch.float32
-    cap = settings.get("logit_sigmoid", settings.get("logit_softcap"))
-    expected = reference.soft_capped(raw, cap)
-    torch.testing.assert_close(logits.double() - constant, expected, rtol=0, atol=2e-5)
 
 
 # -----------------------------------------------------------------------------
