@@ -4,8 +4,6 @@ Rounding to float8_e4m3fn has a mean square error of 2.6 %, to float8_e5m2 of 5.
 what two such operands give.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -43,11 +41,10 @@ def test_any_linear_layer_can_be_in_fp8():
     head, x, grad = layer()
     other = CastedLinear(128, 512, use_fp8=True, x_s=X_S, w_s=W_S, grad_s=GRAD_S)
     other.weight = head.weight
-    out = other(x.view(2, 128, 128))
-    assert out.shape == (2, 128, 512) and torch.equal(out.view(256, 512), head(x))
-    expected = torch.autograd.grad(head(x), [x, head.weight], grad.bfloat16())
-    found = torch.autograd.grad(out.view(256, 512), [x, head.weight], grad.bfloat16())
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    results = []
+    for out in (head(x), other(x.view(2, 128, 128)).view(256, 512)):
+        results.append([out, *torch.autograd.grad(out, [x, head.weight], grad.bfloat16())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_values_over_the_range_clamp_and_stay_finite():
@@ -80,21 +77,6 @@ def test_fp8_is_for_gpus_from_compute_capability_8_9_on(monkeypatch):
     for capability, can in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert fp8_supported(torch.device("cuda", 0)) == can
-
-
-@pytest.mark.parametrize("fp8, training", [(True, True), (True, False), (False, True)])
-def test_the_loss_of_a_head_is_in_fp8_in_training_alone(fp8, training, tiny):
-    """Logits of FP8Linear are bfloat16, those of float32 inputs otherwise float32."""
-    head = Head(replace(tiny, fp8=fp8)).train(training)
-    head.weight.data.normal_()
-    x, targets = torch.randn(16, tiny.model_dim), torch.arange(16)
-    with torch.no_grad():
-        logits = head(x)
-        loss = head.loss(x, targets)
-    assert logits.dtype == (torch.bfloat16 if fp8 and training else torch.float32)
-    assert loss.item() == pytest.approx(
-        reference.softcapped_loss(logits.double(), targets, 15.0).item(), rel=1e-5
-    )
 
 
 def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding():
