@@ -139,14 +139,10 @@ def without(state: dict, group: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"step": 99}, "is of step 99, which is none of this run"),
-        (lambda s: s | {"step": "6"}, "is of step '6', which"),
-        (lambda s: {k: v for k, v in s.items() if k != "step"}, "is of step None, which"),
+        (lambda s: s | {"step": 99}, "is of step 99, which this run has not"),
         (lambda s: s | {"model": s["model"] | {"new": torch.ones(1)}}, "model: Error(s) in"),
-        (lambda s: s | {"model": {"embed.weight": torch.ones(3)}}, "of this model: Error(s) in"),
         (lambda s: s | {"optimizers": without(s, HEAD)}, f"not one of this model: '{HEAD}'"),
         (lambda s: with_state(s, lambda value: value.long()), f"{HEAD}: exp_avg is torch.int64"),
-        (lambda s: with_state(s, lambda value: value[:1]), f"{HEAD}: exp_avg is .* [1, 32]"),
         (lambda s: with_state(s, lambda value: value[:, :1]), f"{HEAD}: exp_avg is .* [512, 1]"),
     ],
 )
