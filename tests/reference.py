@@ -25,7 +25,7 @@ END_OF_TEXT = 50256
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.detach().double(), expected.detach().double()
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     return ((found - expected).norm() / expected.norm()).item()
 
 

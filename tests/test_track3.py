@@ -46,7 +46,7 @@ def loss_of_context(w: dict, hp: Hyperparameters, tokens, targets) -> torch.Tens
         h = rms(x) * own["norm1.gains"]
         q, k, v = (linear(name, h).view(len(h), hp.num_heads, -1) for name in "qkv")
         q, k = (rope(rms(part), frequencies_of(2025, hp.head_dim)) for part in (q, k))
-        x = x + linear("attn_proj", torch.cat(attend(q, k, v, visible, 0.12), dim=1))
+        x = x + linear("attn_proj", attend(q, k, v, visible, 0.12).flatten(1))
         x = x + linear("mlp_proj", linear("fc", rms(x) * own["norm2.gains"]).clamp(min=0) ** 2)
     logits = (rms(x) * w["norm2.gains"]) @ w["lm_head.weight"].T + w["lm_head.bias"]
     logits = 15 * logits / (logits**2 + 225).sqrt()
