@@ -191,18 +191,12 @@ def test_a_micro_batch_makes_no_dense_gradient_of_a_table_and_no_logits_of_a_seq
     assert logits and max(shape[0] for shape in logits) == 256 < 384
 
 
-@pytest.mark.parametrize("rule", ["", "torch", "cautious"])
-def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, tiny, monkeypatch):
-    """On one rank, whose share of a table is the table. The fork's cautious rule itself, which
-    makes some until it is compiled, is left out; its tables are bfloat16 here, as on a GPU."""
-    script, hp = train_gpt, replace(tiny, vocab_size=640, batch_seqs=1)
-    if rule:
-        script, hp = train_gpt_2026, with_bigrams(hp, adam_rule=rule)
+@pytest.mark.parametrize("script", [train_gpt, train_gpt_2026])
+def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(script, tiny):
+    """On one rank, whose share of a table is the table."""
+    hp = replace(tiny, vocab_size=640, batch_seqs=1)
+    hp = hp if script is train_gpt else with_bigrams(hp, adam_rule="torch")
     model, tokens = script.GPT(hp), torch.randint(0, 640, (129,))
-    if rule == "cautious":
-        for table in model.tables():
-            table.bfloat16()
-        monkeypatch.setattr(script, "cautious_adam_", lambda *_: None)
     optimizers = script.Optimizers(model, hp)
     for step in range(3):
         now = script.Moment(step, hp)
@@ -211,6 +205,6 @@ def test_adam_makes_nothing_of_a_tables_size_but_its_moments_once(rule, tiny, mo
             optimizers.step(now)
         made = Counter(math.prod(shape) for shape in watch.shapes if math.prod(shape) >= 640 * 32)
         # Of embedding and head; of three tables of values, and in the fork of bigrams with them.
-        moments = {640 * 32: 2 * 2, (3 * 640 + 777 * bool(rule)) * 32: 2}
+        moments = {640 * 32: 2 * 2, (3 * 640 + 777 * (script is train_gpt_2026)) * 32: 2}
         assert made == (moments if step == 0 else {}), step
         assert model.embed.weight.grad is None

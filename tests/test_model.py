@@ -145,16 +145,6 @@ def rows_of(script, layers: str = "", **settings) -> tuple:
     return script.layer_table(script.Hyperparameters(**settings))
 
 
-def test_the_layers_of_each_record_are_the_reference_s():
-    windows = {"long": "long", "half": "short", None: "none"}
-    for name in PUBLISHED:
-        rows = reference.LAYERS[int(name[:4])]
-        rows = [(windows[w], None if v is None else str(v), skip) for w, v, skip in rows]
-        expected = [Layer(window, values) for window, values, _ in rows]
-        assert list(train_gpt.layer_table(RECORDS[name])) == expected
-    assert list(rows_of(train_gpt_2026)) == [train_gpt_2026.Layer(*row) for row in rows]
-
-
 def test_num_layers_keeps_the_ends_of_the_table():
     """Of an odd number, the upper half is the smaller one."""
     for script, count in ((train_gpt, 6), (train_gpt_2026, 6), (train_gpt_2026, 5)):
@@ -163,12 +153,7 @@ def test_num_layers_keeps_the_ends_of_the_table():
 
 
 LAYERS_2026 = {
-    "long": train_gpt_2026.Layer("long"),
     "none+x2": train_gpt_2026.Layer("none", skip_from=2),
-    "short+v9": train_gpt_2026.Layer("short", "9"),
-    "short+v1+x1": train_gpt_2026.Layer("short", "1", 1),
-    "none+backout": train_gpt_2026.Layer("none", backout=True),
-    "short+pair": train_gpt_2026.Layer("short", paired=True),
     "long+v7+x2+in0+pair+backout": train_gpt_2026.Layer("long", "7", 2, 0, True, True),
     "long+backout+in0+v10": train_gpt_2026.Layer("long", "10", None, 0, False, True),
 }
@@ -183,9 +168,16 @@ def test_a_layer_is_its_window_and_its_words():
 
 
 NO_LAYERS = ["", "wide", " long", "v0", "long+", "long+v0+v1", "long+V0"]
-NO_LAYERS_2026 = [*NO_LAYERS, "long+x-1", "long+x0x1", "long+x0+x1", "long+pair1", "long+x"]
-NO_LAYERS_2026 += ["long+pair+pair", "long+long", "+long"]
-ABSENT = ["none+v0", "none+in1", "none+in0", "none+pair", "long+x3", "long+in3", "long+x9"]
+NO_LAYERS_2026 = [
+    "",
+    "long+",
+    "long+v0+v1",
+    "long+x-1",
+    "long+x0x1",
+    "long+pair1",
+    "long+pair+pair",
+]
+ABSENT = ["none+v0", "none+in1", "none+pair", "long+x3", "long+in3"]
 CASES = [
     (train_gpt, row, "is not a layer") for row in [*NO_LAYERS, "long+v10", "long+x0", "none+v0"]
 ]

@@ -92,10 +92,3 @@ def test_only_the_last_validation_excludes_them(is_last, randomize, vocabulary_o
     found = train_gpt.evaluate(model, (inputs[None], targets[None]), now, torch.device("cpu"))
     assert found == pytest.approx(expected, rel=1e-5)
     assert (found > 8) == is_last  # a loss of up to 83 for what is excluded
-
-
-def test_the_mask_of_few_tokens_is_a_part_of_that_of_all(mask):
-    small = CanonicalMask(512)
-    for token in (64, 220, 262, 511):
-        expected = [x for x in hidden_after(mask, token) if x < 512]
-        assert hidden_after(small, token).tolist() == expected

@@ -110,16 +110,6 @@ def test_every_new_setting_has_a_switch_here():
     assert new - switched == {"align_to_documents", "max_document_tokens"}
 
 
-@pytest.mark.parametrize("text", [f"layers {PAIRS}", "bigram_lambda .5", "stages lr=1"])
-def test_what_waits_for_a_switch_changes_nothing_without_it(text, small):
-    (losses, weights), (expected, same) = (
-        first_steps(Run, with_flags(small, text)),
-        first_steps(Run, small),
-    )
-    assert losses == expected and weights.keys() == same.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in same.items())
-
-
 @pytest.mark.parametrize(("script", "words"), OFF)
 def test_it_trains_without_any_technique_and_differently(script, words):
     name, value = words.split(" ", 1)
