@@ -13,7 +13,6 @@ import torch
 import train_gpt
 from frontier.small_runs import C5, LAST, D, checkpoint, main, outcome
 from runs import Program, assert_close, assert_same, before_step, begin_from, console_of
-from train_gpt_2026 import Run
 
 RESUME = ["--resume", "on"]
 
@@ -89,15 +88,3 @@ def test_a_run_whose_longest_sequences_are_tied_goes_on_with_two_tables(flags, t
     whole = whole_and_resumed(words, tmp_path, LAST)
     lengths = [(row["seq_len"], row["tied"]) for row in whole.rows[1:]]
     assert lengths == [(384, True)] * 4 + [(128, False)] * 4
-
-
-@pytest.mark.parametrize("step", [2, LAST])
-def test_a_checkpoint_has_the_loss_that_the_run_had(step, whole):
-    """In a model that has never been trained. The last validation has another window."""
-    saved = train_gpt.load_checkpoint(whole.folder / checkpoint(step), Run)
-    hp, cpu = saved["hyperparameters"], torch.device("cpu")
-    model = train_gpt.build(Run, hp, cpu)
-    model.load_state_dict(saved["model"])
-    batch = train_gpt.validation_batch(hp, 0, 1, cpu)
-    loss = train_gpt.evaluate(model, batch, Run.Moment(step, hp), cpu)
-    assert loss == whole.rows[step]["val_loss"]
