@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import eager
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,21 +85,6 @@ def test_bfloat16_input_as_on_a_gpu():
     assert x.grad.dtype == torch.bfloat16 and head.weight.grad.dtype == torch.float32
     assert relative_error(x.grad, grad_x / 300) < 1e-2
     assert relative_error(head.weight.grad, grad_w / 300) < 1e-2
-
-
-def test_compiled_loss_equals_float64(compile_with, monkeypatch):
-    """As captured for a compiler, of 32 tokens."""
-    shares = (1.0, 0.5, 0.25)
-    compile_with(eager)
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
-    x, head, targets = case(train_gpt_2026, 32, **SUMMED)
-    loss = head.loss(x, targets, shares)
-    loss.backward()
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    value, grad_x, grad_w = objective(x, head.weight, targets, SUMMED, shares)
-    assert loss.item() == pytest.approx(value, rel=2e-7)
-    assert relative_error(x.grad, grad_x) < 1e-6
-    assert relative_error(head.weight.grad, grad_w) < 1e-6
 
 
 def test_a_scaled_loss_has_scaled_gradients_though_its_forward_pass_makes_them():
