@@ -1,10 +1,6 @@
-"""Five records read from the published facts in plain float64, sharing no code with them: model and
-loss, update rules, schedules, batches.
-
-They are 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5, which is C with five
-value tables) and 2026-03-06 (D). The model of row A, from which the others descend, is in
-reference.py.
-"""
+"""Five records read from the published facts in plain float64, sharing no code with them:
+2025-08-23 (row A, whose model is in reference.py), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5,
+which is C with five value tables) and 2026-03-06 (D)."""
 
 import math
 import re
@@ -31,13 +27,10 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def yarn(windows: list[int], pairs: int, scale: float = 0.1) -> tuple[list[float], float]:
-    """Frequencies of the channel pairs that turn, and attention's scale, after the window has been
-    each of `windows` (in blocks of 128) in turn.
-
-    Frequencies begin from 1 to 1/1024, both ends included. As the window grows from a to b,
-    frequencies of less than one turn in the old window fall to a/b of what they were, those of more
-    than 32 turns stay, those between are interpolated; the scale grows with the logarithm.
-    """
+    """Frequencies of the channel pairs that turn, and attention's scale, after these windows, in
+    blocks of 128. At first frequencies go from 1 to 1/1024. As the window grows from a to b, those
+    of less than one turn in the old window fall to a/b of what they were, those of more than 32
+    turns stay, those between are interpolated."""
     frequencies = [1024.0 ** (-j / (pairs - 1)) for j in range(pairs)]
     for old, new in zip(windows, windows[1:], strict=False):
         for j, frequency in enumerate(frequencies):
@@ -600,9 +593,9 @@ def document_starts(tokens: list[int]) -> list[int]:
 
 
 def batches_a(tokens: list[int], seq_len: int, batch_seqs: int) -> list[Batch]:
-    """A sequence begins with a document and is what follows, cut nowhere; the next begins with the
-    first document `seq_len` tokens later or more. The shard is left when no more than two batches
-    and a token are ahead of the position, where the next batch begins, or no document follows."""
+    """A sequence begins with a document; the next one begins with the first document `seq_len`
+    tokens later or more. The shard is left when no more than two batches and a token are ahead of
+    the next batch, or no document follows."""
     starts = document_starts(tokens)
     batches, position = [], 0
     while position + 2 * batch_seqs * seq_len + 1 < len(tokens):
@@ -621,10 +614,9 @@ def batches_a(tokens: list[int], seq_len: int, batch_seqs: int) -> list[Batch]:
 def batches_b(
     tokens: list[int], lengths_by_step: list[int], cap_by_step: list[int], batch_seqs: int
 ) -> list[Batch]:
-    """A sequence is the beginnings of whole documents, each up to the step's cap, until they are
-    the step's length and one token; what is left of a document is dropped, and the next step goes
-    on at the next document whatever its length. An unfinished batch is dropped with the shard: the
-    next shard begins with that step."""
+    """A sequence is the beginnings of documents, each up to the step's cap, until they are the
+    step's length and one token. What is left of a document is dropped, as is an unfinished batch:
+    the next shard begins with that step."""
     starts = document_starts(tokens)
     ends = starts[1:] + [len(tokens)]
     documents = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -20,7 +20,7 @@ from conftest import at_window
 from reference import relative_error
 from runs import val_losses
 from sample import Decoder
-from train_gpt import HERE, RECORDS, Moment
+from train_gpt import HERE, RECORDS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 RECORD, RECORD_2024 = RECORDS["2025-01-26_BatchSize"], RECORDS["2024-11-24_WindowWarmup"]
@@ -44,35 +44,29 @@ def documents(length: int) -> torch.Tensor:
     return tokens
 
 
-def check_attention(attend, first: torch.Tensor, *more) -> None:
-    """Compare compiled FlexAttention in bfloat16 with SDPA in float64 under the dense mask."""
-    q, k, v, g = (
-        torch.randn(1, 6, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4)
-    )
-    results = []
-    for function, dtype, mask in (
-        (torch.compile(attend, dynamic=False), torch.bfloat16, train_gpt.block_lists(first)),
-        (attend, torch.float64, train_gpt.make_mask(first)),
-    ):
-        qkv = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out = function(*qkv, mask, *more)
-        out.backward(g.to(dtype))
-        results.append([out, *(t.grad for t in qkv)])
-    for found, expected in zip(*results, strict=True):
-        assert relative_error(found, expected) < 0.02
-
-
 @pytest.mark.parametrize("rule", ["blocks", "tokens", "distance"])
 @pytest.mark.parametrize("window", [128, 896, 1792])
 def test_flex_attention_equals_sdpa_with_gradients(window, rule):
-    """By distance with keys of the token before."""
+    """Compiled in bfloat16, and in float64 under the dense mask. By distance with keys of the token
+    before."""
 
     def attend(q, k, v, mask, scale):
         k = fork.offset_keys(k) if rule == "distance" else k
         return train_gpt.attend(q, k, v, mask, scale)
 
-    first = fork.first_visible(documents(4096), torch.tensor(window), rule)
-    check_attention(attend, first.cuda(), 0.12)
+    first = fork.first_visible(documents(4096), torch.tensor(window), rule).cuda()
+    drawn = torch.randn(4, 1, 6, 4096, 128, dtype=torch.bfloat16, device="cuda")
+    results = []
+    for function, dtype, mask in (
+        (torch.compile(attend, dynamic=False), torch.bfloat16, train_gpt.block_lists(first)),
+        (attend, torch.float64, train_gpt.make_mask(first)),
+    ):
+        *qkv, grad = drawn.to(dtype)
+        qkv = [part.clone().requires_grad_() for part in qkv]
+        out = function(*qkv, mask, 0.12)
+        results.append([out, *torch.autograd.grad(out, qkv, grad)])
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) < 0.02
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -118,25 +112,6 @@ def placed(model: train_gpt.GPT, device: torch.device) -> train_gpt.GPT:
     return model
 
 
-def check_model(make_model, length: int, now: Moment) -> None:
-    """Compare the loss and the gradients of all layers on CUDA, in bfloat16, compiled and with
-    FlexAttention, with those in float32 on a CPU."""
-    tokens = documents(length + 1)
-    results = []
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        model = placed(make_model(), device)
-        train_gpt.compiled.allowed = device.type == "cuda"
-        loss = model(tokens[:-1].to(device), tokens[1:].long().to(device), now)
-        loss.backward()
-        learned = {n: p for n, p in model.named_parameters() if p.grad is not None}
-        grads = {n: p.grad.to_dense() for n, p in learned.items() if p.ndim >= 2}
-        results.append((loss.item(), grads))
-    (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
-    assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
-    for name, grad in cpu_grads.items():
-        assert relative_error(cuda_grads[name], grad) < 0.1, name
-
-
 @pytest.mark.parametrize(
     ("script", "record", "tied"),
     [
@@ -151,10 +126,24 @@ def check_model(make_model, length: int, now: Moment) -> None:
     ],
 )
 def test_the_model_on_cuda_equals_the_model_on_a_cpu(script, record, tied, randomize):
-    """Also where the head is the embedding, with several targets."""
+    """Compiled in bfloat16, and in float32. Also where the head is the embedding, with several
+    targets."""
     hp = replace(record, model_dim=256, num_heads=2, fp8=False)
-    tokens = 2048 if script is track3 else 1024  # two contexts
-    check_model(lambda: randomize(script.GPT(hp)), tokens, moment_of(script, hp, tied))
+    tokens = documents(2049 if script is track3 else 1025)  # two contexts
+    results = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        model = placed(randomize(script.GPT(hp)), device)
+        train_gpt.compiled.allowed = device.type == "cuda"
+        inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
+        loss = model(inputs, targets, moment_of(script, hp, tied))
+        loss.backward()
+        learned = {n: p for n, p in model.named_parameters() if p.grad is not None}
+        grads = {n: p.grad.to_dense() for n, p in learned.items() if p.ndim >= 2}
+        results.append((loss.item(), grads))
+    (cpu_loss, cpu_grads), (cuda_loss, cuda_grads) = results
+    assert cuda_loss == pytest.approx(cpu_loss, rel=1e-2)
+    for name, grad in cpu_grads.items():
+        assert relative_error(cuda_grads[name], grad) < 0.1, name
 
 
 @pytest.mark.parametrize(
