@@ -316,6 +316,7 @@ def first_of_two():
     ("script", "tied_frac", "first", "last"),
     [
         (train_gpt, None, ["head"], ["embed", "values", "scalar"]),
+        (train_gpt_2026, 0.0, ["head"], ["embed", "values", "scalar"]),
         (train_gpt_2026, 1.0, [], ["head", "values", "scalar"]),
     ],
 )

@@ -1,8 +1,10 @@
 """Whole runs on tiny models: what they print, log and learn."""
 
+import ctypes
 import math
 import os
 import re
+import resource
 import sys
 import time
 from dataclasses import replace
@@ -15,8 +17,8 @@ import torch.nn.functional as F
 import small_fork
 import train_gpt
 import train_gpt_2026
-from runs import SCRIPT, STEP, error_of, rows, val_losses
-from train_gpt import HERE, main
+from runs import SCRIPT, STEP, Program, before_step, error_of, rows, val_losses
+from train_gpt import HERE, RECORDS, main
 
 RULE = "=" * 100
 
@@ -93,6 +95,19 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     assert re.search(r"step:7/7 val_loss:\S+ train_time:70ms", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
+def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = f"--record {record} --train_files {HERE}/data/kjv_train_*.bin"
+    flags += f" --val_files {HERE}/data/kjv_val_*.bin --val_loss_every 4 --epochs 0 --device cpu"
+    flags += " --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32 --batch_seqs 2"
+    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 256 --num_iterations 8 --keep 0"
+    main(flags.split())
+    losses = val_losses(capsys.readouterr().out)
+    assert losses[0] == round(math.log(50304), 5) and losses[4] < 10.5 and losses[8] < 9.6
+    assert not list(tmp_path.glob("logs/*/*"))
+
+
 @pytest.mark.parametrize(
     ("run", "first", "last"), [(train_gpt.Run, 10.82584, 10.3), (train_gpt_2026.Run, 10.8258, 9)]
 )
@@ -126,6 +141,27 @@ def test_every_setting_is_a_flag_with_a_help_text(run, capsys, monkeypatch):
     for name, value in vars(default).items():
         shown = re.escape(f"[{train_gpt.show(value)}]")
         assert re.search(rf" [a-z0-9Y].* {shown}$", flags[name]), name
+
+
+def counting_page_faults(words: list[str]) -> None:
+    """Run main, and write how many page faults there were before two of its steps."""
+
+    def write() -> None:
+        print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+    before_step(2, write)
+    before_step(6, write)
+    main(words)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
+def test_the_memory_of_a_step_serves_the_next_ones(flags):
+    """The page faults of four steps are 12,600, and 264,000 if glibc gives back what is freed."""
+    flags += ["--vocab_size", "50257", "--num_iterations", "7", "--val_loss_every", "0"]
+    program = Program([*flags, "--keep", "0"], work=counting_page_faults)
+    assert program.end() == [0], program.text("err")
+    before, after = (int(n) for n in re.findall(r"faults (\d+)", program.text("out")))
+    assert after - before < 60_000
 
 
 def test_the_gradient_s_norm_is_that_of_the_mean_loss(tiny, randomize):
