@@ -139,7 +139,7 @@ def without(state: dict, group: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"step": 99}, "is of step 99, which this run has not"),
+        (lambda s: s | {"step": 99}, "is of step 99, which is none of this run"),
         (lambda s: s | {"model": s["model"] | {"new": torch.ones(1)}}, "model: Error(s) in"),
         (lambda s: s | {"optimizers": without(s, HEAD)}, f"not one of this model: '{HEAD}'"),
         (lambda s: with_state(s, lambda value: value.long()), f"{HEAD}: exp_avg is torch.int64"),

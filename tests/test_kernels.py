@@ -248,24 +248,6 @@ def test_each_kernel_was_written_for_the_formulas_as_they_are(name, tiny, tiny_2
     assert {kernels.digest(model, name) for model in models} == set(kernels.WRITTEN_FOR[name])
 
 
-class Other(train_gpt.Head):
-    """A head that computes the same, in a method of its own."""
-
-    def logits(self, x):
-        return train_gpt.Head.logits(self, x)
-
-
-def test_a_kernel_never_replaces_what_was_edited_or_overridden(tiny, monkeypatch):
-    """Here a helper of what a kernel replaces is another function, then a method is overridden."""
-    model = train_gpt.GPT(tiny)
-    for name, helper in (("chunk_loss", "to_fp8"), ("relu2_mlp", "relu_squared")):
-        with monkeypatch.context() as patched:
-            patched.setattr(train_gpt, helper, lambda *given: None)
-            assert "was edited" in kernels.fault(name, model, tiny, CPU)
-    model.lm_head = Other(tiny)
-    assert "was edited" in kernels.fault("chunk_loss", model, tiny, CPU)
-
-
 @pytest.fixture
 def fake_kernels(monkeypatch):
     """Return install(name=kernel, ...): it returns a model with functions that square, or call
