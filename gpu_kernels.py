@@ -349,7 +349,7 @@ WRITTEN_FOR = {
     "chunk_loss": ("e09c7a661042", "af50c6bd3c39"),
     "fp8_mlp": ("f65adb4f033a",),
     "fp8_relu2_mlp": ("527c53fbc390",),
-    "relu2_mlp": ("b0f2d5d3067d",),
+    "relu2_mlp": ("47f4ba5e35f1",),
 }
 
 

@@ -54,8 +54,10 @@ class Timed:
         start, notes = clock(device), []
         self.model = core.build(run_class, hp, device)
         self.compiled = core.compiled.allowed
+        begins_from = core.beginning(run_class, replace(hp, resume=False), self.model)
         self.optimizers = run_class.Optimizers(self.model, hp, RANK, RANKS)
         core.warm_up(self.model, self.optimizers, self.moments, device, log=notes.append)
+        core.restore(self.model, self.optimizers, begins_from)
         self.kernels = set(core.IN_USE)
         self.report = {"script": script.show(path), "record": record, "flags": shlex.join(flags)}
         self.report |= {"data": self.data, "compiled": self.compiled, "notes": "; ".join(notes)}
