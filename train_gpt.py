@@ -1463,10 +1463,6 @@ class Log:
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
         check_loss(loss, step)
 
-    def note_validation(self, done: int, count: int) -> None:
-        """Show in the bar how far a validation is."""
-        self.bar.set_postfix_str(f"validation {done}/{count}")
-
 
 def check_loss(loss: float, step: int) -> None:
     """Raise UserError if a loss is not finite. All ranks have the same one."""
@@ -1680,14 +1676,11 @@ def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device, note=None) -> float:
-    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T).
-    Before each sequence, note(i, n) may show how far this is."""
+def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> float:
+    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T)."""
     model.eval()
     total = torch.zeros(2, device=device)  # losses, sequences
-    for i, (inputs, targets) in enumerate(zip(*batch, strict=True)):
-        if note is not None:
-            note(i, len(batch[0]))
+    for inputs, targets in zip(*batch, strict=True):
         total[0] += model(inputs, targets, now)
         total[1] += 1
     all_reduce_(total)
@@ -1845,7 +1838,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         if validate or save or leave:
             log.end_step()
             if validate:
-                loss = evaluate(model, val_batch, now, device, log.note_validation)
+                log.bar.set_postfix_str("validating")
+                loss = evaluate(model, val_batch, now, device)
                 line = f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}"
                 log(line, {"step": step, "val_loss": loss})
                 check_loss(loss, step)
