@@ -195,7 +195,6 @@ NAME = "state_step000002.pt"
 # Files beside the checkpoint, and which of them are read, in this order.
 READ = {
     "0of2 1of2 0of1.tmp 0of3 2of3 note x0of1": "0of2 1of2",
-    "0of1 folder:0of2 fifo:1of2": "0of1",
     " ".join(f"{i}of12" for i in reversed(range(12))): " ".join(f"{i}of12" for i in range(12)),
 }
 # Files beside the checkpoint, the oldest first, and what the error says.
@@ -210,10 +209,9 @@ def make_beside(path: Path, files: str) -> None:
     """Make a checkpoint and such files beside it, each a second older than the next."""
     path.parent.mkdir()
     path.touch()
-    for age, name in enumerate(reversed(files.split())):
-        kind, _, ending = name.rpartition(":")
+    for age, ending in enumerate(reversed(files.split())):
         file = path.with_name(f"{path.name}.{ending}")
-        {"": Path.touch, "folder": Path.mkdir, "fifo": os.mkfifo}[kind](file)
+        file.touch()
         os.utime(file, (10**9 - age, 10**9 - age))
 
 
@@ -234,14 +232,13 @@ def test_pieces_that_are_missing_or_too_many_are_named_in_one_line(files, tmp_pa
 
 
 def test_a_save_begins_without_what_an_earlier_one_left(tmp_path):
-    """Of the same checkpoint. Those of others, and what is no file, stay."""
+    """Of the same checkpoint. Those of others stay."""
     path = tmp_path / "[2]" / NAME
-    make_beside(path, "0of1 0of2 1of2 3of8 folder:2of8 fifo:0of8 note")
+    make_beside(path, "0of1 0of2 1of2 3of8 note")
     (path.parent / "state_step000004.pt.0of2").touch()
     remove_pieces(path)
     names = sorted(file.name for file in path.parent.iterdir())
-    kept = [f"{NAME}.{ending}" for ending in ("0of8", "2of8", "note")]
-    assert names == [*kept, "state_step000004.pt.0of2"]
+    assert names == [f"{NAME}.note", "state_step000004.pt.0of2"]
 
 
 def test_a_full_disk_ends_with_one_line_and_leaves_no_piece(tmp_path):
@@ -263,12 +260,3 @@ def test_a_damaged_piece_is_refused(tmp_path):
     piece.write_bytes(content)
     with pytest.raises(UserError, match="0of1 is not an intact piece"):
         table.load(path, weights_only=False)
-
-
-def test_too_large_a_table_is_refused_with_one_that_fits(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 85 * 10**9))
-    table = NgramTable(RECORD)
-    with pytest.raises(
-        UserError, match="needs 130.6 GB on each of 1 ranks: try --ngram_rows 23316062"
-    ):
-        table.share(0, 1, torch.device("cuda"), torch.bfloat16)
