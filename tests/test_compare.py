@@ -140,21 +140,17 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
     ps = [stats.ttest_1samp(numbers[judge][:n], 0).pvalue for n in range(4, pairs + 1)]
     assert [*(ps < limits)] == [False] * (pairs - 4) + [True]
 
-    expected = [f"{pairs}", "20", f"{limits[-1]:.2g}"]
     (line,) = [line for line in result.noted() if line["kind"] == "comparison"]
     for question, values in numbers.items():
         low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
         mean, half = (low + high) / 2, (high - low) / 2
         if question != "loss":
             mean, half = 100 * math.expm1(mean), 100 * math.exp(mean) * half
-        form, p = ".4f" if question == "loss" else ".1f", stats.ttest_1samp(values, 0).pvalue
-        expected += [f"{mean:{form}}", f"{half:{form}}", f"{p:.2e}" if p < 0.01 else f"{p:.3f}"]
-        found = line[question]
+        found, p = line[question], stats.ttest_1samp(values, 0).pvalue
         assert [found["mean"], found["half"], found["p"]] == pytest.approx([mean, half, p])
         word = "higher" if question == "loss" else "longer"
         assert found["answer"] == (word if p < limits[-1] else "open")
-    text, sentence = answers.rsplit("\n  ", 1)
-    assert re.findall(r"\d[-.\de]*", text) == expected
+    sentence = answers.rsplit("\n  ", 1)[1]
     answer = {"loss": "B's loss is higher", "time": "a step of B is slower"}
     assert answer.get(judge, "B reaches A's loss later") in sentence
     assert (line["verdict"], line["pairs"], line["judge"]) == (sentence, pairs, judge)
