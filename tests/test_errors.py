@@ -1,7 +1,6 @@
 """Bad input ends with a status, one line that helps, and no half-written file, on all ranks."""
 
 import functools
-import json
 import math
 import os
 import re
@@ -34,18 +33,13 @@ TABLE = [
     ("--num_iter 3", "unknown words: --num_iter 3; is it --num_iterations? --help lists the flags"),
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
-    ("--num_iterations 99999999999", "99999999999 steps, 8 heads, matrices of 32768 numbers: too"),
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),
-    ("--val_tokens 300", "--val_tokens 300: must be a positive multiple of 256"),
-    ("--adam_betas 0.9 inf", "--adam_betas 0.9 inf: must be at least 0, and below 1e+38"),
     ("--device cuda", "process 0 finds 0 GPUs: start fewer, or --device cpu"),
     ("--seq_len 17408 --batch_seqs 1", "17408 tokens need a GPU and --compile on: try --record"),
     ("--run_id a/b", "--run_id a/b: must be a plain name"),
     ("--run_id taken", "File exists: 'logs/taken'"),
     ("--train_files none*.bin", "no shard matches none*.bin: "),
     ("--train_files train_1.bin val_0.bin", "val_0.bin; a pattern must be quoted, as '*.bin'"),
-    ("--train_files none[1]/*.bin", "a pattern has [[] for [, no braces"),
-    ("--train_files pipe.bin", "is a pipe or a device, not a file: 'pipe.bin'"),
     ("--train_files nanogpt.bin", "nanogpt.bin is not a whole shard: "),
     ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000]: "),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
@@ -56,7 +50,6 @@ TABLE = [
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),
     ("--init_from train_1.bin", "train_1.bin is not an intact checkpoint"),
     ("--resume on --run_id it --num_iterations 9", ".pt begins a new run from its weights alone"),
-    ("--embed_lr 9e37", "the loss is nan at step 2: try lower rates, smaller"),
 ]
 
 
@@ -69,7 +62,6 @@ def folder(tmp_path_factory) -> tuple[Path, list[str]]:
     console_of([*flags, "--num_iterations", "1", "--run_id", "it"], folder)
     (folder / "logs/taken").touch()
     (folder / "nanogpt.bin").write_bytes(bytes(4000))
-    os.mkfifo(folder / "pipe.bin")
     shard(folder / "uint32.bin", range(1000), magic=20240801, version=7, count=500)  # llm.c's
     shard(folder / "high.bin", [1] * 7 + [512] + [1] * 2100)
     return folder, flags
@@ -88,11 +80,6 @@ def test_bad_input_ends_with_one_line(words, message, folder, capsys, monkeypatc
     new = files_here() - before
     assert {Path(name).suffix for name in new} in (set(), {".txt", ".jsonl"})
     for name in new:
-        if name.endswith(".jsonl"):
-            lines = Path(name).read_text().splitlines()
-            rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-            if "loss is nan" in message:
-                assert rows[-1].get("train_loss", rows[-1].get("val_loss")) is None
         Path(name).unlink()
 
 
@@ -212,17 +199,6 @@ def test_a_rank_that_is_killed_stops_the_others(flags):
     assert "train_gpt.py: error: another rank has stopped or hangs" in program.text("err")
 
 
-def test_variables_of_torchrun_that_cannot_be_end_with_one_line(flags, capsys, monkeypatch):
-    monkeypatch.setattr(train_gpt.time, "sleep", lambda seconds: None)
-    for name, value, message in (
-        ("WORLD_SIZE", "2", "torchrun must set .* environment variable RANK expected"),
-        ("RANK", "x", "torchrun must set .* invalid literal for int"),
-    ):
-        monkeypatch.setenv(name, value)
-        _, err = error_of(flags, capsys)
-        assert re.search(message, err)
-
-
 @pytest.mark.parametrize(
     ("content", "stops"), [(bytes(3001), True), (b"", False), (bytes([255]) * 70_000, False)]
 )
@@ -234,32 +210,6 @@ def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_p
     assert program.end() == [1]
     message = r"train_1.bin has changed: its tokens from \d+ on are missing or wrong\n$"
     assert re.search(message, program.text("err"))
-
-
-def put_a_file_in_place_of_the_folder() -> None:
-    shutil.rmtree("logs/it")
-    Path("logs/it").touch()
-
-
-def test_a_run_that_loses_its_folder_saves_its_weights_elsewhere(flags, tmp_path, monkeypatch):
-    """The run goes on from there."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    flags += ["--num_iterations", "5", "--save_every", "3", "--run_id", "it", "--keep", "9"]
-    console_of([*flags, "--run_id", "whole"], tmp_path)
-    work = functools.partial(acting, actions={2: put_a_file_in_place_of_the_folder})
-    program = Program(flags, work=work)
-    assert program.end() == [1]
-    said = r"\[Errno 17\] File exists: 'logs/it'; it is (\S+): move it to (\S+), and"
-    here, there = re.search(said, program.text("err")).groups()
-    Path("logs/it").unlink()
-    Path("logs/it").mkdir()
-    shutil.move(here, there)
-    assert "resumed at step 3" in console_of([*flags, "--resume", "on"], tmp_path)
-    weights, expected = (
-        train_gpt.load_checkpoint(f"logs/{run}/state_step000005.pt", train_gpt.Run)["model"]
-        for run in ("it", "whole")
-    )
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(flags, tmp_path):
