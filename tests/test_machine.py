@@ -37,11 +37,10 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
 
 
-@pytest.mark.parametrize("words", [[], ["--runs", "4"]])
-def test_gpus_that_torch_cannot_use_stop_a_command(words, node, capsys, monkeypatch):
+def test_gpus_that_torch_cannot_use_stop_a_command(node, capsys, monkeypatch):
     """Also a script that torchrun starts, which else would train a demo."""
-    for main, more in ((start.main, []), (compare.main, ["--compare", "", "--muon_lr 0.1"])):
-        status, err = error_of([*more, *words], capsys, main)
+    for main, words in ((start.main, []), (compare.main, ["--compare", "", "--muon_lr 0.1"])):
+        status, err = error_of(words, capsys, main)
         assert status == 1
         assert err.startswith("run.sh: error: torch cannot use the 8 GPUs of this machine: ")
         assert f"{sys.executable} has torch {torch.__version__} (CPU build), " in err
@@ -92,8 +91,8 @@ def test_setup_says_that_a_compiler_is_missing(gpus, tool):
     ("card", "capability", "hip", "bfloat16", "fp8"),
     [
         ("T4", (7, 5), None, False, False),
-        ("A100", (8, 0), None, True, False),
-        ("5090", (12, 0), None, True, True),
+        ("3090", (8, 6), None, True, False),
+        ("4090", (8, 9), None, True, True),
         ("MI300X", (9, 4), "7.0", True, False),
     ],
 )
@@ -109,15 +108,3 @@ def test_a_card_is_used_as_far_as_it_can(card, capability, hip, bfloat16, fp8, m
         return
     device = train_gpt.start_device("auto")[0]
     assert train_gpt.fp8_supported(device) == fp8
-
-
-def test_setup_is_ready_for_the_demo_without_a_gpu(node, tmp_path, monkeypatch, tool):
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(machine, "FINEWEB", f"{tmp_path}/fineweb")
-    for name in ("train_000001", "train_000002", "val_000000"):
-        (tmp_path / f"fineweb_{name}.bin").touch()
-    monkeypatch.delenv("CXX", raising=False)
-    _, out, _ = tool(machine.main, [])
-    assert re.search(r"\ncompiler +there is no .+\+\+, which --compile on needs: apt", out)
-    assert "\nGPUs           none\n" in out and "\nFineWeb        2 train and 1 validation" in out
-    assert out.endswith("run.sh: ready to train the demo, without a GPU\n")
