@@ -21,7 +21,6 @@ import train_gpt
 from runs import HANGS, error_of
 from train_gpt import HERE
 
-FORK = "forks/train_gpt_2026.py"
 PARALLEL = " -n auto --maxprocesses 4 --dist worksteal"
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -145,19 +144,6 @@ def test_a_name_that_is_taken_or_a_typo_starts_nothing_and_adds_no_line(monkeypa
     assert not result.RESULTS.exists()
 
 
-@pytest.mark.parametrize(
-    ("nproc", "words", "message"),
-    [
-        ("3", "--record 2025", "NPROC=3: .* allow 1, 2, 4, 8$"),
-        ("", f"{FORK} --runs 3 --seq_len 5", "--seq_len 5: must be"),
-    ],
-)
-def test_a_users_mistake_is_one_line(nproc, words, message, monkeypatch, capsys):
-    monkeypatch.setenv("NPROC", nproc)
-    status, err = error_of(words.split(), capsys, start.main)
-    assert status == 1 and re.match(f"run.sh: error: {message}", err)
-
-
 def copy_run_sh(project: Path) -> None:
     """Copy run.sh, the tools, and what they need installed."""
     for folder in ("", "tools", "tests", "data"):
@@ -205,12 +191,6 @@ def test_run_sh_starts_what_a_command_names_and_installs_once(words, started, wi
     assert lines[-1] == again[-1] == started and installed_again == installed
     assert ("pytest" in installed) == words.startswith("test")
     assert ("scipy" in installed) == with_scipy
-
-
-def test_a_name_that_is_no_tool_is_told_those_that_are():
-    done = subprocess.run([HERE / "run.sh", "tools/no_such"], capture_output=True, text=True)
-    message = "run.sh: there is no tool tools/no_such.py; there are tools/bench"
-    assert done.returncode == 1 and done.stderr.startswith(message)
 
 
 # A Python without torch. An environment made of it has a copy of it, and its pip notes each call.
