@@ -16,7 +16,7 @@ import sample
 import script
 import start
 import train_gpt
-from runs import SCRIPT, Program, console_of, error_of, run, val_losses
+from runs import SCRIPT, Program, console_of, error_of, val_losses
 from train_gpt import HERE, UserError, load_checkpoint
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
@@ -179,37 +179,6 @@ def test_a_checkpoint_starts_no_script_of_the_current_folder_and_its_faults_are_
         words = [path, "--device", "cpu", *more.split()]
         status, err = error_of(words, capsys, tool.main)
         assert status == 1 and re.search(message, err) and not Path("exported").exists()
-
-
-FAILING = """import os, time
-import train_gpt
-def work():
-    if os.environ["RANK"] == "0":
-        raise train_gpt.UserError("the first rank has no data: copy it there")
-    time.sleep(60)
-train_gpt.as_program("mine.py", work)
-"""
-
-
-def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
-    odd, shown = "\x1b[2J\x07\x9b.py", r"\x1b[2J\x07\x9b.py"
-    path = saved("it", script=odd)
-    status, err = error_of([path], capsys, evaluate.main)
-    assert status == 1 and f"saved by '{shown}'" in err
-    evaluate.main([str(path), "--script", SCRIPT, "--device", "cpu"])
-    assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
-    words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
-    status, err = error_of(words, capsys)
-    assert f"was saved by {shown} with other settings" in err
-    assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
-
-
-def test_torchrun_adds_nothing_to_what_ranks_say(tmp_path):
-    (tmp_path / "mine.py").write_text(FAILING)
-    words = ["--standalone", "--nproc_per_node=2", tmp_path / "mine.py"]
-    done = run(words, script=f"{HERE}/tools/ranks.py")
-    assert done.returncode == 1
-    assert done.stderr == "mine.py: error: the first rank has no data: copy it there\n"
 
 
 def test_a_vocabulary_that_is_not_gpt2_s_is_trained_and_evaluated(flags, tmp_path, capsys):
