@@ -1,6 +1,5 @@
 """tokenize_text.py against plain calls of tiktoken, and against the committed sample corpus."""
 
-import glob
 import json
 import os
 import resource
@@ -107,13 +106,11 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
     (tmp_path / "texts/b").mkdir(parents=True)
     for name, text in zip(["a", "b/1", "b/2", "c", "d"], DOCUMENTS, strict=True):
         (tmp_path / f"texts/{name}.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "texts/README.md").write_text("not for training")
     blocks = "\n \n\n".join(text.strip("\n") for text in DOCUMENTS)
     (tmp_path / "blocks.txt").write_text(blocks, encoding="utf-8")
     write_jsonl(tmp_path / "in.jsonl", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
     write_jsonl(tmp_path / "body.jsonl", DOCUMENTS, "body")
-    for name, field in (("in", "text"), ("body", "body")):
-        parquet.write_table(pyarrow.table({"id": range(5), field: DOCUMENTS}), f"{name}.parquet")
+    parquet.write_table(pyarrow.table({"id": range(5), "text": DOCUMENTS}), "in.parquet")
 
     def of(words: str) -> list[int]:
         tokenize(*words.split(), "--out", "out", "--overwrite", "--val_fraction", 0)
@@ -121,8 +118,7 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
 
     for words in ("texts", "in.jsonl", "in.parquet", "texts/a.txt texts/b texts/?.txt"):
         assert of(words) == reference(DOCUMENTS)  # each file once
-    for words in ("body.jsonl", "body.parquet"):
-        assert of(f"{words} --field body") == reference(DOCUMENTS)
+    assert of("body.jsonl --field body") == reference(DOCUMENTS)
     stripped = reference(text.strip("\n") for text in DOCUMENTS)
     assert of("blocks.txt --blank_line_documents") == stripped
     assert of("texts --val texts/a.txt") == reference(DOCUMENTS[1:])
@@ -157,13 +153,9 @@ def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypat
 def test_other_bin_files_are_refused(elsewhere):
     tokenize_text.write_shard(Path("shard.bin"), np.array(TOKENS, "<u2"))
     Path("odd.bin").write_bytes(b"abc")
-    for name, message in {
-        "shard.bin": "shard.bin: is a shard already: give it to --train_files",
-        "odd.bin": "odd.bin: has an odd number of bytes",
-        ".": "no .txt, .jsonl, .parquet or named .bin file",
-    }.items():
-        with pytest.raises(SystemExit, match=message):
-            tokenize(name, "--out", "out")
+    for name, message in (("shard", "is a shard already: give it to"), ("odd", "an odd number")):
+        with pytest.raises(SystemExit, match=f"{name}.bin: .*{message}"):
+            tokenize(f"{name}.bin", "--out", "out")
     assert not Path("out").exists()
 
 
@@ -261,16 +253,3 @@ def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_
     assert len(batches) == hp.num_iterations
     _, targets = train_gpt.validation_batch(hp, 0, 1, "cpu")
     assert targets.numel() == hp.val_tokens
-
-
-def test_the_printed_command_can_be_pasted(elsewhere, capsys):
-    """Into a shell in the same folder, whatever characters are in names."""
-    folder = "it's [a] *b?"
-    Path("in.txt").write_text(SENTENCE * 200)
-    tokenize("in.txt", "--out", folder)
-    line = capsys.readouterr().out.splitlines()[-1]
-    words = subprocess.check_output(f"printf '%s\\n' {line}", shell=True, text=True).splitlines()
-    assert words == shlex.split(line) and words[0] == f"{HERE}/run.sh"
-    for split in ("train", "val"):
-        pattern = words[words.index(f"--{split}_files") + 1]
-        assert glob.glob(pattern) == [str(path) for path in Path(folder).glob(f"*_{split}_*")]
