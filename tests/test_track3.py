@@ -108,7 +108,6 @@ def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():
     [
         ("--fp8 on", "--fp8: the benchmark's"),
         ("--record muon --val_seq_len 1152 --val_tokens 11520", "--val_seq_len 1152: must be a"),
-        ("--record soap-demo --muon_decay 0.1", "--muon_decay 0.1: --optimizer soap with --norm_"),
         ("--optimizer sopa", "--optimizer sopa: must be one of adamw, adamh, muon, "),
     ],
 )
@@ -186,18 +185,6 @@ def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
         assert f"{flops / 1e12:.1f}".removesuffix(".0") == tera.removesuffix(".0"), record
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(flags, tmp_path, capsys):
-    """The log of the run has the sources of all optimizers."""
-    words = [*flags, "--run_id", "it", "--context_len", "128", "--save_every", "2"]
-    console_of([*words, "--num_iterations", "2"], tmp_path, main)
-    optimizers = {path.name for path in (HERE / "forks/optimizers").glob("*.py")}
-    assert optimizers <= read_log(tmp_path / "logs/it.txt").files.keys()
-    words += ["--num_iterations", "2", "--resume", "on", "--optimizer", "normuon"]
-    status, err = error_of(words, capsys, main)
-    assert status == 1 and "saved by train_gpt_track3.py with other settings" in err
-    assert "--optimizer normuon" in err
-
-
 # -----------------------------------------------------------------------------
 # The optimizer that README shows
 
@@ -226,6 +213,8 @@ def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path):
     alone.mkdir()
     console_of(words, alone, own)
     whole = outcome(alone, 4, own.keywords["run"])
+    optimizers = {path.name for path in (HERE / "forks/optimizers").glob("*.py")}
+    assert {*optimizers, "train_gpt_track3.py"} <= read_log(alone / "logs/it.txt").files.keys()
     assert_close(outcome(tmp_path, 4, own.keywords["run"]), whole)
 
     name = "logs/it/state_step000002.pt"
