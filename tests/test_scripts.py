@@ -214,3 +214,16 @@ def test_a_run_from_given_weights_begins_with_them_and_goes_on_to_the_same_bits(
     still, found, whole = (weights_of(name) for name in ("still", "it", "whole"))
     assert all(torch.equal(still[name], value) for name, value in given.items())
     assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
+    odd, shown = "\x1b[2J\x07\x9b.py", r"\x1b[2J\x07\x9b.py"
+    path = saved("it", script=odd)
+    status, err = error_of([path], capsys, evaluate.main)
+    assert status == 1 and f"saved by '{shown}'" in err
+    evaluate.main([str(path), "--script", SCRIPT, "--device", "cpu"])
+    assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
+    words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
+    status, err = error_of(words, capsys)
+    assert f"was saved by {shown} with other settings" in err
+    assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
