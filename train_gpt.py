@@ -506,7 +506,8 @@ class FP8Linear(torch.autograd.Function):
 
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is cast to its input's dtype when used. With use_fp8
-    it trains in FP8 on GPUs that have it, and in bfloat16 on CPUs that are fast in that."""
+    it trains in FP8 on GPUs that have it, and in bfloat16 on CPUs that are fast in that. Where only
+    its weight is read, as by relu2_mlp, use_fp8 does nothing."""
 
     def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
@@ -768,8 +769,9 @@ class Head(CastedLinear):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss () of x (T, C) and targets (T, ...), one chunk of tokens after
         another: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients
-        are made at once: those of x, and of all parameters that chunk_loss reads."""
-        total, leaves, grads_x, grads = 0, [], [], []
+        are made at once: those of x, and of all parameters that chunk_loss reads. It may not read
+        other tensors that have a history."""
+        total, grads_x, grads = 0, [], {}  # grads of parameters
         size = self.chunk_len(x.device)
         scale = self.grad_scale or 1 / len(x)  # factor on gradients; the value is without it
         for chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
@@ -779,18 +781,18 @@ class Head(CastedLinear):
             total = total + loss.detach()
             if loss.requires_grad:
                 # From the graph, because chunk_loss may also read parameters of other modules.
-                leaves = leaves or [leaf for leaf in leaves_below(loss) if leaf is not chunk]
+                leaves = [leaf for leaf in leaves_below(loss) if leaf is not chunk]
                 grad_x, *new = torch.autograd.grad(loss, [chunk, *leaves], materialize_grads=True)
                 grads_x.append(grad_x)
-                if grads:
-                    torch._foreach_add_(grads, new)
-                else:
-                    grads = new
-                del new  # and its memory, before the next chunk
+                for leaf in leaves:  # no name keeps a gradient's memory until the next chunk
+                    if leaf in grads:
+                        grads[leaf] += new.pop(0)
+                    else:
+                        grads[leaf] = new.pop(0)
         mean = total / (scale * len(x))
         if not grads_x:
             return mean
-        return WithGradients.apply(mean, [torch.cat(grads_x), *grads], x, *leaves)
+        return WithGradients.apply(mean, [torch.cat(grads_x), *grads.values()], x, *grads)
 
     @compiled
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -1759,13 +1761,13 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
     saved = load_checkpoint(path, run) | {"path": path}
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
-    changed = changed_flags(hp, replace(saved.get("hyperparameters", hp), **may_change))
+    then = replace(saved.get("hyperparameters", hp), **may_change)
+    changed = changed_flags(hp, then)
     if changed or author != script_of(run).name:
-        command = shlex.join([script_of(run).name, *changed])
-        remedy = f"; --run_id OTHER --init_from {path} begins a new run from its weights alone"
-        raise UserError(
-            f"{path} was saved by {author} with other settings; yours: {command}{remedy}"
-        )
+        theirs = f"{author} {shlex.join(changed_flags(then, hp))}"
+        yours = shlex.join([script_of(run).name, *changed])
+        remedy = f"--run_id OTHER --init_from {path} begins a new run from its weights, if they fit"
+        raise UserError(f"{path} was saved by {theirs}, and this is {yours}: {remedy}")
     if saved.get("step") not in range(1, hp.num_iterations + 1):
         raise UserError(f"{path} is of step {saved.get('step')!r}, which is none of this run")
     return saved

@@ -46,10 +46,10 @@ TABLE = [
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--epochs 1 --num_iterations 30", "batches of 8 x 128 tokens, but the run needs 30: add"),
     ("--resume on", "--resume on: say which run with --run_id NAME"),
-    ("--resume on --run_id it --seed 2", "saved by train_gpt.py with other settings; yours: "),
+    ("--resume on --run_id it --seed 2", "and this is train_gpt.py "),
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),
     ("--init_from train_1.bin", "train_1.bin is not an intact checkpoint"),
-    ("--resume on --run_id it --num_iterations 9", ".pt begins a new run from its weights alone"),
+    ("--resume on --run_id it --num_iterations 9", ".pt begins a new run from its weights"),
 ]
 
 

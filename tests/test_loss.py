@@ -97,17 +97,21 @@ def test_a_scaled_loss_has_scaled_gradients_though_its_forward_pass_makes_them()
 
 
 def test_every_tensor_that_requires_a_gradient_gets_it():
-    """Also a leaf outside of the head that chunk_loss reads, here over three chunks."""
-    gain = torch.ones(WIDTH, requires_grad=True)
+    """Also leaves outside of the head that chunk_loss reads, here over three chunks: one in all of
+    them, and one in the last."""
+    gain, late = torch.ones(WIDTH, requires_grad=True), torch.zeros(WIDTH, requires_grad=True)
 
     class Own(train_gpt.Head):
         def logits(self, x):
-            return super().logits(gain * x)
+            x = gain * x
+            return super().logits(x + late if len(x) == 88 else x)
 
     x, head, targets = case(train_gpt, 600)
     head.__class__ = Own
-    whole = torch.autograd.grad(head.chunk_loss(x, targets, 1 / 600), [x, head.weight, gain])
-    chunked = torch.autograd.grad(head.loss(x, targets), [x, head.weight, gain])
+    tensors = [x, head.weight, gain, late]
+    parts = [head.chunk_loss(x[i : i + 256], targets[i : i + 256], 1 / 600) for i in (0, 256, 512)]
+    whole = torch.autograd.grad(sum(parts), tensors)
+    chunked = torch.autograd.grad(head.loss(x, targets), tensors)
     for found, expected in zip(chunked, whole, strict=True):
         assert expected.any() and relative_error(found, expected) < 1e-5
 

@@ -225,5 +225,5 @@ def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, capsys):
     assert f", saved by {shown}\nval_loss" in capsys.readouterr().out
     words = ["--run_id", "it", "--resume", "on", "--record", "demo"]
     status, err = error_of(words, capsys)
-    assert f"was saved by {shown} with other settings" in err
+    assert f"was saved by {shown} " in err
     assert train_gpt.printable("a\tb\n\r\0\udcff é\xa0你") == "a\tb\n\\r\\x00\\udcff é\xa0你"
