@@ -40,7 +40,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -307,12 +307,10 @@ def load_data_shard(path: str | Path) -> np.ndarray:
     return tokens
 
 
-def consecutive(
-    shards: Iterable[np.ndarray], hp: Hyperparameters, moments: list
-) -> Iterator[tuple]:
-    """Plan batches: yield a shard (n,) and pieces of it, each from a start to a stop. One after the
-    other they make batch_seqs sequences of seq_len + 1 tokens. The last token of a sequence is only
-    a target, and begins the next one. Validation always uses this plan."""
+def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
+    """Plan batches: yield one of the shards (n,) and pieces of it, each from a start to a stop. One
+    after the other they make batch_seqs sequences of seq_len + 1 tokens. The last token of a
+    sequence is only a target, and begins the next one. Validation always uses this plan."""
     batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
         for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
