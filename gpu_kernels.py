@@ -290,7 +290,7 @@ def largest_as_448(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FusedFP8MLP(FusedMLP):
-    """Compute fp8_relu2_mlp of forks/train_gpt_2026_07.py, with FusedMLP's backward pass."""
+    """Compute fp8_relu2_mlp of forks/fp8_layers.py, with FusedMLP's backward pass."""
 
     @staticmethod
     def forward(ctx, x, w_in, w_out, scale):
@@ -346,7 +346,7 @@ class AllFP8MLP(torch.autograd.Function):
 # By a function's name: digests of the formulas that its kernel computes. An edit may change a
 # formula by less than `fault` detects: the kernel is then not used.
 WRITTEN_FOR = {
-    "chunk_loss": ("e09c7a661042", "af50c6bd3c39"),
+    "chunk_loss": ("e09c7a661042", "94fc3beb091b"),
     "fp8_mlp": ("f65adb4f033a",),
     "fp8_relu2_mlp": ("527c53fbc390",),
     "relu2_mlp": ("47f4ba5e35f1",),
@@ -355,8 +355,9 @@ WRITTEN_FOR = {
 
 def functions(model, name: str) -> list:
     """Return the functions that go by a name in a model's head and its classes, and in the files of
-    the model's classes, with the methods of a class, but none of torch's. The first is called."""
-    head, files = model.lm_head, [sys.modules[cls.__module__] for cls in type(model).__mro__]
+    both's classes, with the methods of a class, but none of torch's. The first is called."""
+    head, classes = model.lm_head, [*type(model).__mro__, *type(model.lm_head).__mro__]
+    files = [sys.modules[cls.__module__] for cls in classes]
     values = [vars(scope).get(name) for scope in (head, *type(head).__mro__, *files)]
     values += [v for value in values if inspect.isclass(value) for v in vars(value).values()]
     found = [f for f in map(inspect.unwrap, values) if inspect.isfunction(f)]

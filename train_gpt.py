@@ -271,7 +271,7 @@ def check(hp: Hyperparameters) -> None:
     units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
     positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
     for name in (*units, *positive, "num_layers", "num_heads", "model_dim", "vocab_size"):
-        value, unit = getattr(hp, name), units.get(name, 1)
+        value, unit = getattr(hp, name, 1), units.get(name, 1)  # a fork may lack one
         if value == 0 or value % unit:
             raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
     largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
@@ -409,7 +409,6 @@ class Moment:
         self.seq_len = hp.seq_len  # tokens in a training sequence
         last = self.step == hp.num_iterations
         self.validate = last or bool(hp.val_loss_every and self.step % hp.val_loss_every == 0)
-        self.can_stop = True  # a checkpoint before this step holds all that the step needs
 
 
 # -----------------------------------------------------------------------------
@@ -1001,7 +1000,7 @@ class Group:
     rule: Callable
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
-    steps: int = 1  # between calls of the rule, see `learning`: their gradients add up
+    steps: int = 1  # the rule is called at each second step, say: gradients add up until then
 
 
 class Rows:
@@ -1063,8 +1062,14 @@ class Rows:
             self.add_gradients()
             self.send()
 
+    def has_gradients(self) -> bool:
+        """Say whether a gradient has come since `clear`."""
+        return not self.is_stale or any(p.grad is not None for p in self.params)
+
     def add_gradients(self) -> None:
-        """Move what p.grad has, if anything, to `grads`. A gradient that has not come is zero."""
+        """Move what p.grad has to `grads`. A gradient that has not come is zero, if others have."""
+        if all(p.grad is None for p in self.params):
+            return
         views, dense = [], []
         for p, view in zip(self.params, self.grad_views, strict=True):
             if self.is_stale and (p.grad is None or p.grad.is_sparse):
@@ -1121,6 +1126,8 @@ class Optimizers:
         self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
         self.groups: list[tuple[Group, Rows]] = []
         groups = self.parameter_groups(model, hp)
+        # No gradient waits before a step whose number is a multiple of this: a run can stop there.
+        self.period = math.lcm(*(group.steps for group in groups))
         for name, p in model.named_parameters():
             count = sum(p is other for group in groups for other in group.params)
             if count != 1:
@@ -1152,9 +1159,13 @@ class Optimizers:
         ]
 
     def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
-        """Return the groups that learn at a moment. A fork may let others wait: their gradients add
-        up."""
-        return self.groups
+        """Return the groups that learn at a moment: each at its steps, if it has a gradient. Others
+        stay as they are, as in torch's optimizers."""
+        return [
+            (group, rows)
+            for group, rows in self.groups
+            if (now.step + 1) % group.steps == 0 and rows.has_gradients()
+        ]
 
     def add_gradients(self) -> None:
         """Add the gradients of a backward pass to those of the step."""
@@ -1165,6 +1176,12 @@ class Optimizers:
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and clear their gradients. Return a list, which
         with grad_clip holds the mean gradient's global L2 norm ()."""
+        for _, rows in self.groups:
+            storage = rows.weights.untyped_storage().data_ptr()
+            if any(p.untyped_storage().data_ptr() != storage for p in rows.params):
+                raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
+            if not all(p.requires_grad for p in rows.params):
+                raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
         learning = self.learning(now)
         for _, rows in learning:
             rows.add_gradients()
@@ -1180,11 +1197,6 @@ class Optimizers:
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
         sent = []
         for group, rows in learning:
-            storage = rows.weights.untyped_storage().data_ptr()
-            if any(p.untyped_storage().data_ptr() != storage for p in rows.params):
-                raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
-            if not all(p.requires_grad for p in rows.params):
-                raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
             rows.wait()
             rows.grad.mul_(grad_scale)
             # A rule returns None, or an update and a function that applies it: see above muon.
@@ -1723,16 +1735,20 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
     longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
-    for now in [*kinds.values(), longest] if compiled.allowed else [longest]:
-        optimizers.load_state_dict({})  # such moments do not follow each other in a run
+    # The last steps are in a row: as many as let all groups learn, and for compiled code twice as
+    # many, because after a step, memory is divided in another way than after a validation.
+    count = optimizers.period * (2 if compiled.allowed else 1)
+    in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
+    alone = [[now] for now in kinds.values()] if compiled.allowed else []
+    for steps in [*alone, in_a_row]:
+        optimizers.load_state_dict({})  # the steps before these do not precede them in a run
         gc.collect()
         torch.cuda.empty_cache()
         val = tokens[:, : hp.val_seq_len]
-        evaluate(model, (val.int(), val), now, device)  # first: its blocks of memory are larger
-        x = tokens[:, : now.seq_len]
-        train_step(model, optimizers, x.int(), x, now)
-    if compiled.allowed:  # after a step, memory is divided in another way than after a validation
-        train_step(model, optimizers, x.int(), x, now)
+        evaluate(model, (val.int(), val), steps[-1], device)  # first: its blocks are larger
+        for now in steps:
+            x = tokens[:, : now.seq_len]
+            train_step(model, optimizers, x.int(), x, now)
 
 
 def restore(model: GPT, optimizers, saved: dict) -> None:
@@ -1831,7 +1847,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     for now in moments[first_step:]:
         step = now.step  # steps made so far
         last = step == hp.num_iterations
-        leave = last or (log.stop and now.can_stop)
+        leave = last or (log.stop and step % optimizers.period == 0)
         is_new = step > first_step  # else its checkpoint is there
         validate = now.validate and (is_new or step == 0)
         save = hp.keep and is_new and (leave or (hp.save_every and step % hp.save_every == 0))

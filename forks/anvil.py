@@ -5,8 +5,8 @@ github.com/KellerJordan/modded-nanogpt, by Deven Pietrzak, pull request 360."""
 import torch
 from torch import Tensor
 
-import train_gpt_2026 as base
-from train_gpt_2026 import t
+import train_gpt as t
+from cautious import decayed_step_, new_second_moment, normuon, numbers, shape_factor
 
 # (a, b, c) of each iteration X <- a X + (b A + c A^2) X, with A = X X^T. They differ, as in Polar
 # Express.
@@ -34,25 +34,18 @@ def anvil_updates(grad, fast, slow, momentum, fast_beta, fast_share, slow_beta: 
     return orthogonalise(grad.lerp(slow.lerp(fast, fast_share), momentum))
 
 
-@t.compiled
-def decayed_step_(weights: Tensor, update: Tensor, slow: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """Subtract lr * update. Where the slow momentum would also shrink the weight, or is 0, subtract
-    lr * decay * weight, too."""
-    weights.sub_(lr * (update + decay * weights * (slow * weights >= 0)))
-
-
-def anvil(rows, lr: float, now, hp, factor: float | None = None) -> None:
+def anvil(rows, lr: float, now, hp, factors: tuple[float, float, float]) -> None:
     """Step by ANVIL. now.fast_beta and now.fast_share are scheduled; the momentum of the mixture is
-    Muon's. The factor on lr is hp.muon_mul's for the shape, if none is given. Only the owner of a
-    row has its slow momentum, so ranks send each other weights, not updates as in Muon."""
+    Muon's. The factor on lr is that of the matrices' shape. Weights decay where the slow momentum
+    also shrinks them. Only the owner of a row has its slow momentum, so ranks send each other
+    weights, not updates as in Muon."""
     if not rows.state:
         rows.state["fast"] = torch.zeros_like(rows.grad)
         rows.state["slow"] = torch.zeros_like(rows.grad)
-        rows.state["second_moment"] = base.new_second_moment(rows.grad)
+        rows.state["second_moment"] = new_second_moment(rows.grad)
     fast, slow, second = (rows.state[name] for name in ("fast", "slow", "second_moment"))
-    numbers = (base.number(value, fast) for value in (now.momentum, now.fast_beta, now.fast_share))
-    update = anvil_updates(rows.grad, fast, slow, *numbers, hp.slow_momentum)
-    update = base.normuon(update, second, hp.muon_beta2)
-    scaled_lr = lr * (base.shape_factor(update.shape, hp) if factor is None else factor)
-    rates = base.number(scaled_lr, fast), base.number(lr * hp.muon_decay, fast)
+    mixture = numbers(now.momentum, now.fast_beta, now.fast_share)
+    update = anvil_updates(rows.grad, fast, slow, *mixture, hp.slow_momentum)
+    update = normuon(update, second, hp.muon_beta2)
+    rates = numbers(lr * shape_factor(update.shape, factors), lr * hp.muon_decay)
     decayed_step_(rows.own, update, slow, *rates)

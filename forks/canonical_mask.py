@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train_gpt_2026_07 as record_89
-from train_gpt_2026 import t
+import train_gpt as t
+from prefixes import gpt2_tokens
 
 IMPOSSIBLE = -60.0  # the logit of a token that cannot follow
 CONTRACTION = re.compile(r"(^|[^\W_])'(s|t|re|ve|m|ll|d)$")
@@ -44,7 +44,7 @@ class CanonicalMask:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        names, merges = record_89.gpt2_tokens()
+        names, merges = gpt2_tokens()
         plain = [ord(name) for name in names[:256] if ord(name) < 256]
         values = [*plain, *sorted({*range(256)} - {*plain})]
         byte_of = dict(zip(names[:256], values, strict=True))

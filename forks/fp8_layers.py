@@ -1,12 +1,12 @@
-"""Attention's projection and the MLP of forks/train_gpt_2026_08.py in FP8, forward and backward, on
-GPUs that have it. Scales come from record 92 of github.com/KellerJordan/modded-nanogpt, for
-gradients of a sequence's summed loss."""
+"""Attention's projection and MLPs of forks/train_gpt_2026_08.py in FP8, on GPUs that have it. The
+scales come from records 89 and 92 of github.com/KellerJordan/modded-nanogpt, for gradients of a
+sequence's summed loss."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train_gpt_2026 import t
+import train_gpt as t
 
 
 def narrowed(x: Tensor, largest: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -47,5 +47,15 @@ def fp8_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, scale: Tensor) -> tuple[Tens
     is in x's own dtype."""
     if "fp8_mlp" in t.IN_USE:
         return t.gpu_kernels.AllFP8MLP.apply(x, w_in, w_out, scale)
+    post = t.recomputed(t.relu_squared, F.linear(x, w_in))
+    return F.linear(post, w_out), post.detach().max().float()
+
+
+def fp8_relu2_mlp(x, w_in, w_out, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return relu2_mlp of x (..., C), w_in (H, C) and w_out (C, H), and the largest square (). The
+    kernel makes the forward matmuls in FP8, for which it divides the squares by scale (); without a
+    scale, only the first one. The formula is in x's own dtype."""
+    if "fp8_relu2_mlp" in t.IN_USE:
+        return t.gpu_kernels.FusedFP8MLP.apply(x, w_in, w_out, scale)
     post = t.recomputed(t.relu_squared, F.linear(x, w_in))
     return F.linear(post, w_out), post.detach().max().float()

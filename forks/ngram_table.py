@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import train_gpt_2026 as base
-from train_gpt_2026 import UserError, t
+import cautious
+import train_gpt as t
+from functions_2026 import bigram_hash
+from train_gpt import UserError
 
 
 def ngram_hashes(tokens: Tensor, rows: int, sign_rows: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ def ngram_hashes(tokens: Tensor, rows: int, sign_rows: int) -> tuple[Tensor, Ten
     of_bigrams = F.pad((48271 * x[1:] ^ 30011 * x[:-1]) % sign_rows, (1, 0))
     of_trigrams = F.pad((58699 * now ^ 39779 * before ^ 26801 * first) % sign_rows, (2, 0))
     of_trigrams = of_trigrams[: len(x)]
-    bigrams = base.bigram_hash(tokens, half)
+    bigrams = bigram_hash(tokens, half)
     return torch.stack([bigrams, trigrams]), torch.stack([of_bigrams, of_trigrams])
 
 
@@ -46,7 +48,7 @@ def ngram_adam_(
     """Make a step of Adam in place, without a momentum and with one second moment for each row, on
     the rows of ids (n,) by gradients (n, C). `second` (rows,) is the mean square, and `learned_at`
     (rows,) the number of steps after which it was last updated: what it has missed, it makes up
-    for. Where an update shrinks a weight, the weight decays, too: see cautious_adam_."""
+    for. Where an update shrinks a weight, the weight decays, too: see cautious.py."""
     old = rows[ids].to(second.dtype)
     missed = two_steps_beta ** ((step - learned_at[ids]).to(second.dtype) / 2)
     square = second[ids] * missed + (1 - beta) * grads.square().mean(-1)
@@ -110,7 +112,7 @@ class NgramTable:
 
     CHUNK = 2**16  # rows that are saved at once
 
-    def __init__(self, hp: base.Hyperparameters):
+    def __init__(self, hp):
         self.hp = hp
         self.rows = None  # (size + 1, C), of which the last one stands for no row
 
@@ -183,7 +185,7 @@ class NgramTable:
             self.waiting.append((asked, self.exchange(rows.grad)))
         self.read = []
 
-    def learn(self, now: base.Moment) -> None:
+    def learn(self, now) -> None:
         """Update the rows that have gradients, by their sum over steps and mean over sequences."""
         ids, grads = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
         self.waiting = []
@@ -204,9 +206,17 @@ class NgramTable:
             torch._dynamo.mark_dynamic(tensor, 0)
         ngram_adam_(*state, distinct, sums, step, *rates)
 
+    def wait_for_ranks(self) -> None:
+        """Wait until all ranks call this."""
+        t.all_reduce_(torch.zeros(1, device=self.rows.device)).item()
+
     def save(self, path: Path) -> None:
         """Save this rank's piece beside a checkpoint, on all ranks: PATH.0of8 and so on. The names
-        of its entries are a first row of the table and a number of rows."""
+        of its entries are a first row of the table and a number of rows. No rank begins before what
+        another save has left is removed, and none goes on before all pieces are saved."""
+        if self.rank == 0:
+            remove_pieces(path)
+        self.wait_for_ranks()
         piece = path.with_name(f"{path.name}.{self.rank}of{self.parts}")
         unfinished = piece.with_name(f"{piece.name}.tmp")
         first = self.rank * self.size
@@ -224,11 +234,15 @@ class NgramTable:
                 chunk = [tensor[start:stop].to("cpu", copy=True) for tensor in state]
                 with archive.open(f"{first + start} {stop - start}", "w") as entry:
                     torch.save(chunk, entry)
+        self.wait_for_ranks()
 
-    def load(self, path: Path, weights_only: bool) -> None:
-        """Load this rank's rows from the pieces of any number of ranks. With weights_only, begin
-        the optimizer anew. UserError if a piece is missing or damaged, as by find_pieces."""
+    def load(self, path: Path | None, weights_only: bool) -> None:
+        """Load this rank's rows from the pieces of any number of ranks; without a path, zeros. With
+        weights_only, begin the optimizer anew. UserError if a piece is missing or damaged, as by
+        find_pieces."""
         self.clear()
+        if path is None:
+            return
         pieces = find_pieces(path)
         begin, end = self.rank * self.size, (self.rank + 1) * self.size
         state = self.rows, self.second, self.learned_at
@@ -264,9 +278,9 @@ class NgramTable:
 
 
 @torch.no_grad()
-def table_adam(rows, lr: float, now: base.Moment, hp, betas: tuple, decay: float) -> None:
-    """Step by train_gpt_2026.py's Adam when the n-gram table learns. In between, gradients wait in
-    their sum. Where it learns at each fourth step, betas and decay are those of two steps."""
+def table_adam(rows, lr: float, now, hp, betas: tuple, decay: float) -> None:
+    """Step by cautious.py's Adam when the n-gram table learns. In between, gradients wait in their
+    sum. Where it learns at each fourth step, betas and decay are those of two steps."""
     if "waiting" in rows.state:
         rows.grad.add_(rows.state["waiting"])
     if not now.ngrams:
@@ -276,4 +290,4 @@ def table_adam(rows, lr: float, now: base.Moment, hp, betas: tuple, decay: float
         rows.state["waiting"].zero_()
     pairs = now.ngram_cycle / 2
     betas = tuple(beta**pairs for beta in betas)
-    base.adam(rows, lr, now, hp, betas, decay * pairs)
+    cautious.adam(rows, lr, betas, hp.adam_eps, decay * pairs)

@@ -4,7 +4,7 @@ same shares of their own steps."""
 
 import torch
 
-from train_gpt_2026 import t
+import train_gpt as t
 
 STEPS = 1194
 # Length of each average, in steps, counted from the end.
@@ -32,9 +32,11 @@ def bank_of(group, rows) -> str:
     return name if name in SHARES else ""
 
 
-def rate(bank: str, average: str, now, hp) -> float:
+def rate(bank: str, average: str, now, hp, every: int) -> float:
     """Return how far an average moves to the weights that this step has made, from 0 to 1. Each
-    average has a rhythm: most are of each fourth step, those of Adam's groups of its steps."""
+    average has a rhythm: most are of each fourth step, those of Adam's groups of its steps, which
+    are `every` so many."""
+    learns = (now.step + 1) % every == 0
     longer = STEPS / hp.num_iterations
     left = hp.num_iterations - 1 - now.step  # steps after this one
     if not SHARES[bank][average == "long"] or left >= round(LENGTHS[average] / longer):
@@ -42,14 +44,14 @@ def rate(bank: str, average: str, now, hp) -> float:
     if average == "short":
         ticks = left % 4 == 0
         if bank == "values":  # when they learn
-            ticks = now.ngrams if hp.ngram_rows else now.adam
+            ticks = now.ngrams if hp.ngram_rows else learns
         return min(SHORT_RATE * longer, 1.0) * ticks
     length = round(LENGTHS["long"] / longer)
     if bank in ("head", "embed"):
         of_one_step = 2 / (length + 1)
         if left == 0:
             return of_one_step
-        return (1 - (1 - of_one_step) ** hp.adam_every) * (now.adam or left == length - 1)
+        return (1 - (1 - of_one_step) ** every) * (learns or left == length - 1)
     return 2 / (length // 4 + 1) * (left % 4 == 0 or left <= 1)
 
 
@@ -83,12 +85,14 @@ def average(groups: list[tuple], now, hp) -> None:
     step, use them. An average is float32, begins with the first weights that it takes in, and is
     saved with rows.state. A tied embedding, a copy of the head, has none. When it parts from the
     head, it gets a copy of the head's."""
-    banks = [(bank_of(group, rows), rows) for group, rows in groups]
-    rows_of = dict(banks)
-    learning = [(bank, rows) for bank, rows in banks if bank and not (now.tied and bank == "embed")]
-    for bank, rows in learning:
+    learning = []
+    for group, rows in groups:
+        bank = bank_of(group, rows)
+        if not bank or (now.tied and bank == "embed"):
+            continue
+        learning.append((bank, rows))
         for name in LENGTHS:
-            if share := rate(bank, name, now, hp):
+            if share := rate(bank, name, now, hp, group.steps):
                 weights = rows.own.float()
                 if f"{name} average" not in rows.state:
                     rows.state[f"{name} average"] = weights.clone()
@@ -96,4 +100,5 @@ def average(groups: list[tuple], now, hp) -> None:
     if now.step == hp.num_iterations - 1:
         mix_(learning)
         if now.tied:
+            rows_of = {group.name: rows for group, rows in groups}
             rows_of["embed"].weights.copy_(rows_of["head"].weights)

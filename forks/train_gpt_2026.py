@@ -35,8 +35,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import cautious
+import functions_2026 as functions
 import train_gpt as t
-from train_gpt import BLOCK, END_OF_TEXT, Group, UserError
+from functions_2026 import (
+    GATE_CHANNELS,
+    as_pairs,
+    bigram_hash,
+    gate_of,
+    next_targets,
+    number_rows,
+    offset_keys,
+    read_layer,
+    recomputed_if_small,
+    rotated,
+    smeared,
+    two_places,
+    visible_by_distance,
+    weighted_loss,
+    yarn,
+)
+from train_gpt import END_OF_TEXT, Group, UserError
 
 Triple = tuple[float, float, float]
 
@@ -69,15 +88,6 @@ class Layer:
     def mask(self) -> str:
         """The name of the mask that the layer attends with."""
         return f"{self.window}+pair" if self.paired else self.window
-
-    @property
-    def rotary(self) -> bool:
-        """The name of its tables, of those that GPT.rotary returns."""
-        return self.paired
-
-    def under(self, hp: "Hyperparameters") -> "Layer":
-        """Return the layer without what these settings turn off."""
-        return replace(self, paired=self.paired and hp.paired_heads)
 
 
 LAYERS_2025_SKIPS = (
@@ -199,13 +209,6 @@ class Hyperparameters(t.Hyperparameters):
     polar_express: bool = False  # orthogonalise by Polar Express, not by Newton-Schulz
     momentum_cooldown_steps: int = 0  # last steps, in which Muon's momentum falls
 
-    # What the settings above are made of; a fork may have more.
-    layer_class: ClassVar[type[Layer]] = Layer
-    stage_class: ClassVar[type[Stage]] = Stage
-    group_names: ClassVar[dict[str, tuple[str, str]]] = GROUPS
-    # Muon's groups, with a factor on their rate instead of muon_mul's.
-    muon_groups: ClassVar[dict[str, float | None]] = {"muon": None}
-
     @property
     def scheduled_steps(self) -> int:
         """The steps before the extension, which keeps the last learning rate."""
@@ -225,26 +228,6 @@ class Hyperparameters(t.Hyperparameters):
         return max(len(stage.targets) for stage in stage_table(self))
 
 
-def read_layer(row: str, hp: Hyperparameters) -> Layer:
-    """Return the layer that a row of --layers describes; UserError if it does not."""
-    known = hp.layer_class.words
-    window, *words = row.split("+")
-    given, is_layer = {}, window in ("long", "short", "none")
-    for word in words:
-        name = word.rstrip("0123456789")
-        field, kind = known.get(name, ("", bool))
-        number = word[len(name) :]
-        is_word = name in known and bool(number) != (kind is bool)
-        is_layer = is_layer and is_word and field not in given
-        if is_layer:
-            given[field] = kind(number or True)
-    if not is_layer:
-        words = " ".join(name if kind is bool else f"{name}1" for name, (_, kind) in known.items())
-        rule = f"a layer is long, short or none, then any of {words}, each after a +"
-        raise UserError(f"--layers: {row!r} is not a layer; {rule}")
-    return hp.layer_class(window, **given)
-
-
 def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:  # overrides
     """Return the layers in use: num_layers of --layers, half from each end. UserError for rows that
     are wrong, or that name a layer which is not below them."""
@@ -254,8 +237,8 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:  # overrides
         raise UserError(f"--num_layers {n}: --layers has {len(rows)} rows, and a model at least 2")
     table = []
     for i, row in enumerate(rows[: n - half] + rows[len(rows) - half :]):
-        layer = read_layer(row, hp)
-        table.append(layer.under(hp))
+        layer = read_layer(row, Layer)
+        table.append(replace(layer, paired=layer.paired and hp.paired_heads))
         rule = ""
         if layer.window == "none" and (layer.values or layer.source is not None or layer.paired):
             rule = "a layer without attention has no values, source or pairs"
@@ -270,55 +253,15 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:  # overrides
     return tuple(table)
 
 
-def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
-    """Parse a setting such as "head+lr=.008+beta1=.5,embed+lr=.6". Return each row's name ("" if it
-    has none) and its numbers by field. `known` are fields, with an example of each: of a tuple, the
-    numbers are a tuple, written 1/2/3. UserError for an unknown field or a wrong number."""
-    rows = []
-    for row in text.split(",") if text else []:
-        words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
-        first = "" if "=" in words[0] else words.pop(0)
-        numbers = {}
-        try:
-            for word in words:
-                key, value = word.split("=")
-                is_tuple = isinstance(known.get(key), tuple)
-                parts = value.split("/") if is_tuple else [value]
-                values = tuple(float(part) for part in parts)
-                if key not in known or not all(0 <= value < math.inf for value in values):
-                    raise ValueError
-                numbers[key] = values if is_tuple else values[0]
-        except ValueError:
-            forms = " ".join(f"{key}=NUMBER" for key in known)
-            raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +") from None
-        rows.append((first, numbers))
-    return rows
-
-
 def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages of the settings; UserError for a wrong row."""
-    return read_stages(hp.stages, hp.stage_class, hp.seq_len)
+    return read_stages(hp.stages, hp.seq_len)
 
 
 @cache  # by what it depends on: `hp` would hash a hundred settings, some twenty times in each step
-def read_stages(stages: str, stage_class: type[Stage], seq_len: int) -> tuple[Stage, ...]:
+def read_stages(stages: str, seq_len: int) -> tuple[Stage, ...]:
     """Return the stages that --stages describes; UserError for a wrong row."""
-    table, usual = [], stage_class()
-    for first, numbers in number_rows(stages, "stages", vars(usual)):
-        for name, value in numbers.items():
-            if isinstance(getattr(usual, name), int):
-                if value % 1:
-                    raise UserError(f"--stages {stages}: {name} must be a whole number")
-                numbers[name] = int(value)
-        stage = stage_class(**numbers)
-        if first or not numbers or stage.length < 1 or stage.share == 0:
-            rule = "a row has no name, and a length from 1; STAGES_2026 shows the form"
-            raise UserError(f"--stages {stages}: {rule}")
-        if seq_len * stage.length % BLOCK:
-            rule = f"must make sequences of a multiple of {BLOCK} tokens"
-            raise UserError(f"--stages {stages}: length={stage.length:g} {rule}")
-        table.append(stage)
-    return tuple(table) or (usual,)
+    return functions.read_stages(stages, Stage, seq_len)
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
@@ -326,7 +269,7 @@ def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
     an unknown name, a name that comes twice, or a decay that the rule does not have."""
     fields = dict.fromkeys(("lr", "beta1", "beta2", "decay"), 0.0)
     rows = number_rows(hp.adam_groups, "adam_groups", fields)
-    table, known = dict(rows), hp.group_names.keys() - hp.muon_groups.keys()
+    table, known = dict(rows), GROUPS.keys() - {"muon"}
     rule = ""
     if len(table) < len(rows) or not table.keys() <= known:
         rule = f"each row begins with another one of {' '.join(sorted(known))}"
@@ -593,15 +536,14 @@ def stage_starts(hp: Hyperparameters) -> tuple[float, ...]:
     """Return the step at which each stage begins. Stages are shares of the scheduled steps, rounded
     to whole steps unless hp.exact_stages. With an extension, the last stage is that."""
     steps, extended, exact = hp.scheduled_steps, hp.extension_frac > 0, hp.exact_stages
-    return starts_of(hp.stages, hp.stage_class, hp.seq_len, steps, extended, exact)
+    return starts_of(stage_table(hp), steps, extended, exact)
 
 
 @cache
 def starts_of(
-    stages: str, stage_class: type[Stage], seq_len: int, steps: int, extended: bool, exact: bool
+    table: tuple[Stage, ...], steps: int, extended: bool, exact: bool
 ) -> tuple[float, ...]:
     """Return what stage_starts does, which depends on these settings alone."""
-    table = read_stages(stages, stage_class, seq_len)
     *ends, whole = itertools.accumulate(stage.share for stage in table)
     if extended and ends:
         whole = ends[-1]
@@ -677,14 +619,12 @@ class Moment(t.Moment):
         self.longest = stage.cap or hp.max_document_tokens  # tokens at which documents are cut
         self.targets = get_targets(self.step, hp)  # loss weights of the next token, the one after
         self.tied = is_tied(self.step, hp)  # whether the embedding is the head
-        self.adam = last or (self.step + 1) % hp.adam_every == 0  # whether Adam learns
-        self.can_stop = self.step % hp.adam_every == 0  # a checkpoint has no gradients
 
     @property
     def graph_key(self) -> tuple:  # overrides
         """Each sequence length and each number of targets is compiled once more. A new window
         compiles nothing."""
-        return self.seq_len, len(self.targets), self.tied, self.adam
+        return self.seq_len, len(self.targets), self.tied
 
 
 # -----------------------------------------------------------------------------
@@ -692,60 +632,10 @@ class Moment(t.Moment):
 
 
 def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:  # overrides
-    """Return the mask of train_gpt.py's first_visible. The rule "distance" rounds the window down
-    to whole blocks, and lets a token see that many tokens before itself."""
+    """Return the mask of train_gpt.py's first_visible, which does not know the rule "distance"."""
     if rule == "distance":
-        blocks = (window // BLOCK).clamp(min=1)
-        return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
+        return visible_by_distance(input_seq, window)
     return t.first_visible(input_seq, window, rule)
-
-
-def number(value: float, like: Tensor) -> Tensor:
-    """Return a number as a tensor (), so that another number recompiles nothing."""
-    return torch.full((), value, device=like.device)
-
-
-def offset_keys(k: Tensor) -> Tensor:
-    """Return keys (1, H, T, D) in which the channels that half RoPE does not rotate come from the
-    previous token, even if it is in another document (2025-12-14_PartialKeyOffset)."""
-    before = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2)
-    half = k.size(-1) // 2
-    still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
-    return torch.where(still, before, k)
-
-
-def recomputed_if_small(function, x: Tensor, *more):
-    """Return function(x, *more) of x (1, T, ...), recomputed where memory is small."""
-    recompute = t.memory_is_small(x.device, x.size(1))
-    return t.recomputed(function, x, *more) if recompute else function(x, *more)
-
-
-def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
-    """Return rotary frequencies, and the factor on attention's scale, after the long window has had
-    these sizes: YaRN (arXiv 2309.00071). Each time it grows, frequencies that turn less than once
-    in the old window are divided by its growth. Those that turn more than 32 times are unchanged;
-    those between are interpolated."""
-    factor = 1.0
-    for old, new in itertools.pairwise(windows):
-        turns = old * frequency / (2 * math.pi)
-        fast = ((turns - 1) / 31).clamp(0, 1)
-        frequency = frequency * (old / new + fast * (1 - old / new))
-        factor *= 1 + 0.2 * math.log(new / old)
-    return frequency, factor
-
-
-def rotate_normed(x, cos: Tensor, sin: Tensor, eps: float, factor: Tensor) -> Tensor:  # overrides
-    """Return what train_gpt.py's function of this name returns, times a factor ()."""
-    return t.rotate_normed(x, cos, sin, eps) * factor
-
-
-GATE_CHANNELS = 12  # channels of its input that a gate reads
-
-
-def gate_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Return gates (..., n) between 0 and 1, from the first 12 channels of x (..., C) and a weight
-    (n, 12)."""
-    return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
 
 
 class CausalSelfAttention(nn.Module):
@@ -792,19 +682,9 @@ class CausalSelfAttention(nn.Module):
             read = torch.cat([x[..., :half], value.flatten(2)[..., :half]], dim=-1)
         return 2 * gate_of(read, self.value_gate)[..., None] * value
 
-    def qkv_weights(self) -> Tensor:
-        """Return the weights of q, k and v, (3, H * D, C)."""
-        return self.qkv_w
-
-    def output_weights(self) -> Tensor:
-        """Return the weights of the output, (C, H * D)."""
-        return self.c_proj.weight
-
     def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
         """Return q, k and v, each (1, T, H, D), of x (1, T, C) and a table's rows (T, H * D)."""
-        qkv_w = self.qkv_weights()
-        if self.scales_projections:
-            qkv_w = self.lambdas[0] * qkv_w
+        qkv_w = self.lambdas[0] * self.qkv_w if self.scales_projections else self.qkv_w
         qkv = F.linear(x, qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.view(1, -1, 3, *self.head_shape).unbind(2)
         if not self.scales_projections:
@@ -814,38 +694,25 @@ class CausalSelfAttention(nn.Module):
             v = v + (value if self.scales_projections else self.lambdas[1] * value)
         return q, k, v
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, rotary, mask, *more) -> Tensor:
-        """Return the attention (1, T, H, D) of q, k and v. `more` goes to attend."""
-        shape = v.shape
-        cos, sin, factor = rotary
-        # Half of the heads attend at each position. Even heads rotate by a token's first position.
+    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, post: Tensor | None):
+        """Map x (1, T, C) to (1, T, C), times post () if there is one. `value` is a table's rows
+        (T, H * D). Factors on the output multiply the last weight: a factor on activations would
+        keep them for its own gradient, 1.6 GB for 2026-03-06."""
+        parts = self.projected(x, value)
+        shape = parts[2].shape
         if self.paired:
-            heads = v.size(2)
-            turn = torch.arange(heads, device=v.device) % 2
-            q, k, v = (part.reshape(1, -1, heads // 2, part.size(-1)) for part in (q, k, v))
-            cos, sin = (part[:, turn].unflatten(1, (2, -1)).flatten(0, 1) for part in (cos, sin))
-        q = recomputed_if_small(rotate_normed, q, cos, sin, self.eps, factor)  # (1, H, T, D)
-        k = recomputed_if_small(t.rotate_normed, k, cos, sin, self.eps)
-        out = self.attend(q, k, v.transpose(1, 2), mask, self.scale, *more)
-        return out.transpose(1, 2).reshape(shape)
-
-    def output(self, out: Tensor, post: Tensor | None) -> Tensor:
-        """Map attention (1, T, H, D) to (1, T, C), times post () if there is one. Factors on the
-        output multiply the last weight: a factor on activations would keep them for its own
-        gradient, 1.6 GB for 2026-03-06."""
-        out_w = self.output_weights()
+            *parts, rotary = as_pairs(parts, rotary)
+        q, k = rotated(*parts[:2], rotary, self.eps)  # (1, H, T, D)
+        out = self.attend(q, k, parts[2].transpose(1, 2), mask, self.scale)
+        out = out.transpose(1, 2).reshape(shape)
+        if self.gate is not None:
+            out = out * gate_of(x, self.gate)[..., None]
+        out_w = self.c_proj.weight
         if self.scales_projections:
             out_w = self.lambdas[1] * out_w
         if post is not None:
             out_w = post * out_w
         return F.linear(out.flatten(2), out_w.type_as(out))
-
-    def forward(self, x: Tensor, value: Tensor | None, rotary, mask, post: Tensor | None):
-        """Map x (1, T, C) to (1, T, C). `value` is a table's rows (T, H * D), post as in output."""
-        out = self.attended(*self.projected(x, value), rotary, mask)
-        if self.gate is not None:
-            out = out * gate_of(x, self.gate)[..., None]
-        return self.output(out, post)
 
 
 class MLP(t.MLP):
@@ -855,11 +722,7 @@ class MLP(t.MLP):
         """Map x (..., C) to (..., C), times post () if there is one. It multiplies the last weight,
         as in attention."""
         w_out = self.c_proj.weight if post is None else post * self.c_proj.weight
-        return self.product(x, self.c_fc.weight.type_as(x), w_out.type_as(x))
-
-    def product(self, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        """Return relu2_mlp of x (..., C)."""
-        return t.relu2_mlp(x, w_in, w_out)
+        return t.relu2_mlp(x, self.c_fc.weight.type_as(x), w_out.type_as(x))
 
 
 class Block(nn.Module):
@@ -870,13 +733,10 @@ class Block(nn.Module):
     so a layer without attention adds neither. Whatever differs between layers is an argument.
     """
 
-    attention_class = CausalSelfAttention
-    mlp_class = MLP
-
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
-        self.attn = None if layer.window == "none" else self.attention_class(hp, layer)
-        self.mlp = self.mlp_class(hp)
+        self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
+        self.mlp = MLP(hp)
         self.eps = hp.norm_eps
         self.lambdas = self.residual_lambda = self.post_lambda = None
         self.x0_lambda = self.bigram_lambda = None
@@ -895,7 +755,7 @@ class Block(nn.Module):
             self.bigram_lambda = nn.Parameter(torch.tensor([hp.bigram_lambda]))
 
     def added(self, x0: Tensor, bigram: Tensor | None) -> Tensor | None:
-        """Return the sum of the layer's shares of x0 and of the bigram embedding."""
+        """Return the sum of the layer's shares of x0 and of the bigram embedding, if it has any."""
         if self.x0_lambda is None and self.lambdas is None:
             return None
         share = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
@@ -906,37 +766,22 @@ class Block(nn.Module):
         """Return the residual stream past attention (0) or past the MLP (-1)."""
         return x if self.residual_lambda is None else self.residual_lambda[sublayer] * x
 
-    def forward(self, x, added, value, rotary, mask, source, *more) -> Tensor:
+    def forward(self, x, added, value, rotary, mask, source) -> Tensor:
         """Map x (1, T, C) to (1, T, C). `added` is what `added` returns. Attention reads `source`,
-        a normed earlier output, or else x; `more` goes to it, too."""
+        a normed earlier output, or else x."""
         by_sublayer = self.lambdas is None
         if not by_sublayer:
             x = self.lambdas[0] * x + added
         if self.attn is not None:
             read = recomputed_if_small(t.norm, x, self.eps) if source is None else source
             post = None if self.post_lambda is None else self.post_lambda[0]
-            out = self.attn(read, value, rotary, mask, post, *more)
+            out = self.attn(read, value, rotary, mask, post)
             x = self.kept(x, 0) + out
             if by_sublayer:
                 x = x + added
         post = None if self.post_lambda is None else self.post_lambda[-1]
         out = self.mlp(recomputed_if_small(t.norm, x, self.eps), post)
         return self.kept(x, -1) + out
-
-
-def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
-    """Return, for each token (T,), the row of the bigram table that the token and the previous one
-    select, (T,) int32. The first token selects the last row; for the second token, that row's
-    number stands for the first token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
-    first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
-    tokens = torch.cat([first, tokens[1:].int()])
-    return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
-
-
-def next_targets(targets: Tensor, count: int) -> Tensor:
-    """Return the next `count` targets of each token, (T, count), from targets (T,). Beyond the end
-    they are -1."""
-    return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
 
 
 class Head(t.Head):
@@ -954,30 +799,22 @@ class Head(t.Head):
 
     @t.compiled
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
-        """Return scale times the summed loss () of the next token. With shares (K,) and targets
-        (T, K) of next_targets, its gradient is that of the losses of all targets, times their
-        shares; a target of -1 has no share."""
+        """Return scale times the summed loss () of the next token: with shares (K,), weighted_loss
+        of targets (T, K)."""
         if self.shares is None:
             return super().chunk_loss(x, targets, scale)
         if "chunk_loss" in t.IN_USE:
             return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
-        chances = torch.log_softmax(self.logits(x), dim=-1).gather(1, targets.clamp(min=0))
-        learned = -scale * (chances * self.shares * (targets >= 0)).sum()
-        shown = -scale * chances[:, 0].sum()
-        return learned + (shown - learned).detach()
+        return weighted_loss(self.logits(x), targets, self.shares, scale)
 
     def loss(self, x, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:  # overrides
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K
         shares, the gradients are those of the losses of K targets, times their shares."""
         if shares == (1.0,):
             return super().loss(x, targets)
-        return self.weighted_loss(x, next_targets(targets, len(shares)), shares)
-
-    def weighted_loss(self, x: Tensor, columns: Tensor, shares: tuple[float, ...]) -> Tensor:
-        """Return what `loss` returns, for targets (T, K) with as many shares."""
-        self.shares = torch.stack([number(share, x) for share in shares])
+        self.shares = torch.stack([torch.full((), share, device=x.device) for share in shares])
         try:
-            return super().loss(x, columns)
+            return super().loss(x, next_targets(targets, len(shares)))
         finally:
             self.shares = None
 
@@ -989,9 +826,6 @@ class Head(t.Head):
 
 class GPT(t.GPT):
     """The language model of these records; a tied head is bfloat16 on CUDA, too."""
-
-    block_class = Block
-    head_class = Head
 
     def __init__(self, hp: Hyperparameters):
         nn.Module.__init__(self)  # not train_gpt.py's: most parts differ
@@ -1008,7 +842,7 @@ class GPT(t.GPT):
         if hp.bigram_rows:
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
             self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
-        self.blocks = nn.ModuleList(self.block_class(hp, layer) for layer in self.layers)
+        self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
         skips = hp.num_layers // 2  # the upper half of the layers may have a skip connection
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
         self.skip_gates = self.smear_gate = self.smear_lambda = self.backout_lambda = None
@@ -1020,7 +854,7 @@ class GPT(t.GPT):
         if any(layer.backout for layer in self.layers):
             self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
         self.outputs_read = {layer.skip_from for layer in self.layers}  # by later layers
-        self.lm_head = self.head_class(hp)
+        self.lm_head = Head(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
         self.tied = False  # whether training looks embeddings up in the head
@@ -1052,8 +886,7 @@ class GPT(t.GPT):
         Both read the previous token, even if it is in another document."""
         rows = None
         if self.smear_gate is not None:
-            share = self.smear_lambda * gate_of(x[1:], self.smear_gate)
-            x = torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
+            x = smeared(x, self.smear_gate, self.smear_lambda)
         if self.bigram_embed is not None:
             rows = bigram_hash(input_seq, self.hp.bigram_rows)
         return x, rows
@@ -1061,16 +894,11 @@ class GPT(t.GPT):
     @torch.no_grad()
     @t.compiled
     def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:  # overrides
-        """Return the masks of input_seq (T,) for both windows (), by Layer.mask. Where heads are
-        paired, a token has two positions: a document begins at the first, and windows count
-        positions."""
+        """Return the masks of input_seq (T,) for both windows (), by Layer.mask."""
         masks = {}
         for name in sorted({layer.mask for layer in self.layers} - {"none"}):
             window = long if name.startswith("long") else short
-            tokens = input_seq
-            if name.endswith("+pair"):
-                second = torch.full_like(input_seq, -1)
-                tokens = torch.stack([input_seq, second], dim=1).flatten()
+            tokens = two_places(input_seq) if name.endswith("+pair") else input_seq
             masks[name] = t.make_mask(first_visible(tokens, window, self.hp.window_rule))
         return masks
 
@@ -1083,8 +911,7 @@ class GPT(t.GPT):
             windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
         if windows not in self.frequencies:
             frequency = t.rotary_frequencies(self.hp, position.device)
-            frequency, factor = yarn(frequency, windows)
-            self.frequencies[windows] = frequency, number(factor, frequency)
+            self.frequencies[windows] = yarn(frequency, windows)
         return self.rotary_tables(position, *self.frequencies[windows])
 
     @t.compiled
@@ -1154,7 +981,7 @@ class GPT(t.GPT):
             bigram = None
         added, value = block.added(streams["x0"], bigram), more.get(layer.values)
         mask, source = masks.get(layer.mask), streams.get(f"source {layer.source}")
-        return block(x, added, value, rotary[layer.rotary], mask, source)
+        return block(x, added, value, rotary[layer.paired], mask, source)
 
     def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:
         """Return x (1, T, C) before the last norm."""
@@ -1175,126 +1002,48 @@ class GPT(t.GPT):
 # Optimizers: Polar Express, NorMuon, cautious weight decay, Adam at every second step
 
 
-# Coefficients of each step of Polar Express (arXiv 2505.16932), with a margin for rounding.
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-
-
-def polar_express(G: Tensor) -> Tensor:
-    """Orthogonalise as zeropower_via_newtonschulz5, with singular values nearer to 1."""
-    return t.zeropower_via_newtonschulz5(G, POLAR_EXPRESS, margin=1.02, eps=1e-6)
-
-
-@t.compiled
-def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Return the update (..., rows, cols) with each neuron (along the longer side) divided by the
-    root of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491; in a
-    record since @li_zichong, 2025). The second moment, (..., rows, 1) or (..., 1, cols), changes in
-    place."""
-    old = update.float()
-    neuron = -1 if second_moment.size(-1) == 1 else -2
-    second_moment.lerp_(old.square().mean(dim=neuron, keepdim=True), 1 - beta2)
-    new = old * second_moment.clamp(min=1e-10).rsqrt()
-    before = torch.linalg.matrix_norm(old, keepdim=True)
-    after = torch.linalg.matrix_norm(new, keepdim=True)
-    return (new * (before / after.clamp(min=1e-10))).type_as(update)
-
-
-@t.compiled
-def cautious_step_(weights: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """Subtract lr * update. Where the update also shrinks the weight, or is 0, subtract
-    lr * decay * weight, too: cautious weight decay (arXiv 2510.12402; in a record since @varunneal,
-    2025)."""
-    weights.sub_(lr * (update + decay * weights * (update * weights >= 0)))
-
-
-def shape_factor(shape: torch.Size, hp: Hyperparameters) -> float:
-    """Return hp.muon_mul's factor on the learning rate of matrices (..., rows, cols)."""
-    height, width = shape[-2:]
-    tall, wide, square = hp.muon_mul
-    if height == width:
-        return square
-    return tall if height > width else wide
-
-
-def new_second_moment(grad: Tensor) -> Tensor:
-    """Return the zeros that normuon begins with, for gradients (..., rows, cols)."""
-    height, width = grad.shape[-2:]
-    return grad.new_zeros(*grad.shape[:-2], *((height, 1) if height >= width else (1, width)))
-
-
-def muon(rows, lr, now: Moment, hp: Hyperparameters, factor: float | None = None):  # overrides
+def muon(rows, lr, now: Moment, hp: Hyperparameters):  # overrides
     """Step by Muon. With muon_beta2 it is NorMuon. With muon_decay, weights decay cautiously, by
-    muon_decay * lr^2. The factor on lr is hp.muon_mul's for the shape, if none is given."""
-    orthogonalise = polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
+    muon_decay * lr^2. muon_mul has factors on lr."""
+    orthogonalise = cautious.polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
     update, _ = t.muon(rows, lr, now, hp, orthogonalise)
     if hp.muon_beta2:
         if "second_moment" not in rows.state:
-            rows.state["second_moment"] = new_second_moment(rows.grad)
-        update = normuon(update, rows.state["second_moment"], hp.muon_beta2)
-    scaled_lr = lr * (shape_factor(update.shape, hp) if factor is None else factor)
+            rows.state["second_moment"] = cautious.new_second_moment(rows.grad)
+        update = cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
+    scaled_lr = lr * cautious.shape_factor(update.shape, hp.muon_mul)
     if not hp.muon_decay:
         return update, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
-    lr, decay = number(scaled_lr, update), number(lr * hp.muon_decay, update)
-    return update, partial(cautious_step_, rows.weights, lr=lr, decay=decay)
-
-
-@t.compiled
-def cautious_adam_(weight, grad, first, second, step, lr: Tensor, betas, eps: float, decay: float):
-    """Make step number `step` () of Adam in place, in float32, on a weight, its gradient and its
-    first and second moment (n,). Epsilon is added to the root of the uncorrected second moment.
-    Where an update shrinks a weight, the weight also decays by lr^2 * decay."""
-    beta1, beta2 = betas
-    step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-    first.lerp_(grad.float(), 1 - beta1)
-    second.lerp_(grad.float().square(), 1 - beta2)
-    update, old = step_size * first / (second.sqrt() + eps), weight.float()
-    weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
+    rates = cautious.numbers(scaled_lr, lr * hp.muon_decay)
+    return update, lambda update: cautious.decayed_step_(rows.weights, update, update, *rates)
 
 
 def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # overrides
-    """Step by PyTorch's Adam, or by cautious_adam_. On a CPU, parts of 65536 numbers are updated
-    one after the other, because they stay in the cache."""
+    """Step by PyTorch's Adam, or by the one with cautious weight decay."""
     if hp.adam_rule == "torch":
-        return t.adam(rows, lr, now, hp, betas)
-    if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
-        rows.state["exp_avg"] = torch.zeros_like(rows.own, dtype=torch.float32)
-        rows.state["exp_avg_sq"] = torch.zeros_like(rows.own, dtype=torch.float32)
-    step, lr = rows.state["step"].add_(1)[0], number(lr, rows.state["step"])
-    size = rows.own.numel() if rows.own.is_cuda else 65536
-    tensors = rows.own, rows.grad, rows.state["exp_avg"], rows.state["exp_avg_sq"]
-    for parts in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
-        cautious_adam_(*parts, step, lr, betas, hp.adam_eps, decay)
+        t.adam(rows, lr, now, hp, betas)
+    else:
+        cautious.adam(rows, lr, betas, hp.adam_eps, decay)
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's Optimizers, with groups that wait.
-
-    Where Adam learns at every second step, its gradients wait in their sums. While head and
-    embedding are tied, the group "head" learns from the gradients of both, and the embedding is a
-    copy. After the split it learns on its own, from a copy of the head's state.
-    """
+    """train_gpt.py's Optimizers, with a head that may be tied. While it is, the group "head" learns
+    from the gradients of head and embedding; the embedding, which has no gradient, is a copy. After
+    the split it learns on its own, from a copy of the head's state."""
 
     @staticmethod
     def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
         """Return the groups, in the order in which weights are updated."""
         own = adam_table(hp)
-        members = {name: [] for name in hp.group_names}
-        for name, (pattern, elsewhere) in hp.group_names.items():
+        members = {name: [] for name in GROUPS}
+        for name, (pattern, elsewhere) in GROUPS.items():
             found = [p for key, p in model.named_parameters() if re.fullmatch(pattern, key)]
             members[name if name in own else elsewhere] += found
         lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
         groups = []
         for name, params in members.items():
-            if name in hp.muon_groups:
-                rule = partial(muon, factor=hp.muon_groups[name])
-                groups.append(Group(name, params[::-1], rule, hp.muon_lr, 2))
+            if name == "muon":
+                groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2))
                 continue
             row = own.get(name, {})
             lr = row.get("lr", lrs.get(name, hp.scalar_lr))
@@ -1304,13 +1053,8 @@ class Optimizers(t.Optimizers):
             groups.append(Group(name, params, rule, lr, row_ndim, hp.adam_every))
         if hp.tied_frac:
             # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
-            groups.sort(key=lambda group: group.name not in hp.muon_groups)
+            groups.sort(key=lambda group: group.name != "muon")
         return groups
-
-    def learning(self, now: Moment) -> list:  # overrides
-        """Return the groups that learn at a moment."""
-        groups = [row for row in self.groups if now.adam or row[0].steps == 1]
-        return [row for row in groups if not (now.tied and row[0].name == "embed")]
 
     def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment: see train_gpt.py."""
@@ -1320,7 +1064,7 @@ class Optimizers(t.Optimizers):
         if can_part and not now.tied and not embed.state:
             embed.state = {key: value.clone() for key, value in head.state.items()}
         norms = super().step(now)
-        if can_part and now.tied and now.adam:
+        if can_part and now.tied and (now.step + 1) % self.hp.adam_every == 0:
             embed.weights.copy_(head.weights)
         return norms
 

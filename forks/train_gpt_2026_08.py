@@ -1,79 +1,117 @@
-"""Train the NanoGPT-speedrun record of August 2026: a fork of forks/train_gpt_2026_07.py.
+"""Train the NanoGPT-speedrun records of May to August 2026: a fork of train_gpt.py.
 
-    torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026_08.py    # number 92, 39.9 s
+    torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026_08.py    # record 92
     ./run.sh forks/train_gpt_2026_08.py                                    # the same; or a demo
 
-It imports train_gpt_2026_07.py, and overrides what the record changed. The numbers come from
-github.com/KellerJordan/modded-nanogpt. Each technique is a setting or words of --layers:
+This file has the whole model, in the order in which a token meets it. train_gpt.py lends it the
+kernels of attention and MLPs, the loss by chunks, how ranks share weights, and the timed loop. The
+defaults are those of record 92 (2026-08-30_ANVIL2); older records turn techniques off. The numbers
+come from github.com/KellerJordan/modded-nanogpt. Techniques with a file of their own:
 
-    n-gram table     hashed bigrams and trigrams share 84.6 million rows: ngram_table.py
-    sampled softmax  in training, the softmax covers a part of the vocabulary: sampled_softmax.py
-    ANVIL            Muon with two momenta and other maps: anvil.py
-    narrow heads     short attention has half the channels of q and k, some layers also of v
-    fewer layers     some lack attention, one an MLP, one has two MLPs; mixers add x0 and n-grams
-    groups           at the end, groups of channels mix the streams of earlier layers differently
-    FP8              in attention's projections and in MLPs, also backward: fp8_layers.py
-    averages         the run ends with averages of its last weights: tail_average.py
-    mask             the last validation excludes tokens that cannot follow: canonical_mask.py
+    ngram_table.py       hashed bigrams and trigrams have 84.6 million rows
+    composed_heads.py    until record 89, heads also read a mixture of all heads
+    prefixes.py          the longest token that begins the next token is also a target
+    sampled_softmax.py   in training, the softmax covers a part of the vocabulary
+    anvil.py             Muon with two momenta and other maps
+    fp8_layers.py        FP8 in attention's projections and in MLPs, backward too
+    tail_average.py      the run ends with averages of its last weights
+    canonical_mask.py    the last validation excludes tokens that cannot follow
+
+Older ones, which train_gpt_2026.py has too, are in functions_2026.py and cautious.py.
 """
 
+import itertools
+import math
+import re
 import sys
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # where train_gpt_2026_07.py lies
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where train_gpt.py lies
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import cautious
 import tail_average
-import train_gpt_2026 as base
-import train_gpt_2026_07 as record_89
+import train_gpt as t
 from anvil import anvil
 from canonical_mask import CanonicalMask
-from fp8_layers import FP8Projection, fp8_mlp
-from ngram_table import NgramTable, ngram_hashes, remove_pieces, table_adam
-from sampled_softmax import Head, plan
-from train_gpt_2026 import UserError, t
+from composed_heads import composed
+from fp8_layers import FP8Projection, fp8_mlp, fp8_relu2_mlp
+from functions_2026 import (
+    GATE_CHANNELS,
+    as_pairs,
+    bigram_hash,
+    gate_of,
+    next_targets,
+    offset_keys,
+    read_layer,
+    read_stages,
+    recomputed_if_small,
+    rotated,
+    smeared,
+    two_places,
+    visible_by_distance,
+    weighted_loss,
+    yarn,
+)
+from ngram_table import NgramTable, ngram_hashes, table_adam
+from prefixes import token_prefixes
+from sampled_softmax import choose_candidates, most_different_targets
+from train_gpt import Group, UserError, norm
+
+Triple = tuple[float, float, float]
 
 # -----------------------------------------------------------------------------
 # Settings
 
 
 @dataclass(frozen=True)
-class Layer(record_89.Layer):
-    """One layer of the model. Each of its new words is a field."""
+class Layer:
+    """One layer of the model. It is written as its window, and then any of its words. A mixer makes
+    numbers for each token: factors on streams, and gates of heads."""
 
-    embed: bool = False  # a mixer adds a share of x0, after attention
-    bigram: bool = False  # and a share of the n-grams' embedding; in layer 0, before attention
+    window: str  # "long", "short", or "none": no attention
+    values: str | None = None  # v0: rows of this value-embedding table are mixed into v
+    skip_from: int | None = None  # x3: a share of layer 3's output is added to the input
+    source: int | None = None  # in7: attention reads the output of layer 7, not the input
+    mlps: int = 1  # mlps0, mlps2: there is no MLP, or there are two
+    paired: bool = False  # pair: two heads attend as one of twice as many positions
     narrow: bool = False  # heads' q and k have only the channels that rotate
     narrow_values: bool = False  # narrowv: heads' values have only the first half of the channels
-    mlps: int = 1  # mlps0, mlps2: there is no MLP, or there are two
+    xsa: bool = False  # a share of attention's output along a token's own value is subtracted
+    gate: bool = False  # each head's output is multiplied by a number of the token
+    composed: bool = False  # heads also read a mixture of all heads
+    mixer: bool = False  # a mixer makes the numbers of this layer and later ones from here
+    embed: bool = False  # a share of x0 is added, after attention
+    bigram: bool = False  # and a share of the n-grams' embedding; in layer 0, before attention
+    mudd: bool = False  # multiway dynamic dense: the last layer and the head mix earlier streams
 
-    words: ClassVar = record_89.Layer.words | {
-        "embed": ("embed", bool),
-        "bigram": ("bigram", bool),
-        "narrow": ("narrow", bool),
-        "narrowv": ("narrow_values", bool),
+    # The words, without their numbers; the field that each sets, and the field's type.
+    words: ClassVar[dict[str, tuple[str, type]]] = {
+        "v": ("values", str),
+        "x": ("skip_from", int),
+        "in": ("source", int),
         "mlps": ("mlps", int),
+        "pair": ("paired", bool),
+        "narrowv": ("narrow_values", bool),
+    }
+    words |= {
+        word: (word, bool)
+        for word in ("narrow", "xsa", "gate", "composed", "mixer", "embed", "bigram", "mudd")
     }
 
     @property
-    def rotary(self) -> tuple[bool, bool]:  # overrides
-        """The name of its tables, of those that GPT.rotary returns."""
-        return self.narrow, self.paired
-
-    @property
-    def adds(self) -> tuple[str, ...]:  # overrides
-        """Names of the streams that a mixer adds a share of, after attention."""
-        return ("x0",) * self.embed + ("bigram",) * self.bigram
-
-    def under(self, hp: "Hyperparameters") -> "Layer":  # overrides
-        """Return the layer without what these settings turn off."""
-        narrow, values = (on and hp.narrow_heads for on in (self.narrow, self.narrow_values))
-        return replace(super().under(hp), narrow=narrow, narrow_values=values)
+    def mask(self) -> str:
+        """The name of the mask that the layer attends with."""
+        return f"{self.window}+pair" if self.paired else self.window
 
 
 LAYERS = (
@@ -82,29 +120,53 @@ LAYERS = (
     "short+pair+narrow+embed+bigram,none+x3,none+mlps0+embed,"
     "short+v2+in7+narrow+narrowv+mlps2,none+bigram,long+v3+in7+gate+mudd"
 )
+LAYERS_89 = (
+    "short+pair+embed+bigram,short+v0+xsa+embed+bigram,short+v1+pair+embed+bigram,"
+    "long+xsa+gate+embed+bigram,short+xsa+mixer+embed+bigram,short+pair+embed+bigram,none+x3,"
+    "short+xsa+embed+bigram,short+v2+in7+embed+bigram,short+v3+in7+pair+embed+bigram,"
+    "long+v4+in7+gate+composed+mudd"
+)
 LAYERS_DEMO = (
     "short+v0+pair+narrow+embed+bigram,long+v1+xsa+gate,none+mixer+mlps0+embed+bigram,"
     "short+x1+xsa+narrow+narrowv+mlps2+embed,long+v2+in2+gate+mudd"
 )
+LAYERS_DEMO_89 = (
+    "short+v0+pair+embed+bigram,long+v1+xsa+gate+embed+bigram,short+x0+xsa+mixer+embed+bigram,"
+    "long+v2+in1+gate+composed+mudd"
+)
 
 
 @dataclass(frozen=True)
-class Stage(base.Stage):
+class Stage:
     """One stage of the run."""
 
-    prefix: tuple[float, ...] = ()  # shares of --prefix, by equal parts of the stage
-    candidates: tuple[float, ...] = ()  # tokens in the softmax, by equal parts of the stage
+    share: float = 1.0  # its share of the scheduled steps, in proportion to the other stages
+    length: float = 1.0  # tokens in a training sequence, as a multiple of seq_len
+    window: int = 0  # the long window in tokens
+    short: int = 0  # the short window in tokens; 0: half of the long one
+    lr: float = 1.0  # multiplies every learning rate
+    cap: int = 2048  # tokens at which documents are cut
+    targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
+    # the last of several falls to 0 within the stage
+    prefix: tuple[float, ...] = (0.0,)  # shares of --prefix, by equal parts of the stage
+    falls: int = 0  # 1: the share of --prefix falls to 0 within the stage
+    candidates: tuple[float, ...] = (0.0,)  # tokens in the softmax, by equal parts; 0: all
 
 
 # The last but one stage tapers. A sequence of 49152 tokens has about 11000 different ones.
 STAGES = (
     "share=320+length=1+window=384+short=128+lr=1+cap=896+targets=1/.5/.25+prefix=1"
     "+candidates=10240,"
-    "share=361+length=2+window=896+short=384+lr=1.52+cap=2048+targets=1/.5+prefix=.8/.6/.4/.2"
+    "share=361+length=2+window=896+short=384+lr=1.52+targets=1/.5+prefix=.8/.6/.4/.2"
     "+candidates=10240,"
     "share=426+length=3+window=1408+short=640+lr=1.73+cap=3072+candidates=14336/14336/24576,"
     f"share=67+length=2.5+window=1408+short=640+lr={1.73 * (20 / 24) ** 0.5}+cap=3072,"
     "length=1+window=1664+short=768+lr=1+cap=3072"
+)
+STAGES_89 = (
+    "length=1+window=384+lr=1+cap=896+targets=1/.5/.25+prefix=1,"
+    "length=2+window=896+lr=1.52+targets=1/.5+prefix=1+falls=1,"
+    "length=3+window=1408+lr=1.73,length=3+window=1664+lr=1.73"
 )
 STAGES_DEMO = (
     "share=48+length=1+window=256+lr=1+targets=1/.5/.25+prefix=1+candidates=10240,"
@@ -112,300 +174,773 @@ STAGES_DEMO = (
     "share=64+length=3+window=384+lr=1.73+candidates=14336/14336/24576,"
     "share=10+length=2+window=384+lr=1.4,length=1+window=384+lr=1"
 )
+STAGES_DEMO_89 = (
+    "length=1+window=256+lr=1+targets=1/.5/.25+prefix=1,"
+    "length=2+window=256+lr=1.52+targets=1/.5+prefix=1+falls=1,"
+    "length=3+window=384+lr=1.73,length=3+window=384+lr=1.73"
+)
 
 
 @dataclass(frozen=True)
-class Hyperparameters(record_89.Hyperparameters):
-    """train_gpt_2026_07.py's settings, and those of record 92."""
+class Hyperparameters(t.RunSettings):
+    """Every setting of a run. Defaults: 2026-08-30_ANVIL2."""
 
-    attention_border: int = 0  # in training, attention ends at multiples of this in a document
+    val_loss_every: int = 0  # steps between validations, 0 for the last step only
+    num_iterations: int = 1194  # training steps
+    extension_frac: float = 20 / 1194  # share of steps after the schedule's end
+    cooldown_frac: float = 940 / 1174  # share of the scheduled steps in which the rate falls
+    lr_final: float = 0.3  # learning-rate multiplier at the schedule's end
+    stages: str = STAGES  # settings of each stage
+    last_window: int = 2560  # long window of the last validation, 0: unchanged
+    batch_seqs: int = 8  # sequences in a batch of all ranks together
+    seq_len: int = 16384  # tokens in a training sequence, times the stage's length
+    val_seq_len: int = 262144  # tokens in a validation sequence, whole blocks of 128
+    val_tokens: int = 10485760  # validation tokens, from the start of the stream
+    epochs: int = 1  # largest number of passes over the training shards, 0 for no limit
+
+    layers: str = LAYERS  # window and words of each layer
+    num_layers: int = 11  # layers in use: num_layers of --layers, half from each end
+    num_heads: int = 6  # attention heads
+    head_dim: int = 128  # channels in a head
+    model_dim: int = 768  # channels of the residual stream
+    mlp_width: int = 2816  # hidden channels of an MLP
+    vocab_size: int = 50304  # token ids, a multiple of 128
+    seed: int = 0  # seed of the initial weights
+    norm_eps: float = 2.0**-23  # RMSNorm's epsilon
+    rope_base: float = 1024.0  # rotary frequencies fall from 1 to about 1/rope_base
+    attn_scale: float = 0.085  # factor on the products of q and k, before YaRN
     narrow_heads: bool = True  # heads are narrow in layers with the words narrow and narrowv
-    narrow_scale: float = 0.13  # initial factor on the products of narrow q and k
-    mlp_width: int = 0  # hidden channels of an MLP, 0: 4 model_dim
-    mudd_groups: int = 0  # groups of channels with mixers of their own at the end, 0: one mixer
-    canonical_mask: bool = False  # the last validation excludes tokens that GPT-2's tokenizer does
-    sampled_softmax: bool = False  # train with the candidates that --stages names
-    ngram_rows: int = 0  # rows of the table of bigrams and trigrams, 0: only bigram_rows
-    ngram_lr: float = 0.56  # learning rate of the n-gram table
-    ngram_beta2: float = 0.95  # the n-gram table's beta2 in two steps
-    ngram_decay: float = 0.025  # cautious weight decay of the table, times lr^2, in two steps
-    ngram_slow_from: int = 336  # first step from which it learns at each fourth, not second, step
-    fp8_mlp: Literal["off", "up", "both", "all"] = "off"  # FP8 in MLPs; all: backward, too
-    fp8_attention: bool = False  # matmuls that make q, k and v in FP8, forward and backward
-    optimizer: Literal["muon", "anvil"] = "muon"  # of matrices
+    narrow_scale: float = 0.13  # factor on the products of narrow q and k, before YaRN
+    attention_border: int = 2560  # in training, attention ends at multiples of this in a document
+    residual_lambda: float = 1.1**0.5  # initial factor on the residual stream
+    bigram_lambda: float = 0.05  # initial factor on the embedding of n-grams
+    mixer_width: int = 64  # hidden channels of the mixers, 0: the same numbers for all tokens
+    mudd_width: int = 64  # hidden channels of the mixers of mudd, 0: the same for all tokens
+    mudd_groups: int = 12  # groups of channels with mixers of their own at the end, 0: one mixer
+    mudd_all: bool = True  # the end also mixes all value tables, and what late layers read
+    bigram_signs: int = 8192  # rows of the table of random signs for n-grams, 0: no signs
+    bigram_rows: int = 0  # rows of a table of bigrams, 0: no table
+    ngram_rows: int = 84602880  # rows of the table of bigrams and trigrams, 0: only bigram_rows
+
+    tied_frac: float = 0.9999  # share of scheduled steps with head and embedding tied; 1: always
+    logit_sigmoid: Triple = (23.0, 5.0, 7.5)  # a b c: logits become a sigmoid((logit + b) / c)
+    prefix: float = 0.25  # loss weight of the next token's prefix, times the stage's share
+    sampled_softmax: bool = True  # train with the candidates that --stages names
+    canonical_mask: bool = True  # the last validation excludes tokens that GPT-2's tokenizer does
+    tail_average: bool = True  # end with averages of the last weights
+
+    optimizer: Literal["muon", "anvil"] = "anvil"  # of matrices
+    muon_lr: float = 0.023  # learning rate of matrices
+    muon_mul: Triple = ((2816 / 768) ** 0.5, 2 * (2816 / 768) ** 0.5, 1.0)  # tall, wide, square
+    muon_beta2: float = 0.9  # NorMuon's beta2
+    muon_decay: float = 2.25  # cautious weight decay of matrices, times lr^2
+    qk_pairs: bool = True  # q and k are orthogonalised in pairs of heads
+    momentum_start: float = 0.85  # Muon's momentum at step 0
+    momentum_end: float = 0.93  # Muon's momentum after its ramp
+    momentum_warmup_steps: int = 240  # steps of the momentum's linear ramp
+    momentum_cooldown_steps: int = 50  # last steps, in which Muon's momentum falls
     slow_momentum: float = 0.98  # ANVIL's second momentum
     fast_momentum: float = 0.85  # its first one, where it mixes them; before, it is Muon's
     anvil_from: int = 514  # step from which ANVIL mixes its two momenta
     anvil_share: float = 0.4385  # share of the first momentum in this mixture
-    tail_average: bool = False  # end with averages of the last weights
+    head_lr: float = 0.008  # Adam's learning rate for head and embedding
+    value_lr: float = 0.56  # Adam's learning rate for value tables and bigrams
+    adam_eps: float = 1e-10  # Adam's epsilon
+    ngram_lr: float = 0.56  # learning rate of the n-gram table
+    ngram_beta2: float = 0.95  # the n-gram table's beta2 in two steps
+    ngram_decay: float = 0.025  # cautious weight decay of the table, times lr^2, in two steps
+    ngram_slow_from: int = 336  # first step from which it learns at each fourth, not second, step
 
-    layer_class: ClassVar = Layer
-    stage_class: ClassVar = Stage
+    fp8: bool = True  # train the head in FP8 on GPUs with FP8, in bfloat16 on CPUs with that
+    x_s: float = 448 / 100  # FP8 scale of the head's input
+    w_s: float = 448 / 2  # FP8 scale of the head's weight
+    grad_s: float = 8 * 448 / 0.75  # FP8 scale of the logits' gradient
+    fp8_mlp: Literal["off", "up", "both", "all"] = "all"  # FP8 in MLPs; all: backward, too
+    fp8_attention: bool = True  # matmuls that make q, k and v in FP8, forward and backward
+
+    # What functions of train_gpt.py read, and no record here changes.
+    rope: ClassVar[str] = "half"
+    logit_softcap: ClassVar[float] = 0.0
+    momentum_damped: ClassVar[bool] = True
+    grad_clip: ClassVar[float] = 0.0
+
+    @property
+    def scheduled_steps(self) -> int:
+        """The steps before the extension, which keeps the last learning rate."""
+        return self.num_iterations - round(self.num_iterations * self.extension_frac)
+
+    @property
+    def most_targets(self) -> int:
+        """The largest number of targets that a token has in any stage, for gpu_kernels.py."""
+        return max(len(stage.targets) for stage in stage_table(self)) + (self.prefix > 0)
 
 
-def check(hp: Hyperparameters) -> None:  # overrides
+RECORD_92 = Hyperparameters()
+# Record 89 as the public project's master has it, at commit f411b3d of 2026-08-01. The logs in the
+# folder of this name are of an older program, without composed heads and prefixes.
+RECORD_89 = replace(
+    RECORD_92,
+    val_loss_every=250,
+    num_iterations=1285,
+    extension_frac=15 / 1285,
+    cooldown_frac=0.6,
+    lr_final=0.15,
+    stages=STAGES_89,
+    layers=LAYERS_89,
+    mlp_width=3072,
+    attn_scale=0.1,
+    attention_border=0,
+    mudd_groups=0,
+    mudd_all=False,
+    bigram_rows=377280,
+    ngram_rows=0,
+    tied_frac=2 / 3,
+    sampled_softmax=False,
+    canonical_mask=False,
+    tail_average=False,
+    optimizer="muon",
+    muon_mul=(2.0, 4.0, 1.0),
+    muon_decay=1.2,
+    momentum_end=0.95,
+    momentum_warmup_steps=300,
+    value_lr=0.6,
+    w_s=448 / 1.6,
+    grad_s=448 / 0.75,
+    fp8_mlp="both",
+    fp8_attention=False,
+)
+# A size that two CPU cores train in a few minutes (BENCHMARKS.md). Sequences are short and begin
+# with a document: a run reads the beginnings of chapters of the sample corpus.
+SMALL = {
+    "cooldown_frac": 0.8,
+    "last_window": 512,
+    "batch_seqs": 4,
+    "seq_len": 128,
+    "val_seq_len": 1024,
+    "val_tokens": 16384,
+    "epochs": 0,
+    "num_heads": 2,
+    "head_dim": 64,
+    "model_dim": 128,
+    "bigram_signs": 512,
+    "tied_frac": 2 / 3,
+    "momentum_warmup_steps": 300,
+    "head_lr": 0.008 * 768 / 128,  # times the ratio of the widths
+    "w_s": 448 / 1.6,
+    "grad_s": 448 / 0.75,
+    "train_files": f"{t.SAMPLE}_train_*.bin",
+    "val_files": f"{t.SAMPLE}_val_*.bin",
+}
+RECORDS = {
+    # As its folder's version this_pr_v3 has it.
+    "2026-05-27-MuddGatedAndDC": replace(
+        RECORD_89, num_iterations=1290, extension_frac=15 / 1290, prefix=0.0, fp8_mlp="up"
+    ),
+    "2026-07-17_FP8DownProjection": RECORD_89,
+    "2026-08-30_ANVIL2": RECORD_92,
+    # Both demos have all techniques of their record. Fewer candidates end higher (BENCHMARKS.md).
+    "demo": replace(
+        RECORD_92,
+        **SMALL,
+        val_loss_every=120,
+        num_iterations=240,
+        extension_frac=4 / 180,
+        stages=STAGES_DEMO,
+        layers=LAYERS_DEMO,
+        num_layers=5,
+        mlp_width=480,
+        attention_border=0,
+        mudd_groups=4,
+        ngram_rows=200000,
+        muon_mul=(3.75**0.5, 2 * 3.75**0.5, 1.0),
+        anvil_from=104,
+        ngram_slow_from=68,
+    ),
+    "demo-89": replace(
+        RECORD_89,
+        **SMALL,
+        val_loss_every=90,
+        num_iterations=180,
+        extension_frac=4 / 180,
+        stages=STAGES_DEMO_89,
+        layers=LAYERS_DEMO_89,
+        num_layers=4,
+        mlp_width=512,
+        bigram_rows=50304,
+    ),
+}
+
+
+def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
+    """Return the layers in use: num_layers of --layers, half from each end. UserError for rows that
+    are wrong, or that name a layer which is not below them."""
+    rows, count, half = hp.layers.split(","), hp.num_layers, hp.num_layers // 2
+    if not 2 <= count <= len(rows):
+        raise UserError(f"--num_layers {count}: --layers has {len(rows)} rows, a model at least 2")
+    table = []
+    for i, row in enumerate(rows[: count - half] + rows[len(rows) - half :]):
+        layer = read_layer(row, Layer)
+        attends = layer.window != "none"
+        of_heads = layer.xsa or layer.gate or layer.composed or layer.mudd
+        rule = ""
+        if not attends and (layer.values or layer.source is not None or layer.paired):
+            rule = "a layer without attention has no values, source or pairs"
+        elif layer.skip_from is not None and (i < count - half or layer.skip_from >= i):
+            rule = "layers of the upper half add the output of a layer below"
+        elif layer.source is not None and layer.source >= i:
+            rule = "attention reads the output of a layer below"
+        elif of_heads and (layer.paired or not attends):
+            rule = "xsa, gate, composed, mudd need attention without pairs"
+        elif layer.mudd and (i < count - 1 or layer.mlps != 1):
+            rule = "mudd is for the last layer, with one MLP"
+        elif (layer.narrow or layer.narrow_values) and layer.window != "short":
+            rule = "narrow heads are short"
+        elif layer.mlps > 2:
+            rule = "a layer has at most two MLPs"
+        if rule:
+            raise UserError(f"--layers: {row!r} cannot be layer {i}: {rule}")
+        if not hp.narrow_heads:
+            layer = replace(layer, narrow=False, narrow_values=False)
+        table.append(layer)
+    return tuple(table)
+
+
+@cache
+def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
+    """Return the stages of the settings; UserError for a wrong row."""
+    table = read_stages(hp.stages, Stage, hp.seq_len)
+    if not all(stage.window and stage.cap for stage in table):
+        raise UserError(f"--stages {hp.stages}: a stage needs a window, and a cap above 0")
+    return table
+
+
+def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that are not allowed, alone or together."""
-    if hp.ngram_rows:
-        check_ngrams(hp)  # first: what other checks ask for, such as --adam_every 1, it may forbid
-    record_89.check(hp)
-    layers = base.layer_table(hp)
-    counts = [count for stage in base.stage_table(hp) for count in stage.candidates]
-    size = hp.vocab_size
-    narrow = [layer for layer in layers if layer.narrow or layer.narrow_values]
-    other_tokens = hp.canonical_mask and not 50257 <= size <= 50304
+    t.check(hp)
+    layer_table(hp)
+    stages, size, rows = stage_table(hp), hp.vocab_size, hp.ngram_rows
+    counts = [int(count) for stage in stages for count in stage.candidates if count]
+    bad_counts = hp.sampled_softmax and any(count % 16 or count > size for count in counts)
     bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
-    no_prefix = hp.prefix and not any(stage.prefix for stage in base.stage_table(hp))
-    mean_in_fp8 = (hp.fp8_attention or hp.fp8_mlp == "all") and not hp.loss_sum
-    bad_counts = hp.sampled_softmax and any(count % 16 or not 0 < count <= size for count in counts)
+    bad_heads = hp.num_heads % 2 or hp.num_heads * hp.head_dim != hp.model_dim
+    of_gpt2 = 50257 <= size <= 50304
+    has_prefix = any(any(stage.prefix) for stage in stages)
     for name, wrong, rule in (
-        ("layers", any(row.window != "short" for row in narrow), "narrow heads are short"),
-        ("layers", max(row.mlps for row in layers) > 2, "a layer has at most two MLPs"),
-        ("layers", layers[-1].mudd and layers[-1].mlps != 1, "the layer of mudd has one MLP"),
-        ("scaled_projections", not hp.scaled_projections, "must be on"),
-        ("loss_sum", mean_in_fp8, "FP8 in all layers needs it, on a CPU, too"),
-        ("mlp_width", hp.mlp_width > 4 * hp.model_dim, "must be at most 4 model_dim"),
+        ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),
+        ("save_every", hp.save_every % 2, "must be a multiple of 2, as Adam's steps are"),
+        ("vocab_size", size % 128, "must be a multiple of 128"),
+        ("num_heads", bad_heads, "must be even, and model_dim / head_dim"),
+        ("mlp_width", not 0 < hp.mlp_width <= 16 * hp.model_dim, "is from 1 to 16 model_dim"),
         ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
-        ("canonical_mask", other_tokens, "is for GPT-2's tokens: try --vocab_size 50304"),
+        ("logit_sigmoid", not all(hp.logit_sigmoid[::2]), "a and c must be above 0"),
+        ("canonical_mask", hp.canonical_mask and not of_gpt2, "is for --vocab_size 50304"),
         ("stages", bad_counts, f"candidates must be multiples of 16, from 16 to {size}"),
         ("sampled_softmax", hp.sampled_softmax and not counts, "needs candidates in --stages"),
-        (
-            "sampled_softmax",
-            hp.sampled_softmax and size % 128,
-            "needs vocab_size a multiple of 128",
-        ),
-        ("prefix", no_prefix, "needs prefix in --stages, which says its shares"),
+        ("prefix", hp.prefix and not has_prefix, "needs prefix in --stages, which says its shares"),
+        ("bigram_rows", hp.bigram_rows == 1, "must be 0 (no table), or 2 and more"),
+        ("bigram_rows", rows and hp.bigram_rows, "must be 0 with the table of --ngram_rows"),
+        ("bigram_signs", rows and not hp.bigram_signs, "must be above 0 with --ngram_rows"),
+        ("ngram_rows", rows and (rows % 2 or not 6 <= rows <= 2**31), "is even, from 6 to 2^31"),
+        ("ngram_slow_from", rows and hp.ngram_slow_from % 4, "must be a multiple of 4"),
     ):
         if wrong:
             raise UserError(f"--{name} {t.show(getattr(hp, name))}: {rule}")
 
 
-def check_ngrams(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that the n-gram table does not allow."""
-    rows = hp.ngram_rows
-    if hp.grad_clip:
-        rule = "is not possible with the n-gram table, which --ngram_rows 0 turns off"
-        raise UserError(f"--grad_clip {hp.grad_clip}: {rule}")
-    if rows % 2 or not 6 <= rows <= 2**31:
-        raise UserError(f"--ngram_rows {rows}: must be even, and from 6 to 2^31")
-    if hp.bigram_rows or not hp.bigram_signs:
-        raise UserError(f"--ngram_rows {rows}: needs --bigram_rows 0 and --bigram_signs above 0")
-    if hp.ngram_slow_from % 4 or hp.adam_every != 2:
-        rule = "needs --ngram_slow_from a multiple of 4, --adam_every 2"
-        raise UserError(f"--ngram_rows {rows}: {rule}")
+# -----------------------------------------------------------------------------
+# Data: each sequence begins with a document, and long documents are cut
 
 
-def changed(hp: record_89.Hyperparameters, **settings) -> Hyperparameters:
-    """Return a record of train_gpt_2026_07.py with all techniques of record 92, and settings."""
-    techniques = {
-        "bigram_rows": 0,
-        "attn_scale": 0.085,
-        "sampled_softmax": True,
-        "fp8_mlp": "all",
-        "fp8_attention": True,
-        "optimizer": "anvil",
-        "muon_decay": 2.25,
-        "tail_average": True,
-        "canonical_mask": True,
-        "lr_final": 0.3,
-        "momentum_end": 0.93,
-        "adam_groups": hp.adam_groups.replace("values+lr=.6", "values+lr=.56"),
-    }
-    return Hyperparameters(**vars(hp) | techniques | settings)
+def next_batch(tokens, starts, lengths, first: int, now: "Moment", count: int) -> tuple | None:
+    """Return the pieces of `count` sequences: of each document from the `first` one on, up to
+    now.longest tokens. Documents have these starts and lengths (n,). What is left of a sequence's
+    last document is dropped, as on the leaderboard since September 2025. Also return the next
+    batch's first document, and with candidates the largest number of different targets in a
+    sequence. Return None if too few tokens are left."""
+    ends = np.minimum(lengths, now.longest).cumsum()  # tokens up to each document's end
+    sequences = []
+    for _ in range(count):
+        begin = ends[first - 1] if first else 0
+        end = begin + now.seq_len + 1  # with the last target
+        last = np.searchsorted(ends, end)
+        if last == len(ends):
+            return None
+        pieces = np.stack([starts[first : last + 1]] * 2, axis=1)
+        pieces[:, 1] += np.diff(ends[first : last + 1], prepend=begin)
+        pieces[-1, 1] -= ends[last] - end
+        sequences.append(pieces)
+        first = last + 1
+    pieces = np.concatenate(sequences)
+    return pieces, first, most_different_targets(tokens, pieces, count) if now.candidates else 0
 
 
-RECORDS = {
-    "2026-08-30_ANVIL2": changed(
-        record_89.RECORDS["2026-07-17_FP8DownProjection"],
-        num_iterations=1194,
-        cooldown_frac=940 / 1174,
-        stages=STAGES,
-        extension_frac=20 / 1194,
-        tied_frac=0.9999,  # until the extension; with 1, to the end
-        layers=LAYERS,
-        attention_border=2560,
-        mlp_width=2816,
-        mudd_groups=12,
-        ngram_rows=84602880,
-        muon_mul=((2816 / 768) ** 0.5, 2 * (2816 / 768) ** 0.5, 1.0),
-        momentum_warmup_steps=240,
-        x_s=448 / 100,
-        w_s=448 / 2,
-        grad_s=8 * 448 / 0.75,
-        val_loss_every=0,
-    ),
-    # For the time of train_gpt_2026_07.py's demo. Fewer candidates end higher (BENCHMARKS.md).
-    "demo": changed(
-        record_89.RECORDS["demo"],
-        num_iterations=240,
-        stages=STAGES_DEMO,
-        layers=LAYERS_DEMO,
-        num_layers=5,
-        mlp_width=480,
-        mudd_groups=4,
-        ngram_rows=200000,
-        ngram_slow_from=68,
-        anvil_from=104,
-        muon_mul=(3.75**0.5, 2 * 3.75**0.5, 1.0),
-        val_loss_every=120,
-    ),
-}
+def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterator[tuple]:
+    """Plan the batches of these moments, as train_gpt.py's `consecutive` does. What comes again in
+    a later pass is looked up: in a long run, to make it anew takes minutes. UserError for a
+    sequence with more different targets than its softmax has candidates."""
+    step, batches, has_documents = 0, {}, False
+    for tokens in shards:
+        starts = np.flatnonzero(tokens == t.END_OF_TEXT)
+        lengths = np.diff(starts, append=len(tokens))
+        has_documents = has_documents or len(starts) > 0
+        first = 0
+        while True:
+            now = moments[step]
+            key = id(tokens), first, now.seq_len, now.longest, now.candidates > 0
+            if key not in batches:
+                batches[key] = next_batch(tokens, starts, lengths, first, now, hp.batch_seqs)
+            if batches[key] is None:
+                break
+            pieces, first, different = batches[key]
+            if now.candidates and different > now.candidates:
+                found = f"{different} different targets in a sequence of step {step}"
+                remedy = "more candidates in --stages, or --sampled_softmax off"
+                raise UserError(f"{found}, but {now.candidates} candidates: try {remedy}")
+            yield tokens, pieces
+            step += 1
+    if not has_documents:
+        reason = f"sequences begin with a document, and no token is {t.END_OF_TEXT}"
+        raise UserError(f"{reason}: data/tokenize_text.py puts it before each document")
 
 
 # -----------------------------------------------------------------------------
 # Schedules
 
 
-def part_of_stage(values: tuple, step: int, hp: Hyperparameters):
-    """Return which of a stage's values holds at a step: each for an equal part of the stage."""
-    if len(values) == 1:
-        return values[0]
-    gone = 1 - base.left_of_stage(step, hp)
-    return values[min(int(gone * len(values) + 1e-9), len(values) - 1)]
-
-
-class Moment(record_89.Moment):
-    """All that is scheduled, at one step."""
+class Moment:
+    """All that is scheduled, at one step, 0 to num_iterations."""
 
     def __init__(self, step: int, hp: Hyperparameters):
-        super().__init__(step, hp)
-        stage = base.stages_until(self.step, hp)[-1]
-        self.prefix = hp.prefix * part_of_stage(stage.prefix or (0.0,), self.step, hp)
-        self.candidates = 0  # tokens in the softmax, 0: all
-        if hp.sampled_softmax and stage.candidates:
-            self.candidates = int(part_of_stage(stage.candidates, self.step, hp))
-        self.ngram_cycle = 2 if self.step < hp.ngram_slow_from else 4  # steps between updates
-        self.ngrams = (self.step + 1) % self.ngram_cycle == 0  # whether the n-gram table learns
-        mixes = self.step >= hp.anvil_from
+        self.step = step = min(step, hp.num_iterations)
+        last = step == hp.num_iterations
+        self.validate = last or bool(hp.val_loss_every and step % hp.val_loss_every == 0)
+
+        # Stages are shares of the scheduled steps. With an extension, the last stage is that.
+        stages = stage_table(hp)
+        *ends, whole = itertools.accumulate(stage.share for stage in stages)
+        if hp.extension_frac > 0 and ends:
+            whole = ends[-1]
+        starts = [round(hp.scheduled_steps * end / whole) for end in (0.0, *ends)]
+        begun = bisect_right(starts, step)  # number of stages
+        stage = stages[begun - 1]
+        start, end = [*starts, hp.num_iterations][begun - 1 : begun + 1]
+        left = (end - step) / max(end - start, 1)  # share of the stage
+
+        def part(values: tuple[float, ...]) -> float:
+            """Return which of the values holds, each for an equal part of the stage."""
+            return values[min(int((1 - left) * len(values) + 1e-9), len(values) - 1)]
+
+        fall = 1.0  # of all learning rates: flat, then a linear fall to lr_final
+        if hp.cooldown_frac:
+            fall = min(max(1 - step / hp.scheduled_steps, 0.0) / hp.cooldown_frac, 1.0)
+        self.lr = fall * stage.lr + (1 - fall) * hp.lr_final  # multiplier on every learning rate
+        ramp = min(step / hp.momentum_warmup_steps, 1.0)
+        if hp.momentum_cooldown_steps:
+            ramp = min(ramp, (hp.num_iterations - step) / hp.momentum_cooldown_steps)
+        self.momentum = (1 - ramp) * hp.momentum_start + ramp * hp.momentum_end
+        mixes = step >= hp.anvil_from
         self.fast_beta = hp.fast_momentum if mixes else self.momentum  # of ANVIL's fast momentum
         self.fast_share = hp.anvil_share if mixes else 1.0  # of it, in the mixture
 
+        self.seq_len = int(hp.seq_len * stage.length)  # tokens in a training sequence
+        self.longest = stage.cap  # tokens at which documents are cut
+        self.window = hp.last_window if last and hp.last_window else stage.window  # the long one
+        # Those of the stages that have begun, for YaRN.
+        self.windows = [one.window for one in stages[:begun]]
+        self.shorts = [one.short or one.window // 2 for one in stages[:begun]]
+        self.short = self.shorts[-1]  # the short window, in tokens
+        *first, final = stage.targets
+        self.targets = (*first, final * left if first else final)  # weights of the next tokens
+        self.prefix = hp.prefix * (left if stage.falls else part(stage.prefix))
+        self.candidates = 0  # tokens in the softmax, 0: all
+        if hp.sampled_softmax:
+            self.candidates = int(part(stage.candidates))
+
+        # Head and embedding are tied, until a step at which Adam learns.
+        tied_steps = round(hp.scheduled_steps * hp.tied_frac)
+        tied_until = math.ceil((tied_steps + 1) / ADAM_EVERY) * ADAM_EVERY - 1
+        self.tied = hp.tied_frac == 1 or (hp.tied_frac > 0 and step <= tied_until)
+        self.ngram_cycle = 2 if step < hp.ngram_slow_from else 4  # steps between updates
+        self.ngrams = (step + 1) % self.ngram_cycle == 0  # whether the n-gram table learns
+
     @property
-    def graph_key(self) -> tuple:  # overrides
-        """The loss is compiled once more for each number of candidates, and Adam of the value
-        tables for each cycle."""
-        cycle = self.ngram_cycle if self.ngrams else 0
-        return *super().graph_key, self.candidates, cycle
+    def graph_key(self) -> tuple:
+        """What is compiled once more for each of its values. A new window compiles nothing."""
+        return self.seq_len, len(self.targets), self.prefix > 0, self.candidates, self.tied
 
 
 # -----------------------------------------------------------------------------
-# Model
+# Model: attention, the MLP, mixers, layers
 
 
-class CausalSelfAttention(record_89.CausalSelfAttention):
-    """train_gpt_2026_07.py's attention, whose heads may be narrow. A narrow head is a part of a
-    whole one: the rest of the weights exists, as in the public record, and never learns."""
+def random_weight(rows: int, columns: int, bound: float = 1.0) -> nn.Parameter:
+    """Return a weight (rows, columns) within bound / sqrt(columns)."""
+    return nn.Parameter(t.CastedLinear(columns, rows).weight.detach() * bound)
+
+
+INIT_BOUND = 0.75**0.5  # bound of the initial matrices
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention with normalised, rotated q and k, value embeddings mixed into v, and what a mixer
+    says of each token and head. A narrow head is a part of a whole one: the rest of the weights
+    exists, as in the public record, and never learns."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
-        super().__init__(hp, layer)
-        self.fp8 = hp.fp8_attention
-        if layer.narrow:
-            self.scale = hp.narrow_scale
+        super().__init__()
+        self.layer, self.eps, self.fp8 = layer, hp.norm_eps, hp.fp8_attention
+        self.head_shape = heads, dim = hp.num_heads, hp.head_dim
+        self.scale = hp.narrow_scale if layer.narrow else hp.attn_scale
+        qkv = random_weight(3 * heads * dim, hp.model_dim, INIT_BOUND).detach()
+        qk, v = qkv.split([2 * heads * dim, heads * dim])
+        # Muon orthogonalises each of these matrices (pairs: 2026-04-08_PairedHeadMuon).
+        self.qk_w = nn.Parameter(qk.view(-1, (2 if hp.qk_pairs else heads) * dim, hp.model_dim))
+        self.v_w = nn.Parameter(v)
+        self.c_proj = t.CastedLinear(heads * dim, hp.model_dim)
+        self.c_proj.weight.data *= INIT_BOUND
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # on the weights of qkv and output
+        self.value_gate = None
+        if layer.values is not None and not layer.mudd:
+            self.value_gate = nn.Parameter(torch.zeros(heads, GATE_CHANNELS))
 
-    def qkv_weights(self) -> list[Tensor]:  # overrides
-        """Return the weights of q, k and v, each (H, D, C) or narrower. Of q and k, the channels
-        that rotate are the first half of both halves, with half RoPE."""
-        *qk, v = super().qkv_weights().unflatten(1, self.head_shape)
-        if self.layer.narrow:
-            qk = [part.unflatten(1, (4, -1))[:, ::2].flatten(1, 2) for part in qk]
+    def qkv(self, x: Tensor) -> list[Tensor]:
+        """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C)."""
+        q, k = self.qk_w.view(2, *self.head_shape, -1)  # weights (H, D, C)
+        v = self.v_w.view(*self.head_shape, -1)
+        if self.layer.narrow:  # half RoPE rotates the first half of both halves
+            q, k = (part.unflatten(1, (4, -1))[:, ::2].flatten(1, 2) for part in (q, k))
         if self.layer.narrow_values:
             v = v[:, : v.size(1) // 2]
-        return [*qk, v]
-
-    def projected(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:  # overrides
-        """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C) and a table's rows."""
-        parts = self.qkv_weights()
-        qkv_w = self.lambdas[0] * torch.cat([part.flatten(0, 1) for part in parts])
+        sizes = [len(part) * part.size(1) for part in (q, k, v)]
+        w = self.lambdas[0] * torch.cat([part.flatten(0, 1) for part in (q, k, v)])
         if self.fp8 and self.training and t.fp8_supported(x.device):
-            qkv = FP8Projection.apply(x.flatten(0, -2), qkv_w.type_as(x))[None]
+            qkv = FP8Projection.apply(x.flatten(0, -2), w.type_as(x))[None]
         else:
-            qkv = F.linear(x, qkv_w.type_as(x))
-        qkv = qkv.split([len(p) * p.size(1) for p in parts], dim=-1)
-        q, k, v = (part.unflatten(-1, (len(p), -1)) for part, p in zip(qkv, parts, strict=True))
+            qkv = F.linear(x, w.type_as(x))
+        return [part.unflatten(-1, (len(q), -1)) for part in qkv.split(sizes, dim=-1)]
+
+    def forward(self, x, value, rotary, mask, numbers: dict[str, Tensor], post) -> Tensor:
+        """Map x (1, T, C) to (1, T, C), times post () if that is no None. `value` is a table's rows
+        (T, H * D), `numbers` (1, T, H) are a mixer's: alpha, gate, and w1 and w2 of composed heads.
+        """
+        layer = self.layer
+        q, k, v = self.qkv(x)
         if value is not None:
-            value = self.gated(x, value.view(1, -1, *self.head_shape))
+            value = value.view(1, -1, *self.head_shape)
+            if self.value_gate is not None:
+                half = GATE_CHANNELS // 2
+                read = torch.cat([x[..., :half], value.flatten(2)[..., :half]], dim=-1)
+                value = 2 * gate_of(read, self.value_gate)[..., None] * value
             v = v + value[..., : v.size(-1)]
-        return q, k, v
 
-    def output_weights(self) -> Tensor:  # overrides
-        """Return the weights of the output, (C, H * D), for as many channels as values have."""
-        weights = super().output_weights()
-        if self.layer.narrow_values:
-            heads = weights.unflatten(1, self.head_shape)
-            weights = heads[:, :, : heads.size(2) // 2].flatten(1)
-        return weights
+        parts = q, k, v
+        if layer.paired:
+            *parts, rotary = as_pairs(parts, rotary)
+        of_heads = ()
+        if layer.composed:
+            w1 = F.rms_norm(numbers["w1"].float(), numbers["w1"].shape[-1:], eps=1e-6)
+            of_heads = w1, numbers["w2"]
+        q, k = rotated(*parts[:2], rotary, self.eps)  # (1, H, T, D)
+        out = self.attend(q, k, parts[2].transpose(1, 2), mask, self.scale, *of_heads)
+        out = out.transpose(1, 2).reshape(v.shape)
+
+        if layer.xsa:  # exclusive attention (arXiv 2603.09078; 2026-04-29_XSAGatedLayers)
+            along = (out * v).sum(-1, keepdim=True)
+            along = along / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            out = out - torch.tanh(numbers["alpha"])[..., None] * along * v
+        if layer.gate:
+            out = out * numbers["gate"][..., None]
+        # Factors multiply the weight: one on activations would keep them for its own gradient.
+        w = self.c_proj.weight
+        if layer.narrow_values:
+            w = w.unflatten(1, self.head_shape)[:, :, : v.size(-1)].flatten(1)
+        w = self.lambdas[1] * w
+        if post is not None:
+            w = post * w
+        return F.linear(out.flatten(2), w.type_as(out))
+
+    def attend(self, q, k, v, mask: tuple | Tensor, scale: float, *of_heads) -> Tensor:
+        """Attend. With w1 and w2 of `composed`, heads are composed, too. tools/sample.py replaces
+        this method by one that caches keys and values."""
+        if self.layer.mask == "long":
+            k = offset_keys(k)
+        out = t.attend(q, k, v, mask, scale)
+        if of_heads:
+            out = out + recomputed_if_small(composed, *of_heads, q, k, v, mask, scale)
+        return out
 
 
-class MLP(record_89.MLP):
-    """train_gpt_2026_07.py's MLP, of another width, and with backward matmuls in FP8, too."""
+class MLP(nn.Module):
+    """Two projections around ReLU squared. In training, matmuls are in FP8 if a kernel is in use
+    for that."""
 
     def __init__(self, hp: Hyperparameters):
-        super().__init__(hp)
-        if hp.fp8_mlp == "all":
-            self.fp8_product, self.room = fp8_mlp, 1.03
-        if hp.mlp_width:
-            up, down = self.c_fc.weight.detach(), self.c_proj.weight.detach()
-            self.c_fc.weight = nn.Parameter(up[: hp.mlp_width].clone())
-            self.c_proj.weight = nn.Parameter(down[:, : hp.mlp_width].clone())
+        super().__init__()
+        self.c_fc = t.CastedLinear(hp.model_dim, hp.mlp_width)
+        self.c_fc.weight.data *= INIT_BOUND
+        self.c_proj = t.CastedLinear(hp.mlp_width, hp.model_dim)
+        nn.init.zeros_(self.c_proj.weight)
+        rest = max(4 * hp.model_dim - hp.mlp_width, 0)  # drawn and not used, as before
+        torch.empty(2 * rest, hp.model_dim).uniform_()
+        self.fp8_product = fp8_mlp if hp.fp8_mlp == "all" else fp8_relu2_mlp
+        self.squares_in_fp8 = hp.fp8_mlp != "up"
+        self.register_buffer("scale", torch.ones(()))  # of squares, in FP8
+        self.register_buffer("largest", torch.zeros(()), persistent=False)  # one in this step
+
+    def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
+        """Map x (..., C) to (..., C), times post () if that is no None: as in attention."""
+        w_in, w_out = self.c_fc.weight.type_as(x), self.c_proj.weight
+        w_out = (w_out if post is None else post * w_out).type_as(x)
+        if not (self.training and self.fp8_product.__name__ in t.IN_USE):
+            return t.relu2_mlp(x, w_in, w_out)
+        out, largest = self.fp8_product(x, w_in, w_out, self.scale if self.squares_in_fp8 else None)
+        self.largest.copy_(torch.maximum(self.largest, largest))
+        return out
 
 
-class Block(record_89.Block):
-    """train_gpt_2026_07.py's layer, which may lack attention or the MLP, or have two MLPs. x0 and
-    n-grams are also added in layers without attention. It also returns what the MLPs read."""
+MIXER_SCALE = 0.1  # factor on what mixers make; those of the layers learn it
 
-    attention_class = CausalSelfAttention
-    mlp_class = MLP
+
+class Mixer(nn.Module):
+    """A small MLP that makes numbers of each token's stream (MUDD, arXiv 2502.12170). They begin as
+    constants, from `bias`. With groups, a number also differs between groups of channels."""
+
+    def __init__(self, hp: Hyperparameters, constants: list[float], width: int, groups: int = 0):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(constants) / MIXER_SCALE)
+        self.hidden_w = self.out_w = self.group_w = None
+        if width:
+            self.hidden_w = random_weight(width, hp.model_dim)
+            self.out_w = nn.Parameter(torch.zeros(len(constants), width))
+        if groups:
+            self.group_w = nn.Parameter(torch.zeros(len(constants), groups, width))
+
+    @t.compiled
+    def forward(self, x: Tensor, scale: float | Tensor = MIXER_SCALE) -> Tensor:
+        """Map x (1, T, C) to n numbers (1, T, n), times a scale (1,). With groups they are (1, T,
+        n * C): each of them for all channels."""
+        bias = self.bias.type_as(x)
+        if self.hidden_w is None:
+            return (scale * bias).type_as(x).expand(1, x.size(1), -1)
+        hidden = F.gelu(F.linear(x, self.hidden_w.type_as(x)))
+        if self.group_w is not None:  # twice, as before
+            more = F.linear(hidden, self.group_w.flatten(0, 1).type_as(x))
+            hidden = F.gelu(F.linear(x, self.hidden_w.type_as(x)))
+        numbers = (scale * F.linear(hidden, self.out_w.type_as(x), bias)).type_as(x)
+        if self.group_w is not None:
+            more = (scale * more).type_as(x).unflatten(-1, self.group_w.shape[:2])
+            numbers = (numbers[..., None] + more).flatten(2)
+            numbers = numbers.repeat_interleave(x.size(-1) // more.size(-1), dim=-1)
+        return numbers
+
+
+def named(numbers: Tensor, first: dict[str, list[float]]) -> dict[str, Tensor]:
+    """Return numbers (1, T, n), which begin as those of `first`, by their names. Mixers with groups
+    make equally many numbers by each name."""
+    sizes = [len(constants) for constants in first.values()]
+    if numbers.size(-1) != sum(sizes):
+        return dict(zip(first, numbers.chunk(len(first), dim=-1), strict=True))
+    return dict(zip(first, numbers.split(sizes, dim=-1), strict=True))
+
+
+def numbers_of(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]:
+    """Return the numbers that a mixer makes for a layer, as they are at first."""
+    one_each = hp.num_heads
+    first = {
+        "skip": [0.5] * (layer.skip_from is not None),
+        "x0": [0.0] * layer.embed,
+        "bigram": [hp.bigram_lambda] * layer.bigram,
+        "alpha": [0.0] * one_each * layer.xsa,
+        "gate": [0.25] * one_each * layer.gate,
+        "w1": [1.0] * one_each * layer.composed,
+        "w2": [0.0] * one_each * layer.composed,
+    }
+    return {name: constants for name, constants in first.items() if constants}
+
+
+def numbers_of_mudd(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]:
+    """Return the numbers that the layer of mudd makes for itself, as they are at first: factors on
+    streams that go into its values ("v ..."), its input ("x ...") and the stream behind attention
+    (2026-04-22_MuddFormer)."""
+    streams = ("start", "x") if layer.source is None else ("start", "late", "x")
+    first = {f"{use} {name}": [0.0] for use in "vx" for name in streams}
+    first |= {"tables": [2.0, 2.0], "start": [0.0], "bigram": [hp.bigram_lambda]}
+    keep = [hp.residual_lambda]
+    return first | {"keep": keep, "attention": [1.0], "keep mlp": keep, "mlp": [1.0]}
+
+
+def numbers_of_end(layers: tuple[Layer, ...], hp: Hyperparameters) -> dict[str, list[float]]:
+    """Return the factors on the streams that the end adds, as they are at first."""
+    late = [] if layers[-1].source is None else ["late"]
+    skips = [f"output {layer.skip_from}" for layer in layers if layer.skip_from is not None]
+    tables = [layer.values for layer in layers if layer.values is not None]
+    names = ["start", *late, "input", *tables[:1], *skips]
+    if hp.mudd_all:
+        names += [*tables, "read", *(["source"] if late else [])]
+    return dict.fromkeys(names, [0.0]) | dict.fromkeys(late, [-0.5])
+
+
+class Block(nn.Module):
+    """One layer: attention, if it has that, and no, one or two MLPs. Each of these two sublayers
+    has factors on the residual stream and on its output; in the layer of mudd, its mixer makes
+    them for each token."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
-        super().__init__(hp, layer)
-        if layer.mlps == 0:
-            self.mlp = None
-        self.second_mlp = self.mlp_class(hp) if layer.mlps == 2 else None
-        if not layer.mudd:
+        super().__init__()
+        self.layer, self.eps = layer, hp.norm_eps
+        self.first = numbers_of(layer, hp)
+        self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
+        mlps = [MLP(hp) for _ in range(max(layer.mlps, 1))]
+        self.mlp = mlps[0] if layer.mlps else None
+        self.second_mlp = mlps[1] if layer.mlps == 2 else None
+        if layer.mudd:
+            self.first_of_mudd = numbers_of_mudd(layer, hp)
+        else:
             self.residual_lambda = nn.Parameter(torch.full((2,), hp.residual_lambda))
             self.post_lambda = nn.Parameter(torch.ones(2))
 
-    def forward(self, x, added, value, rotary, mask, source, numbers) -> tuple:  # overrides
-        """Map x (1, T, C) to (1, T, C), twice."""
-        keep, post, out = self.residual_lambda, self.post_lambda, None
+    @t.compiled
+    def forward(self, x, streams, numbers, value, rotary, mask, skip_weight=None, mixer=None):
+        """Map x (1, T, C) to (1, T, C). `streams` (1, T, C), by name, are those that the layer adds
+        or reads, `numbers` (1, T, n) a mixer's. The layer of mudd, which has a mixer of its own,
+        also returns two streams for the end."""
+        numbers = {} if numbers is None else named(numbers, self.first)
+        if "skip" in streams:
+            x = x + torch.sigmoid(skip_weight) * numbers["skip"] * streams["skip"]
+        if self.layer.mudd:
+            return self.mudd(x, streams, numbers, value, rotary, mask, mixer)
+        keep, post = self.residual_lambda, self.post_lambda
+        added = []
         if self.attn is not None:
-            read = base.recomputed_if_small(t.norm, x, self.eps) if source is None else source
-            of_weights = None if post is None else post[0]
-            out = self.attn(read, value, rotary, mask, of_weights, numbers)
-        if post is None:  # the layer of mudd
-            x = numbers["keep"] * x + numbers["attention"] * out + added
-            read = base.recomputed_if_small(t.norm, x, self.eps)
-            return numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read), read
-        if out is not None or added is not None:
+            read = self.read_by_attention(x, streams)
+            added.append(self.attn(read, value, rotary, mask, numbers, post[0]))
+        shares = [numbers[name] * streams[name] for name in ("x0", "bigram") if name in streams]
+        if shares:
+            added.append(sum(shares[1:], shares[0]))
+        if added:
             x = keep[0] * x
-        for part in (out, added):
-            if part is not None:
-                x = x + part
-        read = base.recomputed_if_small(t.norm, x, self.eps)
+        for part in added:
+            x = x + part
+        read = recomputed_if_small(norm, x, self.eps)
         x = keep[1] * x
         for mlp in (self.mlp, self.second_mlp):
             if mlp is not None:
                 x = x + mlp(read, post[1])
-        return x, read
+        return x
+
+    def mudd(self, x, streams, numbers, value, rotary, mask, mixer) -> tuple:
+        """Return what forward does. The mixer's numbers also mix earlier streams into the values
+        and the input of attention."""
+        streams = streams | {"x": x}
+        numbers = numbers | named(mixer(x), self.first_of_mudd)
+        added = numbers["start"] * streams["start"]
+        if "bigram" in streams:
+            added = added + numbers["bigram"] * streams["bigram"]
+        gate = numbers["tables"].repeat_interleave(x.size(-1) // 2, dim=-1)
+        value = 0 if value is None else gate * value
+        for name in ("start", "late", "x"):
+            if name in streams:
+                value = value + numbers[f"v {name}"] * streams[name]
+                x = x + numbers[f"x {name}"] * streams[name]
+        read = self.read_by_attention(x, streams)
+        out = self.attn(read, value, rotary, mask, numbers, None)
+        x = numbers["keep"] * x + numbers["attention"] * out + added
+        read = recomputed_if_small(norm, x, self.eps)
+        x = numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read)
+        return x, {"input": streams["x"], "read": read}
+
+    def read_by_attention(self, x: Tensor, streams: dict[str, Tensor]) -> Tensor:
+        """Return what attention reads: an earlier layer's output, normed, or else x."""
+        if "source" in streams:
+            return streams["source"]
+        return recomputed_if_small(norm, x, self.eps)
 
 
-class GroupMixer(record_89.Mixer):
-    """A Mixer whose numbers also differ between groups of adjacent channels."""
+# -----------------------------------------------------------------------------
+# Model: the head, and the whole
 
-    def __init__(self, hp: Hyperparameters, width: int, constants: dict[str, list[float]]):
-        super().__init__(hp, width, constants)
-        self.group_size = hp.model_dim // hp.mudd_groups
-        self.group_w = nn.Parameter(torch.zeros(len(self.bias), hp.mudd_groups, width))
 
-    def forward(self, x: Tensor, scale: float = record_89.MIXER_SCALE) -> Tensor:  # overrides
-        """Map x (1, T, C) to all numbers of all channels, (1, T, n * C)."""
-        of_groups = F.linear(self.hidden(x), self.group_w.flatten(0, 1).type_as(x))
-        of_groups = (scale * of_groups).type_as(x).unflatten(-1, self.group_w.shape[:2])
-        numbers = super().forward(x, scale)[..., None] + of_groups
-        return numbers.flatten(2).repeat_interleave(self.group_size, dim=-1)
+class Head(t.Head):
+    """train_gpt.py's Head, with logits capped by a sigmoid. In training, a token has several
+    targets, and the softmax covers a part of the vocabulary."""
 
-    def named(self, numbers: Tensor) -> dict[str, Tensor]:  # overrides
-        """Return the numbers (1, T, C) of all channels by their names."""
-        return dict(zip(self.names, numbers.chunk(len(self.names), dim=-1), strict=True))
+    def __init__(self, hp: Hyperparameters):
+        super().__init__(hp)
+        self.weight.data.normal_(std=0.005)
+        self.form = hp.logit_sigmoid
+        # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
+        self.grad_scale = 1.0
+        self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
+        self.vocab_size = hp.vocab_size
+        self.shares = None  # of several targets (K,), while a loss is computed
+        # Of this rank's sequences, in the order in which they come: the next one's is first.
+        self.register_buffer("offsets", self.first_offsets(hp.batch_seqs), persistent=False)
+
+    def first_offsets(self, sequences: int) -> Tensor:
+        """Return where in the sweep the sequences of the first batch begin, (sequences,)."""
+        return torch.arange(sequences) * self.vocab_size // sequences
+
+    @cached_property
+    def prefixes(self) -> Tensor:
+        """The longest token that begins each token (V,), or -1."""
+        return torch.tensor(token_prefixes(self.vocab_size), device=self.weight.device)
+
+    def logits(self, x: Tensor) -> Tensor:  # overrides
+        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
+        a, b, c = self.form
+        return a * self(x).float().add_(b).div_(c).sigmoid_()
+
+    @t.compiled
+    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
+        """Return scale times the summed loss () of the next token: with shares (K,), weighted_loss
+        of targets (T, K)."""
+        if self.shares is None:
+            return super().chunk_loss(x, targets, scale)
+        if "chunk_loss" in t.IN_USE:
+            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
+        return weighted_loss(self.logits(x), targets, self.shares, scale)
+
+    def training_loss(self, x: Tensor, targets: Tensor, now: Moment) -> Tensor:
+        """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. The
+        gradients are those of a sequence's summed losses of all targets of the moment, times their
+        shares, in a softmax of now.candidates, if it names some."""
+        shares, columns, whole = now.targets, next_targets(targets, len(now.targets)), self.weight
+        if now.prefix:  # 2026-07-13's record
+            shares = *shares, now.prefix
+            columns = torch.cat([columns, self.prefixes[targets][:, None]], dim=1)
+        if shares == (1.0,) and not now.candidates:
+            return self.loss(x, targets)
+        if now.candidates:
+            chosen, columns = self.choose(columns, now.candidates)
+            # While the loss is computed, the chosen rows stand for the weight. They are a leaf: the
+            # hook adds their gradient to the weight's, with which it is sent.
+            self.weight = nn.Parameter(F.embedding(chosen, whole.detach()))
+            self.weight.grad_dtype = whole.grad_dtype
+            self.weight.register_post_accumulate_grad_hook(partial(self.add_gradient, chosen))
+        self.shares = torch.stack([torch.full((), share, device=x.device) for share in shares])
+        try:
+            return self.loss(x, columns)
+        finally:
+            self.weight, self.shares = whole, None
+
+    def choose(self, columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` candidates (count,) for a softmax, and the targets (T, K) as places among
+        them. A target that is no candidate, such as a prefix, is -1 and has no share."""
+        size = self.vocab_size
+        chosen, offset = choose_candidates(columns[:, 0], self.offsets[0], count, size)
+        self.offsets.copy_(torch.cat([self.offsets[1:], offset[None]]))
+        place = torch.full((size + 1,), -1, device=columns.device)  # the last place is that of -1
+        place[chosen] = torch.arange(count, device=columns.device)
+        columns = place[columns]
+        columns[:, 0].clamp_(min=0)  # all are candidates, but in a warm-up
+        return chosen, columns
+
+    def add_gradient(self, chosen: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the chosen rows (n,) at their places, in the backward pass."""
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight, dtype=rows.grad.dtype)
+        self.weight.grad.index_add_(0, chosen, rows.grad)
+        rows.grad = None
 
 
 @t.compiled
@@ -417,67 +952,221 @@ def with_borders(tokens: Tensor, distance: int) -> Tensor:
     return torch.where((position - start) % distance == 0, t.END_OF_TEXT, tokens)
 
 
-class GPT(record_89.GPT):
-    """The language model of record 92."""
-
-    block_class = Block
-    head_class = Head
+class GPT(nn.Module):
+    """The language model of these records. A tied head is bfloat16 on CUDA, too."""
 
     def __init__(self, hp: Hyperparameters):
-        super().__init__(hp)
+        super().__init__()
+        self.hp, self.layers = hp, layer_table(hp)
+        self.kernels = ("chunk_loss", "relu2_mlp")  # of gpu_kernels.py, if they agree
+        if hp.fp8_mlp != "off":
+            self.kernels += ("fp8_mlp" if hp.fp8_mlp == "all" else "fp8_relu2_mlp",)
+        last, width = self.layers[-1], hp.num_heads * hp.head_dim
+
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim)
+        names = sorted({layer.values for layer in self.layers} - {None})
+        tables = {name: nn.Embedding(hp.vocab_size, width) for name in names}
+        for table in tables.values():
+            table.weight.data *= 0.01
+        self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
+        self.bigram_embed = None
+        if hp.bigram_rows:
+            zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
+            self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.ngrams = NgramTable(hp) if hp.ngram_rows else None
-        if hp.mudd_groups and "end" in self.mixers:
-            constants = self.mixer_constants()["end"]
-            self.mixers["end"] = GroupMixer(hp, hp.mudd_width, constants)
+        self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
+        self.smear_lambda = nn.Parameter(torch.zeros(1))
+
+        self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
+        # Of the upper half's layers, which may have a skip connection.
+        self.skip_weights = nn.Parameter(torch.full((hp.num_layers // 2,), -1.5))
+        self.lm_head = Head(hp)
+        if hp.tied_frac:
+            self.embed.weight.data.copy_(self.lm_head.weight.data)
+        signs = torch.randn(hp.bigram_signs, hp.model_dim).sign()
+        self.register_buffer("signs", signs.bfloat16())
+
+        # Mixers of layers go by the layer before which they read x: for those up to the next one.
+        self.mixers, self.mixer_scale = nn.ModuleDict(), nn.Parameter(torch.tensor([MIXER_SCALE]))
+        begins = [i for i, layer in enumerate(self.layers) if i == 0 or layer.mixer]
+        self.mixed = {}  # by mixer: how many numbers it makes for each layer
+        for i, end in itertools.pairwise([*begins, hp.num_layers]):
+            constants = [sum(self.blocks[j].first.values(), []) for j in range(i, end)]
+            self.mixed[i] = [len(numbers) for numbers in constants]
+            if any(constants):
+                self.mixers[f"{i}"] = Mixer(hp, sum(constants, []), hp.mixer_width)
+        if last.mudd:
+            constants = sum(self.blocks[-1].first_of_mudd.values(), [])
+            self.mixers["last"] = Mixer(hp, constants, hp.mudd_width)
+            self.first_of_end = numbers_of_end(self.layers, hp)
+            constants = sum(self.first_of_end.values(), [])
+            if hp.mudd_groups:
+                random_weight(hp.mudd_width, hp.model_dim)
+            self.mixers["end"] = Mixer(hp, constants, hp.mudd_width, hp.mudd_groups)
+        self.frequencies: dict[tuple, tuple] = {}  # of rotary, by the windows so far
 
     @cached_property
     def canonical(self) -> CanonicalMask:
         """The mask of the last validation, which is made when it is needed first."""
         return CanonicalMask(len(self.lm_head.weight))
 
-    def mixer_constants(self) -> dict[str, dict[str, list[float]]]:  # overrides
-        """Return what train_gpt_2026_07.py's returns. The end mixes all value tables' rows, what
-        the last MLP reads, and what late attention does, too."""
-        made = super().mixer_constants()
-        if "end" in made:
-            tables = [layer.values for layer in self.layers if layer.values is not None]
-            names = [*tables, "read"]
-            if self.layers[-1].source is not None:
-                names.append(f"source {self.layers[-1].source}")
-            made["end"] |= dict.fromkeys(names, [0.0])
-        return made
+    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
+        """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64: in
+        training as by training_loss; in the last validation without tokens that cannot follow."""
+        x = self.hidden(input_seq, now)
+        if self.training:
+            return self.lm_head.training_loss(x, target_seq, now)
+        if self.hp.canonical_mask and now.step == self.hp.num_iterations:
+            return self.canonical.loss(self.lm_head, x, target_seq, input_seq)
+        return self.lm_head.loss(x, target_seq)
 
-    def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:  # overrides
-        """Return the masks of input_seq (T,), by Layer.mask."""
+    def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
+        """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
+        # Windows are tensors, so that a new one recompiles nothing.
+        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
+        rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
+        x, more = self.embedded(input_seq, tied=self.training and now.tied)
+        return self.run_layers(x, more, rotary, masks)
+
+    def run_layers(self, x: Tensor, more: dict[str, Tensor], rotary: dict, masks: dict) -> Tensor:
+        """Map embeddings (T, C) to the head's input (T, C). `more` is of `embedded`."""
+        bigram, late = more.get("bigram"), self.layers[-1].source
+        x, x0, made = self.begin(x, bigram)
+        start, for_end = x, {**more, "start": x}
+        outputs, normed, numbers = {}, {}, {}  # by layer
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            if f"{i}" in self.mixers:
+                if i > 0:
+                    made = self.mixers[f"{i}"](x, self.mixer_scale)
+                numbers |= enumerate(made.split(self.mixed[i], dim=-1), start=i)
+            streams = {
+                "skip": outputs.get(layer.skip_from),
+                "source": normed.get(layer.source),
+                "x0": x0 if layer.embed else None,
+                "bigram": bigram if (layer.bigram and i > 0) or layer.mudd else None,
+                "start": start if layer.mudd else None,
+                "late": outputs.get(late) if layer.mudd else None,
+            }
+            streams = {name: stream for name, stream in streams.items() if stream is not None}
+            value, mask = more.get(layer.values), masks.get(layer.mask)
+            turns = rotary.get((layer.narrow, layer.paired))
+            case = x, streams, numbers.get(i), value, turns, mask
+            if layer.skip_from is not None:
+                case = *case, self.skip_weights[i - len(self.layers)]
+            if layer.mudd:
+                x, of_mudd = block(*case, mixer=self.mixers["last"])
+                for_end |= streams | of_mudd
+            else:
+                x = block(*case)
+            if any(later.skip_from == i for later in self.layers) or i == late:
+                outputs[i] = for_end[f"output {i}"] = x
+            if any(later.source == i for later in self.layers):
+                normed[i] = norm(x, self.hp.norm_eps)
+        return self.end(x, for_end)
+
+    @t.compiled
+    def begin(self, x: Tensor, bigram: Tensor | None) -> tuple:
+        """Return the first layer's input (1, T, C) of embeddings (T, C), which has a share of
+        n-grams; x0, which has not; and the first mixer's numbers."""
+        x = x0 = norm(x, self.hp.norm_eps)[None]
+        if "0" not in self.mixers:
+            return x, x0, None
+        made = self.mixers["0"](x0, self.mixer_scale)
+        numbers = named(made.split(self.mixed[0], dim=-1)[0], self.blocks[0].first)
+        if "bigram" in numbers and bigram is not None:
+            x = x0 + numbers["bigram"] * bigram
+        return x, x0, made
+
+    @t.compiled
+    def end(self, x: Tensor, streams: dict[str, Tensor]) -> Tensor:
+        """Map the last output (1, T, C), with shares of streams, to the head's input (T, C)."""
+        if "end" in self.mixers:
+            for name, number in named(self.mixers["end"](x), self.first_of_end).items():
+                x = x + number * streams[name]
+        return norm(x, self.hp.norm_eps)[0]
+
+    def embedded(self, input_seq: Tensor, tied: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the smeared embeddings (T, C) of tokens (T,), of which the head is the table if it
+        is tied; and what else layers add: rows of each value table by its name, and n-grams by
+        "bigram"."""
+        x = t.look_up(input_seq, (self.lm_head if tied else self.embed).weight)
+        x = self.smeared(x)
+        tables = self.value_embeds["embed"].items()
+        more = {name: t.look_up(input_seq, table.weight) for name, table in tables}
+        if self.bigram_embed is not None:
+            rows = bigram_hash(input_seq, self.hp.bigram_rows)
+            more["bigram"] = t.look_up(rows, self.bigram_embed.weight)
+            if self.hp.bigram_signs:
+                more["bigram"] = self.signed(more["bigram"], input_seq)
+        if self.ngrams is not None:
+            self.share_ngrams()
+            rows, signs = ngram_hashes(input_seq, self.hp.ngram_rows, len(self.signs))
+            found = self.ngrams.look_up(rows.flatten())
+            more["bigram"] = self.signed_sum(found.view(*rows.shape, -1), signs)
+        return x, more
+
+    @t.compiled
+    def smeared(self, x: Tensor) -> Tensor:
+        """Return embeddings (T, C), each with a share of the previous one."""
+        return smeared(x, self.smear_gate, self.smear_lambda)
+
+    @t.compiled
+    def signed(self, bigram: Tensor, input_seq: Tensor) -> Tensor:
+        """Return rows of bigrams (T, C) times signs, chosen by another hash of the tokens (T,) and
+        those before them. The first one has those of row 0 (2026-05-20_BigramsSignTrick)."""
+        row = F.pad((input_seq[1:] ^ input_seq[:-1]) % len(self.signs), (1, 0))
+        return bigram * self.signs[row].type_as(bigram)
+
+    @t.compiled
+    def signed_sum(self, rows: Tensor, signs: Tensor) -> Tensor:
+        """Return the sum (T, C) of a bigram's and a trigram's rows (2, T, C), times those rows (2,
+        T) of the table of signs."""
+        return (rows * self.signs[signs.long()].type_as(rows)).sum(0)
+
+    @torch.no_grad()
+    @t.compiled
+    def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:
+        """Return the masks of input_seq (T,) for both windows (), by Layer.mask."""
         if self.training and self.hp.attention_border:
             input_seq = with_borders(input_seq, self.hp.attention_border)
-        return super().masks(input_seq, long, short)
+        masks = {}
+        for name in sorted({layer.mask for layer in self.layers} - {"none"}):
+            tokens = two_places(input_seq) if name.endswith("+pair") else input_seq
+            window = long if name.startswith("long") else short
+            masks[name] = t.make_mask(visible_by_distance(tokens, window))
+        return masks
 
-    def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:  # overrides
-        """Return the rotary tables of tokens at positions (T,), by Layer.rotary. Those of narrow
-        heads follow the short window."""
-        tables = {}
-        for narrow in sorted({layer.narrow for layer in self.layers}):
-            stages = base.stages_until(now.step, self.hp) if self.hp.yarn else ()
-            windows = tuple(stage.window for stage in stages)
-            if narrow:
-                windows = tuple(stage.short or stage.window // 2 for stage in stages)
+    def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:
+        """Return the rotary tables of tokens at positions (T,), by whether heads are narrow, and
+        paired: cos and sin (T, 1, head_dim / 2), or (T, 2, head_dim / 2) for two places a token;
+        and YaRN's factor () on q. Those of narrow heads follow the short window."""
+        tables, attend = {}, [layer for layer in self.layers if layer.window != "none"]
+        for narrow, paired in sorted({(layer.narrow, layer.paired) for layer in attend}):
+            windows = tuple(now.shorts if narrow else now.windows)
             if (narrow, windows) not in self.frequencies:
                 frequency = t.rotary_frequencies(self.hp, position.device)
-                frequency, factor = base.yarn(frequency, windows)
-                frequency = frequency[: len(frequency) // (1 + narrow)]
-                self.frequencies[narrow, windows] = frequency, base.number(factor, frequency)
-            made = self.rotary_tables(position, *self.frequencies[narrow, windows])
-            tables |= {(narrow, paired): table for paired, table in made.items()}
+                frequency, factor = yarn(frequency, windows)
+                turning = len(frequency) // (1 + narrow)
+                self.frequencies[narrow, windows] = frequency[:turning], factor
+            frequency, factor = self.frequencies[narrow, windows]
+            tables[narrow, paired] = *self.rotary_table(position, frequency, paired), factor
         return tables
 
-    def layer_output(self, i: int, streams: dict[str, Tensor], *more) -> Tensor:  # overrides
-        """Return the output (1, T, C) of layer i, and make the stream "read": what the last MLP
-        reads."""
-        x, read = super().layer_output(i, streams, *more)
-        if i == len(self.layers) - 1:
-            streams["read"] = read
-        return x
+    @t.compiled
+    def rotary_table(self, position: Tensor, frequency: Tensor, paired: bool) -> tuple:
+        """Return cos and sin of tokens at positions (T,), which have two places each if paired."""
+        places = [2 * position, 2 * position + 1] if paired else [position]
+        return t.rotary_table(torch.stack(places, dim=1), frequency)
+
+    def tables(self) -> list[nn.Module]:
+        """Return what is bfloat16 on CUDA. There, as in the public records, a mixer's constants of
+        2 and more never move: Adam's steps are smaller than half of their last bit."""
+        tables = [self.embed, self.value_embeds, self.mixers]
+        if self.bigram_embed is not None:
+            tables.append(self.bigram_embed)
+        if self.hp.tied_frac:
+            tables.append(self.lm_head)
+        return tables
 
     def share_ngrams(self, rank: int = 0, parts: int = 1) -> None:
         """Make this rank's part of the n-gram table, if it is not made yet."""
@@ -493,79 +1182,71 @@ class GPT(record_89.GPT):
             return 0
         return self.hp.ngram_rows * self.ngrams.row_bytes(self.embed.weight.dtype)
 
-    def save_pieces(self, path: Path) -> None:  # overrides
+    def save_pieces(self, path: Path) -> None:
         """Save this rank's piece of the n-gram table. No rank begins before what another save has
         left is removed, and none goes on, to save the checkpoint, before all pieces are saved."""
-        if self.ngrams is None:
-            return
-        if self.ngrams.rank == 0:
-            remove_pieces(path)
-        self.wait_for_ranks()
-        self.ngrams.save(path)
-        self.wait_for_ranks()
+        if self.ngrams is not None:
+            self.ngrams.save(path)
 
-    def wait_for_ranks(self) -> None:
-        """Wait until all ranks call this."""
-        t.all_reduce_(torch.zeros(1, device=self.embed.weight.device)).item()
-
-    def load_pieces(self, path: Path | None, weights_only: bool) -> None:  # overrides
+    def load_pieces(self, path: Path | None, weights_only: bool) -> None:
         """Load this rank's rows of the n-gram table; without a path, zeros."""
         if self.ngrams is not None:
             self.share_ngrams()
-            if path is None:
-                self.ngrams.clear()
-            else:
-                self.ngrams.load(path, weights_only)
-
-    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # overrides
-        """Return what train_gpt_2026_07.py's returns. "bigram" is the sum of a bigram's and a
-        trigram's row of the n-gram table, each with signs."""
-        x, more = super().embedded(input_seq)
-        if self.ngrams is not None:
-            self.share_ngrams()
-            rows, signs = ngram_hashes(input_seq, self.hp.ngram_rows, len(self.signs))
-            found = self.ngrams.look_up(rows.flatten())
-            more["bigram"] = self.signed_sum(found.view(*rows.shape, -1), signs)
-        return x, more
-
-    @t.compiled
-    def signed_sum(self, rows: Tensor, signs: Tensor) -> Tensor:
-        """Return the sum (T, C) of rows (2, T, C) times those rows (2, T) of the table of signs."""
-        return (rows * self.signs[signs.long()].type_as(rows)).sum(0)
-
-    def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:  # overrides
-        """Return what train_gpt_2026_07.py's returns. In training, of a sampled softmax; in the
-        last validation, without tokens that cannot follow."""
-        if not self.training:
-            if not self.hp.canonical_mask or now.step < self.hp.num_iterations:
-                return super().forward(input_seq, target_seq, now)
-            hidden = self.hidden(input_seq, now)
-            return self.canonical.loss(self.lm_head, hidden, target_seq, input_seq)
-        self.tied = now.tied
-        hidden = self.hidden(input_seq, now)
-        return self.lm_head.loss(hidden, target_seq, now.targets, now.prefix, now.candidates)
+            self.ngrams.load(path, weights_only)
 
 
 # -----------------------------------------------------------------------------
 # Optimizers, and the class that tools use
 
+ADAM_EVERY = 2  # steps between Adam's updates, which sum their gradients
+# Matrices: names of parameters as a pattern, and factors on the rate of tall, wide, square ones.
+MATRICES = {
+    "muon": (r"blocks\..*(weight|v_w)", "muon_mul"),
+    "pairs": (r"blocks\..*qk_w", (1.0, 1.0, 1.0)),
+}
+# What Adam trains: names, learning rate or its setting, beta1, beta2, decay, dimensions of a row.
+ADAM = {
+    "head": (r"lm_head\.weight", "head_lr", 0.5, 0.95, 0.75, 1),
+    "embed": (r"embed\.weight", "head_lr", 0.5, 0.95, 0.75, 1),
+    "values": (r"value_embeds\..*|bigram_embed\.weight", "value_lr", 0.75, 0.95, 0.025, 1),
+    "scalar": (r"skip_weights|smear_lambda|blocks\..*\.lambdas", 0.04, 0.9, 0.99, 0.0, 0),
+    "gates": (r"blocks\..*gate", 0.008, 0.9, 0.99, 0.005, 0),
+    "residual": (r"blocks\..*residual_lambda", 0.04, 0.9, 0.95, 0.0, 0),
+    "post": (r"blocks\..*post_lambda", 0.008, 0.9, 0.95, 0.0, 0),
+    "smear": (r"smear_gate", 8e-5, 0.9, 0.99, 0.0, 0),
+    "mixer": (r"mixers\.\d+\..*_w", 8e-4, 0.9, 0.99, 0.005, 0),
+    "mixer_bias": (r"mixers\.\d+\.bias", 8e-4, 0.9, 0.99, 0.0, 0),
+    "mixer_scale": (r"mixer_scale", 8e-4, 0.9, 0.99, 0.0, 0),
+    "mudd": (r"mixers\.(last|end)\..*_w", 0.002, 0.9, 0.99, 0.005, 0),
+    "mudd_bias": (r"mixers\.(last|end)\.bias", 0.002, 0.9, 0.99, 0.0, 0),
+}
 
-class Optimizers(record_89.Optimizers):
-    """train_gpt_2026_07.py's Optimizers, which also let the n-gram table learn, average the last
-    weights, and keep where the sweeps of sequences stand. A sequence of the batch has a sweep of
-    its own, so it does not matter how many ranks there are."""
 
-    @staticmethod
-    def parameter_groups(model: GPT, hp: Hyperparameters) -> list:  # overrides
-        """Return the groups, in the order in which weights are updated: matrices learn by ANVIL,
-        value tables in the rhythm of the n-gram table."""
-        groups = base.Optimizers.parameter_groups(model, hp)
-        for group in groups:
-            if group.name in hp.muon_groups and hp.optimizer == "anvil":
-                group.rule = partial(anvil, factor=hp.muon_groups[group.name])
-            if group.name == "values" and hp.ngram_rows:
-                group.rule = partial(table_adam, **group.rule.keywords)
-        return groups
+def muon(rows, lr: float, now: Moment, hp: Hyperparameters, factors: Triple) -> tuple:
+    """Step by NorMuon with Polar Express and cautious weight decay, by muon_decay * lr^2."""
+    update, _ = t.muon(rows, lr, now, hp, cautious.polar_express)
+    if "second_moment" not in rows.state:
+        rows.state["second_moment"] = cautious.new_second_moment(rows.grad)
+    update = cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
+    factor = cautious.shape_factor(update.shape, factors)
+    rates = cautious.numbers(lr * factor, lr * hp.muon_decay)
+    return update, lambda update: cautious.decayed_step_(rows.weights, update, update, *rates)
+
+
+def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay: float) -> None:
+    """Step by Adam with cautious weight decay."""
+    cautious.adam(rows, lr, betas, hp.adam_eps, decay)
+
+
+class Optimizers(t.Optimizers):
+    """train_gpt.py's Optimizers, and what is no group of theirs: the n-gram table, averages of the
+    last weights, and scales of squares in FP8.
+
+    While head and embedding are tied, the group "head" learns from the gradients of both, and the
+    embedding, which has no gradient, is a copy. After the split it learns on its own, from a copy
+    of the head's state. A sequence of the batch has a sweep of the sampled softmax of its own, so
+    it does not matter how many ranks there are.
+    """
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
@@ -575,15 +1256,39 @@ class Optimizers(record_89.Optimizers):
         model.share_ngrams(rank, world_size)
         self.set_offsets(model.lm_head.first_offsets(hp.batch_seqs))
 
-    def set_offsets(self, offsets: Tensor) -> None:
-        """Give the head those of this rank's sequences, of all (batch_seqs,)."""
-        head = self.model.lm_head
-        head.offsets = offsets.chunk(self.world_size)[self.rank].to(head.weight.device, copy=True)
+    @staticmethod
+    def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
+        """Return the groups, in the order in which weights are updated. A tied head waits for the
+        embedding's gradient. Matrices come first: they do not wait."""
+
+        def matching(pattern: str) -> list[nn.Parameter]:
+            return [p for name, p in model.named_parameters() if re.fullmatch(pattern, name)]
+
+        groups = []
+        for name, (pattern, factors) in MATRICES.items():
+            if factors == "muon_mul":
+                factors = hp.muon_mul
+            rule = partial(anvil if hp.optimizer == "anvil" else muon, factors=factors)
+            groups.append(Group(name, matching(pattern)[::-1], rule, hp.muon_lr, row_ndim=2))
+        for name, (pattern, lr, *betas, decay, row_ndim) in ADAM.items():
+            rule = partial(adam, betas=betas, decay=decay)
+            if name == "values" and hp.ngram_rows:  # in the rhythm of the n-gram table
+                rule = partial(table_adam, betas=betas, decay=decay)
+            lr = getattr(hp, lr) if isinstance(lr, str) else lr
+            groups.append(Group(name, matching(pattern), rule, lr, row_ndim, ADAM_EVERY))
+        return groups
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment, and the n-gram table when its cycle ends."""
+        rows_of = {group.name: rows for group, rows in self.groups}
+        head, embed = rows_of["head"], rows_of["embed"]  # of one shape
+        if self.hp.tied_frac and not now.tied and not embed.state:
+            embed.state = {key: value.clone() for key, value in head.state.items()}
         norms = super().step(now)
+        if now.tied and (now.step + 1) % ADAM_EVERY == 0:
+            embed.weights.copy_(head.weights)
+        self.scale_squares()
         ngrams = self.model.ngrams
         if ngrams is not None:
             ngrams.collect()
@@ -592,6 +1297,26 @@ class Optimizers(record_89.Optimizers):
         if self.hp.tail_average:
             tail_average.average(self.groups, now, self.hp)
         return norms
+
+    def scale_squares(self) -> None:
+        """Set the FP8 scales of squares by the largest one of a step on all ranks, with room for it
+        to grow. (Public ranks each take that of their last sequence.)"""
+        mlps = [part for part in self.model.modules() if isinstance(part, MLP)]
+        if not mlps or self.hp.fp8_mlp in ("off", "up"):
+            return
+        room = 1.03 if self.hp.fp8_mlp == "all" else 1.8
+        largest = torch.stack([mlp.largest for mlp in mlps])
+        if self.world_size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        scales = torch.stack([mlp.scale for mlp in mlps])
+        scales = torch.where(largest > 0, room / 448 * largest, scales)
+        torch._foreach_copy_([mlp.scale for mlp in mlps], list(scales))
+        torch._foreach_zero_([mlp.largest for mlp in mlps])
+
+    def set_offsets(self, offsets: Tensor) -> None:
+        """Give the head those of this rank's sequences, of all (batch_seqs,)."""
+        head = self.model.lm_head
+        head.offsets = offsets.chunk(self.world_size)[self.rank].to(head.weight.device, copy=True)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:  # overrides
         """Return all states, and the offsets of all sequences, on rank 0's CPU."""
@@ -608,8 +1333,8 @@ class Optimizers(record_89.Optimizers):
         self.set_offsets(saved.get("sampled softmax", first)["offsets"])
 
 
-class Run(record_89.Run):
-    """A run of this record."""
+class Run(t.Run):
+    """A run of these records."""
 
     records = RECORDS
     default_record = "2026-08-30_ANVIL2"
@@ -618,6 +1343,7 @@ class Run(record_89.Run):
     Moment = Moment
     check = staticmethod(check)
     plan = staticmethod(plan)
+    read_per_token = staticmethod(lambda hp: 1.6)  # of cut documents, up to 40 % are skipped
 
 
 if __name__ == "__main__":

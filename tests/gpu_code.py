@@ -25,7 +25,6 @@ sys.path[:0] = [str(HERE), str(HERE / "forks")]
 import gpu_kernels  # noqa: E402
 import train_gpt  # noqa: E402
 import train_gpt_2026  # noqa: E402
-import train_gpt_2026_07  # noqa: E402
 import train_gpt_2026_08  # noqa: E402
 
 # Compute capability, kilobytes of shared memory for a program, multiprocessors.
@@ -37,7 +36,7 @@ CARDS = {
     "5090": (120, 99, 170),
     "b200": (100, 227, 148),
 }
-SCRIPTS = train_gpt, train_gpt_2026, train_gpt_2026_07, train_gpt_2026_08
+SCRIPTS = train_gpt, train_gpt_2026, train_gpt_2026_08
 
 
 class Driver:

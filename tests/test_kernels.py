@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import reference
 import train_gpt
 import train_gpt_2026
-import train_gpt_2026_07
 import train_gpt_2026_08
 from reference import relative_error
 from train_gpt import all_reduce_, to_fp8
@@ -241,8 +240,10 @@ def test_kernels_neither_read_nor_write_beyond_their_tensors(fenced):
 @pytest.mark.parametrize("name", kernels.WRITTEN_FOR)
 def test_each_kernel_was_written_for_the_formulas_as_they_are(name, tiny, tiny_2026):
     """If this fails, change the kernel with its formula, and then the digest in gpu_kernels.py."""
-    of_july = train_gpt_2026_07.GPT(train_gpt_2026_07.RECORDS["demo"])
-    of_august = train_gpt_2026_08.GPT(replace(train_gpt_2026_08.RECORDS["demo"], vocab_size=512))
+    of_july, of_august = (
+        train_gpt_2026_08.GPT(replace(train_gpt_2026_08.RECORDS[name], vocab_size=512))
+        for name in ("demo-89", "demo")
+    )
     models = train_gpt.GPT(tiny), train_gpt_2026.GPT(tiny_2026), of_july, of_august
     models = [model for model in models if name in model.kernels]
     assert {kernels.digest(model, name) for model in models} == set(kernels.WRITTEN_FOR[name])

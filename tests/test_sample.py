@@ -2,6 +2,7 @@
 tools/evaluate.py: loss and bits per byte, computed in another way."""
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -40,10 +41,10 @@ def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
 
 def at_windows(model: train_gpt.GPT, window: int) -> Moment:
     """Return the moment of a model's last step, with this long window."""
-    of_fork = isinstance(model, train_gpt_2026.GPT)
-    now = (train_gpt_2026.Moment if of_fork else Moment)(model.hp.num_iterations, model.hp)
+    script = sys.modules[type(model).__module__]
+    now = script.Moment(model.hp.num_iterations, model.hp)
     now.window = window
-    if of_fork:
+    if script is not train_gpt:
         now.short = window // 2
     return now
 

@@ -30,11 +30,6 @@ ROUNDS = 15  # at most; in each, a block of steps is timed in each part
 BLOCK_S = 0.2  # least time of a block, so that waiting for the GPU at its ends does not count
 
 
-def cycle_of(moments: list[Moment]) -> int:
-    """Return after how many steps a run can stop: more than 1 where Adam sums their gradients."""
-    return next((n for n, now in enumerate(moments) if n and now.can_stop), len(moments) - 1)
-
-
 class Timed:
     """A compiled and warmed-up model of a script with these flags, its optimizers and batches, and
     its report for bench.py. UserError for bad flags."""
@@ -48,7 +43,6 @@ class Timed:
         self.data = hp.train_files if glob(hp.train_files) else f"{train_gpt.SAMPLE}_train_*.bin"
         self.batches, self.made = {}, 0
         self.moments = [run_class.Moment(step, hp) for step in range(hp.num_iterations + 1)]
-        self.every = cycle_of(self.moments)
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1  # those that bench.py times
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start, notes = clock(device), []
@@ -56,6 +50,7 @@ class Timed:
         self.compiled = core.compiled.allowed
         begins_from = core.beginning(run_class, replace(hp, resume=False), self.model)
         self.optimizers = run_class.Optimizers(self.model, hp, RANK, RANKS)
+        self.every = min(self.optimizers.period, hp.num_iterations)
         core.warm_up(self.model, self.optimizers, self.moments, device, log=notes.append)
         core.restore(self.model, self.optimizers, begins_from)
         self.kernels = set(core.IN_USE)

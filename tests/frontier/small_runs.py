@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -12,6 +13,7 @@ from conftest import language
 from ngram_table import NgramTable
 from train_gpt_2026 import Run
 from train_gpt_2026_08 import LAYERS_DEMO, RECORDS
+from train_gpt_2026_08 import Run as Run2026_08
 
 main = functools.partial(train_gpt.main, run=Run)  # of forks/train_gpt_2026.py
 outcome = functools.partial(runs.outcome, run=Run)
@@ -44,14 +46,21 @@ for name, table in LAYERS.items():
     )
 # On the made-up language no token begins a document. Adam's epsilon is that at which rounding
 # noise stays noise, with gradients of a sequence's sum.
-WORDS = (
-    f"{SIZES} --vocab_size 512 --align_to_documents off --adam_eps 2e-4 --batch_seqs 8 "
-    "--save_every 2 --val_loss_every 2"
+PLAIN = f"{SIZES} --vocab_size 512 --adam_eps 2e-4 --batch_seqs 8 --save_every 2 --val_loss_every 2"
+WORDS = f"{PLAIN} --align_to_documents off"
+# In train_gpt_2026_08.py sequences begin with a document: see main_2026_08. In July with composed
+# heads and what mixers make.
+LATER = (
+    f"{PLAIN} --num_layers 5 --extension_frac .125 --tied_frac .5 --last_window 384 "
+    "--bigram_signs 37 --fp8 off"
 )
-# In July with composed heads and what mixers make.
+STAGES_JULY = STAGES.replace("targets=1/.5,", "targets=1/.5+prefix=1+falls=1,").replace(
+    ".25,", ".25+prefix=1,"
+)
 JULY = (
-    f"{WORDS} {ROW[D]} --record 2026-07 --bigram_signs 37 --fp8 off --layers short+v0+pair,"
-    "long+v1+xsa+gate,short+xsa+mixer,none+x1,long+v2+in2+gate+composed+mudd"
+    f"{LATER} --record 2026-07 --stages {STAGES_JULY} --bigram_rows 301 --mlp_width 128 --layers "
+    "short+v0+pair+embed+bigram,long+v1+xsa+gate+embed+bigram,short+xsa+mixer+embed+bigram,none+x1,"
+    "long+v2+in2+gate+composed+mudd"
 )
 # In August with all techniques but one: GPT-2's tokenizer did not make the made-up language. The
 # n-gram table learns after steps 1 and 3, and then after 7.
@@ -61,8 +70,8 @@ STAGES_AUGUST = (
     "length=3+window=256+lr=1.73+candidates=384/512,length=3+window=256"
 )
 AUGUST = (
-    f"{WORDS} {ROW[D]} --record 2026-08-30 --stages {STAGES_AUGUST} --layers {LAYERS_DEMO} "
-    "--bigram_rows 0 --bigram_signs 37 --mudd_groups 4 --fp8 off --mlp_width 112 --anvil_from 4 "
+    f"{LATER} --record 2026-08-30 --stages {STAGES_AUGUST} --layers {LAYERS_DEMO} "
+    "--mudd_groups 4 --mlp_width 112 --anvil_from 4 "
     "--attention_border 200 --canonical_mask off --val_seq_len 256 "
     "--ngram_rows 3002 --ngram_slow_from 4 --ngram_lr .1"
 )
@@ -88,6 +97,12 @@ def small_flags(folder: Path) -> dict[str, list[str]]:
     the folder."""
     words = [*language(folder), *WORDS.split()]
     return {record: [*words, *row.split()] for record, row in ROW.items()}
+
+
+def main_2026_08(words: list[str]) -> None:
+    """Run main, for the made-up language, of which a word begins a document."""
+    with mock.patch.object(train_gpt, "END_OF_TEXT", 511):
+        train_gpt.main(words, Run2026_08)
 
 
 def table_of(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -7,11 +7,10 @@ import torch
 
 import train_gpt
 import train_gpt_2026
-import train_gpt_2026_07
 import train_gpt_2026_08
 from train_gpt_2026 import RECORDS, Hyperparameters, Run
 
-SCRIPTS = train_gpt_2026, train_gpt_2026_07, train_gpt_2026_08
+SCRIPTS = train_gpt_2026, train_gpt_2026_08
 
 
 def test_the_default_is_that_of_train_gpt():

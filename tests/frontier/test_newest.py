@@ -1,4 +1,4 @@
-"""forks/train_gpt_2026_07.py and train_gpt_2026_08.py: composed heads, caches, published numbers,
+"""forks/train_gpt_2026_08.py: composed heads, caches, published numbers,
 averages of the last weights, FP8. test_rows.py has their mathematics."""
 
 from dataclasses import replace
@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import train_gpt
-import train_gpt_2026
-import train_gpt_2026_07 as july
 import train_gpt_2026_08 as august
+from composed_heads import composed
 from fp8_layers import FP8Projection
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
 from frontier import reference_2026_08 as reading
 from frontier.small_runs import plain_fp8_mlp
 from frontier.test_rows import SMALL, WORDS, drawn, moment, play, sequence
+from functions_2026 import visible_by_distance
+from prefixes import token_prefixes
 from reference import relative_error
 from sample import Decoder
 from test_kernels import interpreted, kernels, randn
@@ -34,25 +35,25 @@ def test_composed_heads_of_new_tokens_are_the_last_rows_of_all(new, vocabulary_o
     tokens, _ = sequence(384)
     q, k, v = (randn(1, 6, 384, 16, seed=i).double() for i in range(3))
     w1, w2 = (randn(1, 384, 6, seed=i).double() for i in (3, 4))
-    first = train_gpt_2026.first_visible(tokens, torch.tensor(256), "distance")
+    first = visible_by_distance(tokens, torch.tensor(256))
     unit = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     case = unit[:, -new:], w2[:, -new:], q[:, :, -new:], k, v
     q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
     expected = exact.composed(q, k, v, tokens, 0.3, w1[0], w2[0])[-new:]
     for mask in (train_gpt.make_mask(first)[-new:], (first[-new:],)):
-        found = july.composed(*case, mask, 0.3)
+        found = composed(*case, mask, 0.3)
         assert relative_error(found[0].transpose(0, 1), expected) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("script", "sizes"), [(july, SIZES), (august, WITH_TABLE | {"sampled_softmax": False})]
+    ("name", "sizes"), [("demo-89", SIZES), ("demo", WITH_TABLE | {"sampled_softmax": False})]
 )
 @torch.inference_mode()
-def test_a_cache_changes_no_logits(script, sizes, randomize, monkeypatch):
+def test_a_cache_changes_no_logits(name, sizes, randomize, monkeypatch):
     """Nor do blocks that have left it."""
     monkeypatch.setattr(train_gpt, "END_OF_TEXT", 63)
-    hp = replace(script.RECORDS["demo"], **sizes | {"vocab_size": 128})
-    model = drawn(hp, randomize, script).eval()
+    hp = replace(august.RECORDS[name], **sizes | {"vocab_size": 128})
+    model = drawn(hp, randomize).eval()
     tokens = torch.randint(63, (420,), generator=torch.Generator().manual_seed(0)).tolist()
     for place in (0, 40, 41, 130, 400):
         tokens[place] = 63
@@ -69,8 +70,8 @@ def test_signs_and_prefixes_are_the_published_ones():
     tokens = torch.tensor([50256, 464, 3290, 318, 257, 50256, 198, 50256], dtype=torch.int32)
     numbers = SimpleNamespace(signs=torch.arange(8192.0)[:, None])  # each row is its number
     rows = [0, 1408, 3338, 3556, 63, 1361, 1174, 1174]
-    assert july.GPT.signed(numbers, torch.ones(8, 1), tokens).flatten().tolist() == rows
-    found = july.token_prefixes(50304)
+    assert august.GPT.signed(numbers, torch.ones(8, 1), tokens).flatten().tolist() == rows
+    found = token_prefixes(50304)
     assert sum(found[:50256]) == 548403649 and found[:50256] == newest.prefixes(WORDS)
     assert set(found[50256:]) == {-1}
 
@@ -248,9 +249,9 @@ def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypat
     """Of all its sequences, and of this step alone. Validation changes none."""
     kernels.IN_USE.add("fp8_relu2_mlp")
     monkeypatch.setattr(kernels.FusedFP8MLP, "apply", plain_fp8_mlp)
-    hp = replace(july.RECORDS["demo"], **SIZES, fp8=False)
-    model, seen = randomize(july.GPT(hp)), []
-    optimizers, mlps = july.Optimizers(model, hp), [block.mlp for block in model.blocks]
+    hp = replace(august.RECORDS["demo-89"], **SIZES, fp8=False)
+    model, seen = randomize(august.GPT(hp)), []
+    optimizers, mlps = Optimizers(model, hp), [block.mlp for block in model.blocks]
 
     def see(mlp, arguments):
         seen.append((arguments[0].double() @ mlp.c_fc.weight.double().T).clamp(min=0).max() ** 2)
@@ -259,7 +260,7 @@ def test_scales_of_the_next_step_are_of_the_largest_squares(randomize, monkeypat
         mlp.register_forward_pre_hook(see)
     for step in range(3):
         seen.clear()
-        now = july.Moment(step, hp)
+        now = august.Moment(step, hp)
         words = torch.randint(512, (hp.batch_seqs, now.seq_len + 1))
         batch = words[:, :-1].int(), words[:, 1:]
         train_gpt.train_step(model, optimizers, *batch, now)

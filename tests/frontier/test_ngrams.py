@@ -2,7 +2,6 @@
 checkpoints."""
 
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -14,19 +13,18 @@ import pytest
 import torch
 
 import evaluate
+import ngram_table
 import runs
 import train_gpt
-import train_gpt_2026_08
 from frontier import reference_2026 as exact
 from frontier import small_runs
 from frontier.small_runs import AUGUST
+from frontier.small_runs import main_2026_08 as main
 from ngram_table import NgramTable, find_pieces, ngram_hashes, remove_pieces
 from train_gpt import UserError
 from train_gpt_2026_08 import RECORDS, Moment, Run
 
 RECORD = RECORDS["2026-08-30_ANVIL2"]
-main = functools.partial(train_gpt.main, run=Run)
-
 # By the published program: for each token its bigram's and its trigram's row, and those of signs.
 PUBLISHED = [
     [42301439, 13084038, 9813067, 29691328, 15501879, 38325375],
@@ -164,7 +162,7 @@ def saving_slowly(words: list[str]) -> None:
         assert not path.exists(), "rank 0 did not wait"
         save(self, path)
 
-    train_gpt_2026_08.remove_pieces = remove
+    ngram_table.remove_pieces = remove
     NgramTable.save = save
     runs.wait_at_most(0.6)
     main(words)
@@ -183,6 +181,7 @@ def test_pieces_are_saved_after_old_ones_are_removed_and_before_the_checkpoint(
 def test_tools_read_the_pieces(whole, tmp_path, monkeypatch, capsys):
     runs.begin_from(whole, 8, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "END_OF_TEXT", 511)
     evaluate.main([small_runs.checkpoint(8)])
     loss = float(re.search(r"val_loss:([\d.]+)", capsys.readouterr().out)[1])
     assert loss == pytest.approx(whole.rows[-1]["val_loss"], abs=2e-5)

@@ -11,7 +11,6 @@ import torch
 
 import reference
 import train_gpt_2026
-import train_gpt_2026_07 as july
 import train_gpt_2026_08 as august
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
@@ -24,8 +23,8 @@ RECORDS = {
     "C": (train_gpt_2026, "2026-01-19_BigramHashEmbedding"),
     "C5": (train_gpt_2026, "2026-01-26-UntieValueEmbeddings"),
     "D": (train_gpt_2026, "2026-03-06_SimplifyHC"),
-    "May": (july, "2026-05-27-MuddGatedAndDC"),
-    "July": (july, "2026-07-17_FP8DownProjection"),
+    "May": (august, "2026-05-27-MuddGatedAndDC"),
+    "July": (august, "2026-07-17_FP8DownProjection"),
     "August": (august, "2026-08-30_ANVIL2"),
 }
 SCRIPT = {name: script for name, (script, _) in RECORDS.items()}
@@ -43,7 +42,7 @@ for name in ("A", "B"):
 for name in ("C", "C5", "D", "May", "July"):
     SMALL[name] = replace(SMALL[name], bigram_rows=1234)
 for name in MADE:
-    SMALL[name] = replace(SMALL[name], bigram_signs=37)
+    SMALL[name] = replace(SMALL[name], bigram_signs=37, mlp_width=384)
 COUNTS = {"10240": "400", "14336": "416", "24576": "480"}  # candidates, of 512 tokens
 SMALL["August"] = replace(
     SMALL["August"],
@@ -209,7 +208,7 @@ def first_numbers(name: str) -> dict[str, list[float]]:
             numbers |= {"lambdas": [1.1], "x0_lambda": [0.0]}
             numbers |= {} if name == "B" else {"bigram_lambda": [0.1]}
         elif name not in MADE or i < newest.LAST:
-            both = 2 if layer.window or name == "August" else 1  # of attention and MLP
+            both = 2 if layer.window or name in MADE else 1  # of attention and MLP
             numbers |= {"residual_lambda": [1.1**0.5] * both, "post_lambda": [1.0] * both}
         if name == "D" and layer.window:
             numbers |= {"x0_lambda": [0.0], "bigram_lambda": [0.05]}

@@ -3,6 +3,7 @@ loss among them against float64."""
 
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,11 @@ def some_targets(kind: str, vocab_size: int, count: int, generator) -> torch.Ten
     if kind == "all":
         return torch.randperm(vocab_size, generator=generator)[:count]
     return 20011 * torch.arange(count - 20) % vocab_size
+
+
+def at(targets: tuple, prefix: float, candidates: int) -> SimpleNamespace:
+    """Return a moment with these targets and candidates."""
+    return SimpleNamespace(targets=targets, prefix=prefix, candidates=candidates)
 
 
 @pytest.mark.parametrize("kind", ["few", "all", "first of the sweep"])
@@ -54,12 +60,10 @@ def test_candidates_are_the_published_ones():
     assert head.first_offsets(8).tolist() == [50304 * rank // 8 for rank in range(8)]
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-def test_later_passes_over_the_shards_repeat_the_batches_of_earlier_ones(aligned):
+def test_later_passes_over_the_shards_repeat_the_batches_of_earlier_ones():
     """They are what passes over copies of the shards would be, also where a stage begins; and the
     same arrays, so that nothing is searched for twice."""
-    settings = {"num_iterations": 120, "align_to_documents": aligned, "sampled_softmax": True}
-    hp = replace(RECORDS["demo"], batch_seqs=2, **settings)
+    hp = replace(RECORDS["demo"], batch_seqs=2, num_iterations=120)
     moments = [Moment(step, hp) for step in range(121)]
     rng = np.random.default_rng(0)
     shards = [rng.integers(1000, size=size, dtype=np.uint16) for size in (3000, 4000)]
@@ -77,22 +81,20 @@ def test_later_passes_over_the_shards_repeat_the_batches_of_earlier_ones(aligned
 
 def test_a_sequence_with_more_different_targets_than_candidates_is_refused():
     """Before the run, which names the step. A warm-up's made-up tokens are not refused."""
-    hp = replace(
-        RECORDS["demo"], seq_len=256, batch_seqs=2, align_to_documents=False, vocab_size=1024
-    )
-    hp = replace(hp, stages="length=1+window=128+candidates=128", extension_frac=0)
-    moments = [Moment(step, hp) for step in range(3)]
+    hp = replace(RECORDS["demo"], seq_len=256, batch_seqs=2, vocab_size=1024, extension_frac=0)
+    hp = replace(hp, stages="length=1+window=128+candidates=128")
+    moments = [Moment(step, hp) for step in range(4)]
     tokens = np.arange(2000) % 100
+    tokens[::300] = 50256  # each document makes a sequence
     assert len(list(script.plan([tokens], hp, moments))) == 3
-    tokens[600:900] = np.arange(300)  # in the first sequence of step 1
+    tokens[601:900] = np.arange(299)  # in the first sequence of step 1
     with pytest.raises(UserError, match="different targets in a sequence of step 1, but 128"):
         list(script.plan([tokens], hp, moments))
     found, offset = choose_candidates(torch.arange(17), torch.tensor(3), 16, 512)
     assert (found.tolist(), offset.item()) == ([*range(16)], 3)
     head = script.Head(replace(hp, model_dim=8, vocab_size=512, fp8=False))
-    head.loss(
-        torch.randn(17, 8, requires_grad=True), torch.arange(17), (1, 0.5), 0.0, 16
-    ).backward()
+    x, now = torch.randn(17, 8, requires_grad=True), at((1, 0.5), 0.0, 16)
+    head.training_loss(x, torch.arange(17), now).backward()
 
 
 def by_hand(head, x, columns: torch.Tensor, shares: tuple, chosen: list[int]) -> torch.Tensor:
@@ -132,7 +134,7 @@ def test_loss_and_gradients_equal_float64_among_the_candidates(shares, prefix, c
         inputs.append((x, targets, chosen))
     grads = torch.autograd.grad(expected, [head.weight, *[x for x, *_ in inputs]])
     for x, targets, _ in inputs:
-        head.loss(x, targets, tuple(shares), prefix, count).backward()
+        head.training_loss(x, targets, at(shares, prefix, count)).backward()
     for found, grad in zip([head.weight, *[x for x, *_ in inputs]], grads, strict=True):
         assert relative_error(found.grad, grad) < 5e-7  # logits are float32
     assert head.offsets.tolist() == offsets

@@ -9,7 +9,6 @@ import torch
 
 import train_gpt
 import train_gpt_2026
-import train_gpt_2026_07
 import train_gpt_2026_08
 from frontier.small_runs import A
 from frontier.test_rows import COUNTS
@@ -32,33 +31,30 @@ gate_by_values on, value_gate on | value_gate on; layers {LAYERS}+in0 |; layers 
 adam_rule cautious |; adam_every 2 |; muon_beta2 .95 |; muon_decay 1.2 |; polar_express on |
 muon_mul 1 2 3 |; qkv_init 2 |; value_init 0 |; head_init .02 |"""
 # Without one technique each: a flag, or behind a - the word that is removed from a table.
-OFF_JULY = """align_to_documents off;stages length=2+window=384+lr=1.52+targets=1/.5
-extension_frac 0 --last_window 0;yarn off;window_rule blocks;smear off;sublayer_lambdas off
-residual_lambda 1;scaled_projections off;key_offset off;paired_heads off;bigram_rows 0
-bigram_signs 0;value_gate off --gate_by_values off;gate_by_values off;value_init 0;out_init 0
-tied_frac 0;logit_sigmoid 0 0 1;polar_express off;muon_beta2 0;momentum_cooldown_steps 0
-muon_decay 0;adam_every 1;qk_pairs off;mudd_width 0;mixer_width 0;prefix 0;fp8_mlp off;lr_final .1
+OFF_JULY = """stages length=2+window=384+lr=1.52+targets=1/.5+prefix=1
+extension_frac 0 --last_window 0;residual_lambda 1;bigram_rows 0;bigram_signs 0;tied_frac 0
+logit_sigmoid 15 0 7.5;momentum_cooldown_steps 0;muon_beta2 .5;muon_decay 0;value_lr .1
+qk_pairs off;mudd_width 0;mixer_width 0;prefix 0;fp8_mlp off;lr_final .1
 layers -x\\d+;layers -in\\d+;layers -v\\d;layers -mudd;layers -xsa;layers -mixer;layers -gate
-layers -composed;stages -targets=[^+,]*;adam_groups -decay=[^+,]*;adam_groups -beta[12]=[^+,]*"""
+layers -composed;layers -pair;layers -embed;layers -bigram;stages -targets=[^+,]*
+stages -falls=1"""
 OFF_AUGUST = """sampled_softmax off;ngram_rows 0 --bigram_rows 50304;optimizer muon;narrow_heads off
-mlp_width 0;mudd_groups 0;layers -mlps\\d;layers -embed;layers -narrowv;layers -bigram;prefix 0
-tail_average off;anvil_share 1;attention_border 100;tied_frac 0"""
-OFF = [(train_gpt_2026_07, words) for words in re.split("[;\n]", OFF_JULY)]
-OFF += [(train_gpt_2026_08, words) for words in re.split("[;\n]", OFF_AUGUST)]
+mlp_width 128;mudd_groups 0;mudd_all off;layers -mlps\\d;layers -embed;layers -narrowv
+layers -bigram;prefix 0;tail_average off;anvil_share 1;attention_border 100;tied_frac 0"""
+OFF = [("demo-89", words) for words in re.split("[;\n]", OFF_JULY)]
+OFF += [("demo", words) for words in re.split("[;\n]", OFF_AUGUST)]
 # What the first steps on a CPU do not show.
-LATE = {"align_to_documents off", "yarn off", "momentum_cooldown_steps 0", "fp8_mlp off"}
-LATE |= {"lr_final .1", "tail_average off", "anvil_share 1"}
-SIZES = (
-    "--record demo --vocab_size 512 --model_dim 32 --num_heads 4 --head_dim 8 --batch_seqs 2 "
-    "--bigram_signs 37"
-)
+LATE = {"momentum_cooldown_steps 0", "fp8_mlp off", "lr_final .1", "tail_average off"}
+LATE |= {"anvil_share 1", "stages -falls=1"}
 STAGES = re.sub(
     "10240|14336|24576", lambda found: COUNTS[found[0]], train_gpt_2026_08.RECORDS["demo"].stages
 )
+SIZES = (
+    "--vocab_size 512 --model_dim 32 --num_heads 4 --head_dim 8 --batch_seqs 2 --bigram_signs 37 "
+)
 SIZES = {
-    train_gpt_2026_07: f"{SIZES} --bigram_rows 1234",
-    train_gpt_2026_08: f"{SIZES} --ngram_rows 1234 --mlp_width 120 --canonical_mask off "
-    f"--stages {STAGES}",
+    "demo-89": f"{SIZES} --mlp_width 128 --bigram_rows 1234",
+    "demo": f"{SIZES} --ngram_rows 1234 --mlp_width 120 --canonical_mask off --stages {STAGES}",
 }
 
 
@@ -110,15 +106,15 @@ def test_every_new_setting_has_a_switch_here():
     assert new - switched == {"align_to_documents", "max_document_tokens"}
 
 
-@pytest.mark.parametrize(("script", "words"), OFF)
-def test_it_trains_without_any_technique_and_differently(script, words):
-    name, value = words.split(" ", 1)
-    sizes = SIZES[script].split()
-    usual, _ = train_gpt.parse_args(sizes, script.Run)
+@pytest.mark.parametrize(("record", "words"), OFF)
+def test_it_trains_without_any_technique_and_differently(record, words):
+    run, (name, value) = train_gpt_2026_08.Run, words.split(" ", 1)
+    sizes = ["--record", record, *SIZES[record].split()]
+    usual, _ = train_gpt.parse_args(sizes, run)
     if value.startswith("-"):
         value, count = re.subn(rf"\+{value[1:]}(?=[+,]|$)", "", getattr(usual, name))
         assert count
-    hp, _ = train_gpt.parse_args([*sizes, f"--{name}", *value.split()], script.Run)
-    (losses, _), (whole, _) = (first_steps(script.Run, one, 5) for one in (hp, usual))  # betas show
+    hp, _ = train_gpt.parse_args([*sizes, f"--{name}", *value.split()], run)
+    (losses, _), (whole, _) = (first_steps(run, one, 5) for one in (hp, usual))
     assert max(losses) < 7 and losses[3] < losses[0] - 0.02
     assert (losses[:5] == whole[:5]) == (words in LATE)

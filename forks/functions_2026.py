@@ -1,0 +1,199 @@
+"""Functions that train_gpt_2026.py and train_gpt_2026_08.py share: of settings that are written in
+rows, of attention, and of embeddings."""
+
+import itertools
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import train_gpt as t
+from train_gpt import BLOCK, UserError
+
+# -----------------------------------------------------------------------------
+# Settings
+
+
+def read_layer(row: str, layer_class: type):
+    """Return the layer that a row of --layers describes, such as long+v0+x5: a window, then words.
+    layer_class.words has the words without their numbers: for each, its field and the field's type.
+    UserError if a row is of another form."""
+    known = layer_class.words
+    window, *words = row.split("+")
+    given, is_layer = {}, window in ("long", "short", "none")
+    for word in words:
+        name = word.rstrip("0123456789")
+        field, kind = known.get(name, ("", bool))
+        number = word[len(name) :]
+        is_word = name in known and bool(number) != (kind is bool)
+        is_layer = is_layer and is_word and field not in given
+        if is_layer:
+            given[field] = kind(number or True)
+    if not is_layer:
+        words = " ".join(name if kind is bool else f"{name}1" for name, (_, kind) in known.items())
+        rule = f"a layer is long, short or none, then any of {words}, each after a +"
+        raise UserError(f"--layers: {row!r} is not a layer; {rule}")
+    return layer_class(window, **given)
+
+
+def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
+    """Parse a setting such as "head+lr=.008+beta1=.5,embed+lr=.6". Return each row's name ("" if it
+    has none) and its numbers by field. `known` are fields, with an example of each: of a tuple, the
+    numbers are a tuple, written 1/2/3. UserError for an unknown field or a wrong number."""
+    rows = []
+    for row in text.split(",") if text else []:
+        words = re.split(r"\+(?=[a-z])", row)  # not within 8e+5
+        first = "" if "=" in words[0] else words.pop(0)
+        numbers = {}
+        try:
+            for word in words:
+                key, value = word.split("=")
+                is_tuple = isinstance(known.get(key), tuple)
+                parts = value.split("/") if is_tuple else [value]
+                values = tuple(float(part) for part in parts)
+                if key not in known or not all(0 <= value < math.inf for value in values):
+                    raise ValueError
+                numbers[key] = values if is_tuple else values[0]
+        except ValueError:
+            forms = " ".join(f"{key}=NUMBER" for key in known)
+            raise UserError(f"--{name}: {row!r} is not of {forms}, joined by +") from None
+        rows.append((first, numbers))
+    return rows
+
+
+def read_stages(text: str, stage_class: type, seq_len: int) -> tuple:
+    """Return the stages that --stages describes, one if it is empty. UserError for a wrong row."""
+    table, usual = [], stage_class()
+    for first, numbers in number_rows(text, "stages", vars(usual)):
+        for name, value in numbers.items():
+            if isinstance(getattr(usual, name), int):
+                if value % 1:
+                    raise UserError(f"--stages {text}: {name} must be a whole number")
+                numbers[name] = int(value)
+        stage = stage_class(**numbers)
+        if first or not numbers or stage.length < 1 or stage.share == 0:
+            rule = "a row has no name, and a length from 1; STAGES in the script shows the form"
+            raise UserError(f"--stages {text}: {rule}")
+        if seq_len * stage.length % BLOCK:
+            rule = f"must make sequences of a multiple of {BLOCK} tokens"
+            raise UserError(f"--stages {text}: length={stage.length:g} {rule}")
+        table.append(stage)
+    return tuple(table) or (usual,)
+
+
+# -----------------------------------------------------------------------------
+# Attention
+
+
+def recomputed_if_small(function, x: Tensor, *more):
+    """Return function(x, *more) of x (1, T, ...), recomputed where memory is small."""
+    recompute = t.memory_is_small(x.device, x.size(1))
+    return t.recomputed(function, x, *more) if recompute else function(x, *more)
+
+
+def visible_by_distance(input_seq: Tensor, window: Tensor) -> Tensor:
+    """Return the first token (T,) that each token sees, as train_gpt.py's first_visible: so many
+    tokens before itself, rounded down to whole blocks."""
+    blocks = (window // BLOCK).clamp(min=1)
+    return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
+
+
+def two_places(tokens: Tensor) -> Tensor:
+    """Return the places (2 T,) of paired heads, which have two for each of the tokens (T,): a
+    document begins at the first. Masks count places."""
+    return torch.stack([tokens, torch.full_like(tokens, -1)], dim=1).flatten()
+
+
+def offset_keys(k: Tensor) -> Tensor:
+    """Return keys (1, H, T, D) in which the channels that half RoPE does not rotate come from the
+    previous token, even if it is in another document (2025-12-14_PartialKeyOffset)."""
+    before = torch.cat([k[:, :, :1], k[:, :, :-1]], dim=2)
+    half = k.size(-1) // 2
+    still = torch.arange(k.size(-1), device=k.device) % half >= half // 2
+    return torch.where(still, before, k)
+
+
+def yarn(frequency: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return rotary frequencies, and the factor () on attention's scale, after the window has had
+    these sizes: YaRN (arXiv 2309.00071). Each time it grows, frequencies that turn less than once
+    in the old window are divided by its growth. Those that turn more than 32 times are unchanged;
+    those between are interpolated."""
+    factor = 1.0
+    for old, new in itertools.pairwise(windows):
+        turns = old * frequency / (2 * math.pi)
+        fast = ((turns - 1) / 31).clamp(0, 1)
+        frequency = frequency * (old / new + fast * (1 - old / new))
+        factor *= 1 + 0.2 * math.log(new / old)
+    return frequency, torch.full((), factor, device=frequency.device)
+
+
+def rotate_scaled(x: Tensor, cos: Tensor, sin: Tensor, eps: float, factor: Tensor) -> Tensor:
+    """Return train_gpt.py's rotate_normed, times a factor ()."""
+    return t.rotate_normed(x, cos, sin, eps) * factor
+
+
+def rotated(q: Tensor, k: Tensor, rotary: tuple, eps: float) -> tuple[Tensor, Tensor]:
+    """Return q and k (1, T, H, D) normed and rotated, each (1, H, T, D). `rotary` are cos, sin and
+    YaRN's factor on q."""
+    cos, sin, factor = rotary
+    q = recomputed_if_small(rotate_scaled, q, cos, sin, eps, factor)
+    return q, recomputed_if_small(t.rotate_normed, k, cos, sin, eps)
+
+
+def as_pairs(parts: list[Tensor], rotary: tuple) -> tuple:
+    """Return q, k and v (1, T, H, D) as those of paired heads, (1, 2 T, H / 2, D), and their rotary
+    tables: half of the heads attend at each place, so head h goes with head h + H / 2. Even heads
+    rotate by a token's first place (2026-01-07_PairedHeadAttention)."""
+    cos, sin, factor = rotary
+    heads = parts[-1].size(2)
+    turn = torch.arange(heads, device=cos.device) % 2
+    parts = [part.reshape(1, -1, heads // 2, part.size(-1)) for part in parts]
+    cos, sin = (part[:, turn].unflatten(1, (2, -1)).flatten(0, 1) for part in (cos, sin))
+    return *parts, (cos, sin, factor)
+
+
+GATE_CHANNELS = 12  # channels of its input that a gate reads
+
+
+def gate_of(x: Tensor, weight: Tensor) -> Tensor:
+    """Return gates (..., n) between 0 and 1, from the first 12 channels of x (..., C) and a weight
+    (n, 12)."""
+    return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
+
+
+# -----------------------------------------------------------------------------
+# Embeddings and targets
+
+
+def smeared(x: Tensor, gate_w: Tensor, factor: Tensor) -> Tensor:
+    """Return embeddings (T, C), each with a gated share of the previous one, even if that is in
+    another document; gate_w is (1, 12), factor (1,)."""
+    share = factor * gate_of(x[1:], gate_w)
+    return torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
+
+
+def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
+    """Return, for each token (T,), the row of the bigram table that the token and the previous one
+    select, (T,) int32. The first token selects the last row; for the second token, that row's
+    number stands for the first token. Products of int32 wrap (2026-01-19_BigramHashEmbedding)."""
+    first = torch.full_like(tokens[:1], rows - 1, dtype=torch.int32)
+    tokens = torch.cat([first, tokens[1:].int()])
+    return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
+
+
+def next_targets(targets: Tensor, count: int) -> Tensor:
+    """Return the next `count` targets of each token, (T, count), from targets (T,). Beyond the end
+    they are -1."""
+    return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1).contiguous()
+
+
+def weighted_loss(logits: Tensor, targets: Tensor, shares: Tensor, scale: float) -> Tensor:
+    """Return scale times the summed loss () of the first of K targets (T, K), under logits (T, V).
+    Its gradient is that of the losses of all targets, times their shares (K,); a target of -1 has
+    no share."""
+    chances = torch.log_softmax(logits, dim=-1).gather(1, targets.clamp(min=0))
+    learned = -scale * (chances * shares * (targets >= 0)).sum()
+    shown = -scale * chances[:, 0].sum()
+    return learned + (shown - learned).detach()
