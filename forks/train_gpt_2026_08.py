@@ -680,8 +680,6 @@ class MLP(nn.Module):
         self.c_fc.weight.data *= INIT_BOUND
         self.c_proj = t.CastedLinear(hp.mlp_width, hp.model_dim)
         nn.init.zeros_(self.c_proj.weight)
-        rest = max(4 * hp.model_dim - hp.mlp_width, 0)  # drawn and not used, as before
-        torch.empty(2 * rest, hp.model_dim).uniform_()
         self.fp8_product = fp8_mlp if hp.fp8_mlp == "all" else fp8_relu2_mlp
         self.squares_in_fp8 = hp.fp8_mlp != "up"
         self.register_buffer("scale", torch.ones(()))  # of squares, in FP8
@@ -723,12 +721,10 @@ class Mixer(nn.Module):
         if self.hidden_w is None:
             return (scale * bias).type_as(x).expand(1, x.size(1), -1)
         hidden = F.gelu(F.linear(x, self.hidden_w.type_as(x)))
-        if self.group_w is not None:  # twice, as before
-            more = F.linear(hidden, self.group_w.flatten(0, 1).type_as(x))
-            hidden = F.gelu(F.linear(x, self.hidden_w.type_as(x)))
         numbers = (scale * F.linear(hidden, self.out_w.type_as(x), bias)).type_as(x)
         if self.group_w is not None:
-            more = (scale * more).type_as(x).unflatten(-1, self.group_w.shape[:2])
+            more = scale * F.linear(hidden, self.group_w.flatten(0, 1).type_as(x))
+            more = more.type_as(x).unflatten(-1, self.group_w.shape[:2])
             numbers = (numbers[..., None] + more).flatten(2)
             numbers = numbers.repeat_interleave(x.size(-1) // more.size(-1), dim=-1)
         return numbers
@@ -790,9 +786,8 @@ class Block(nn.Module):
         self.layer, self.eps = layer, hp.norm_eps
         self.first = numbers_of(layer, hp)
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
-        mlps = [MLP(hp) for _ in range(max(layer.mlps, 1))]
-        self.mlp = mlps[0] if layer.mlps else None
-        self.second_mlp = mlps[1] if layer.mlps == 2 else None
+        self.mlp = MLP(hp) if layer.mlps else None
+        self.second_mlp = MLP(hp) if layer.mlps == 2 else None
         if layer.mudd:
             self.first_of_mudd = numbers_of_mudd(layer, hp)
         else:
@@ -1000,8 +995,6 @@ class GPT(nn.Module):
             self.mixers["last"] = Mixer(hp, constants, hp.mudd_width)
             self.first_of_end = numbers_of_end(self.layers, hp)
             constants = sum(self.first_of_end.values(), [])
-            if hp.mudd_groups:
-                random_weight(hp.mudd_width, hp.model_dim)
             self.mixers["end"] = Mixer(hp, constants, hp.mudd_width, hp.mudd_groups)
         self.frequencies: dict[tuple, tuple] = {}  # of rotary, by the windows so far
 
