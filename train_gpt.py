@@ -824,6 +824,7 @@ class GPT(nn.Module):
     are named as in 2025-01-26, so its published checkpoints load."""
 
     kernels = ("chunk_loss", "relu2_mlp")  # of gpu_kernels.py, if they agree
+    numbers_in_pieces = 0  # those that a fork's ranks share out, and no parameter has
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -1824,7 +1825,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         log(f"the first shard has no token {END_OF_TEXT}: its text counts as one document")
     if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
         log("there is no FP8 here: the head trains in bfloat16")
-    log(f"parameters: {sum(p.numel() for p in model.parameters())}")
+    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
+    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)

@@ -713,7 +713,6 @@ class Mixer(nn.Module):
         if groups:
             self.group_w = nn.Parameter(torch.zeros(len(constants), groups, width))
 
-    @t.compiled
     def forward(self, x: Tensor, scale: float | Tensor = MIXER_SCALE) -> Tensor:
         """Map x (1, T, C) to n numbers (1, T, n), times a scale (1,). With groups they are (1, T,
         n * C): each of them for all channels."""
@@ -731,11 +730,8 @@ class Mixer(nn.Module):
 
 
 def named(numbers: Tensor, first: dict[str, list[float]]) -> dict[str, Tensor]:
-    """Return numbers (1, T, n), which begin as those of `first`, by their names. Mixers with groups
-    make equally many numbers by each name."""
+    """Return numbers (1, T, n), which begin as those of `first`, by their names."""
     sizes = [len(constants) for constants in first.values()]
-    if numbers.size(-1) != sum(sizes):
-        return dict(zip(first, numbers.chunk(len(first), dim=-1), strict=True))
     return dict(zip(first, numbers.split(sizes, dim=-1), strict=True))
 
 
@@ -758,8 +754,8 @@ def numbers_of_mudd(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]
     """Return the numbers that the layer of mudd makes for itself, as they are at first: factors on
     streams that go into its values ("v ..."), its input ("x ...") and the stream behind attention
     (2026-04-22_MuddFormer)."""
-    streams = ("start", "x") if layer.source is None else ("start", "late", "x")
-    first = {f"{use} {name}": [0.0] for use in "vx" for name in streams}
+    late = [] if layer.source is None else [f"output {layer.source}"]
+    first = {f"{use} {name}": [0.0] for use in "vx" for name in ("start", *late, "x")}
     first |= {"tables": [2.0, 2.0], "start": [0.0], "bigram": [hp.bigram_lambda]}
     keep = [hp.residual_lambda]
     return first | {"keep": keep, "attention": [1.0], "keep mlp": keep, "mlp": [1.0]}
@@ -767,19 +763,20 @@ def numbers_of_mudd(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]
 
 def numbers_of_end(layers: tuple[Layer, ...], hp: Hyperparameters) -> dict[str, list[float]]:
     """Return the factors on the streams that the end adds, as they are at first."""
-    late = [] if layers[-1].source is None else ["late"]
+    source = layers[-1].source
+    late = [] if source is None else [f"output {source}"]
     skips = [f"output {layer.skip_from}" for layer in layers if layer.skip_from is not None]
     tables = [layer.values for layer in layers if layer.values is not None]
     names = ["start", *late, "input", *tables[:1], *skips]
     if hp.mudd_all:
-        names += [*tables, "read", *(["source"] if late else [])]
+        names += [*tables, "read", *(f"normed {source}" for _ in late)]
     return dict.fromkeys(names, [0.0]) | dict.fromkeys(late, [-0.5])
 
 
 class Block(nn.Module):
     """One layer: attention, if it has that, and no, one or two MLPs. Each of these two sublayers
     has factors on the residual stream and on its output; in the layer of mudd, its mixer makes
-    them for each token."""
+    them for each token. `streams` (1, T, C) go by their names: see GPT.run_graph."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -794,23 +791,20 @@ class Block(nn.Module):
             self.residual_lambda = nn.Parameter(torch.full((2,), hp.residual_lambda))
             self.post_lambda = nn.Parameter(torch.ones(2))
 
-    @t.compiled
-    def forward(self, x, streams, numbers, value, rotary, mask, skip_weight=None, mixer=None):
-        """Map x (1, T, C) to (1, T, C). `streams` (1, T, C), by name, are those that the layer adds
-        or reads, `numbers` (1, T, n) a mixer's. The layer of mudd, which has a mixer of its own,
-        also returns two streams for the end."""
-        numbers = {} if numbers is None else named(numbers, self.first)
-        if "skip" in streams:
-            x = x + torch.sigmoid(skip_weight) * numbers["skip"] * streams["skip"]
-        if self.layer.mudd:
-            return self.mudd(x, streams, numbers, value, rotary, mask, mixer)
-        keep, post = self.residual_lambda, self.post_lambda
-        added = []
+    def read_by_attention(self, x: Tensor, streams: dict[str, Tensor]) -> Tensor:
+        """Return what attention reads: an earlier layer's output, normed, or else x."""
+        if self.layer.source is not None:
+            return streams[f"normed {self.layer.source}"]
+        return recomputed_if_small(norm, x, self.eps)
+
+    def forward(self, x, streams, numbers: dict[str, Tensor], rotary, mask) -> Tensor:
+        """Map x (1, T, C) to (1, T, C), with the numbers (1, T, n) that a mixer has made for it."""
+        keep, post, added = self.residual_lambda, self.post_lambda, []
         if self.attn is not None:
-            read = self.read_by_attention(x, streams)
+            read, value = self.read_by_attention(x, streams), streams.get(self.layer.values)
             added.append(self.attn(read, value, rotary, mask, numbers, post[0]))
-        shares = [numbers[name] * streams[name] for name in ("x0", "bigram") if name in streams]
-        if shares:
+        names = [name for name in ("x0", "bigram") if name in numbers and name in streams]
+        if shares := [numbers[name] * streams[name] for name in names]:
             added.append(sum(shares[1:], shares[0]))
         if added:
             x = keep[0] * x
@@ -823,32 +817,24 @@ class Block(nn.Module):
                 x = x + mlp(read, post[1])
         return x
 
-    def mudd(self, x, streams, numbers, value, rotary, mask, mixer) -> tuple:
-        """Return what forward does. The mixer's numbers also mix earlier streams into the values
-        and the input of attention."""
-        streams = streams | {"x": x}
-        numbers = numbers | named(mixer(x), self.first_of_mudd)
+    def mudd(self, x, streams, numbers: dict[str, Tensor], rotary, mask) -> tuple[Tensor, Tensor]:
+        """Map x (1, T, C) to (1, T, C) in the layer of mudd, whose numbers also mix earlier streams
+        into the values and the input of attention. Also return what the MLP reads."""
         added = numbers["start"] * streams["start"]
         if "bigram" in streams:
             added = added + numbers["bigram"] * streams["bigram"]
-        gate = numbers["tables"].repeat_interleave(x.size(-1) // 2, dim=-1)
-        value = 0 if value is None else gate * value
-        for name in ("start", "late", "x"):
+        value = streams.get(self.layer.values, 0)
+        if self.layer.values is not None:
+            value = numbers["tables"].repeat_interleave(x.size(-1) // 2, dim=-1) * value
+        streams = streams | {"x": x}
+        for name in ("start", f"output {self.layer.source}", "x"):
             if name in streams:
                 value = value + numbers[f"v {name}"] * streams[name]
                 x = x + numbers[f"x {name}"] * streams[name]
-        read = self.read_by_attention(x, streams)
-        out = self.attn(read, value, rotary, mask, numbers, None)
+        out = self.attn(self.read_by_attention(x, streams), value, rotary, mask, numbers, None)
         x = numbers["keep"] * x + numbers["attention"] * out + added
         read = recomputed_if_small(norm, x, self.eps)
-        x = numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read)
-        return x, {"input": streams["x"], "read": read}
-
-    def read_by_attention(self, x: Tensor, streams: dict[str, Tensor]) -> Tensor:
-        """Return what attention reads: an earlier layer's output, normed, or else x."""
-        if "source" in streams:
-            return streams["source"]
-        return recomputed_if_small(norm, x, self.eps)
+        return numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read), read
 
 
 # -----------------------------------------------------------------------------
@@ -969,6 +955,7 @@ class GPT(nn.Module):
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
             self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.ngrams = NgramTable(hp) if hp.ngram_rows else None
+        self.numbers_in_pieces = hp.ngram_rows * hp.model_dim  # of all ranks together
         self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
         self.smear_lambda = nn.Parameter(torch.zeros(1))
 
@@ -984,7 +971,7 @@ class GPT(nn.Module):
         # Mixers of layers go by the layer before which they read x: for those up to the next one.
         self.mixers, self.mixer_scale = nn.ModuleDict(), nn.Parameter(torch.tensor([MIXER_SCALE]))
         begins = [i for i, layer in enumerate(self.layers) if i == 0 or layer.mixer]
-        self.mixed = {}  # by mixer: how many numbers it makes for each layer
+        self.mixed = {}  # by mixer: how many numbers it makes for each of these layers
         for i, end in itertools.pairwise([*begins, hp.num_layers]):
             constants = [sum(self.blocks[j].first.values(), []) for j in range(i, end)]
             self.mixed[i] = [len(numbers) for numbers in constants]
@@ -1022,60 +1009,63 @@ class GPT(nn.Module):
         return self.run_layers(x, more, rotary, masks)
 
     def run_layers(self, x: Tensor, more: dict[str, Tensor], rotary: dict, masks: dict) -> Tensor:
-        """Map embeddings (T, C) to the head's input (T, C). `more` is of `embedded`."""
-        bigram, late = more.get("bigram"), self.layers[-1].source
-        x, x0, made = self.begin(x, bigram)
-        start, for_end = x, {**more, "start": x}
-        outputs, normed, numbers = {}, {}, {}  # by layer
-        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+        """Map embeddings (T, C) to the head's input (T, C). `more` is of `embedded`. Four layers
+        are one graph. Each graph costs the host time, and with one for all layers, no gradient
+        could be sent before the backward pass ends. Graphs of one layer save 1 to 2 GB in
+        validation."""
+        streams, count = more | {"x": x}, 1 if t.memory_is_small(x.device) else 4
+        for start in range(0, len(self.layers), count):
+            streams = self.run_graph(start, start + count, streams, rotary, masks)
+        return streams["x"]
+
+    @t.compiled
+    def run_graph(self, start: int, stop: int, streams: dict, rotary: dict, masks: dict) -> dict:
+        """Run the layers from start to stop, if there are so many. Return the streams (1, T, C)
+        with those of these layers: x; x0, the embeddings; start, with a share of n-grams; what
+        later layers read of layer i, "output i" and "normed i"; what the layer of mudd reads,
+        input, and what its MLP does, read. "numbers i" (1, T, n) are those of layer i."""
+        streams, hp = dict(streams), self.hp
+        if start == 0:
+            streams["x"] = streams["x0"] = norm(streams["x"], hp.norm_eps)[None]
+        for i in range(start, min(stop, len(self.layers))):
+            layer, block = self.layers[i], self.blocks[i]
             if f"{i}" in self.mixers:
-                if i > 0:
-                    made = self.mixers[f"{i}"](x, self.mixer_scale)
-                numbers |= enumerate(made.split(self.mixed[i], dim=-1), start=i)
-            streams = {
-                "skip": outputs.get(layer.skip_from),
-                "source": normed.get(layer.source),
-                "x0": x0 if layer.embed else None,
-                "bigram": bigram if (layer.bigram and i > 0) or layer.mudd else None,
-                "start": start if layer.mudd else None,
-                "late": outputs.get(late) if layer.mudd else None,
-            }
-            streams = {name: stream for name, stream in streams.items() if stream is not None}
-            value, mask = more.get(layer.values), masks.get(layer.mask)
-            turns = rotary.get((layer.narrow, layer.paired))
-            case = x, streams, numbers.get(i), value, turns, mask
+                made = self.mixers[f"{i}"](streams["x"], self.mixer_scale)
+                parts = enumerate(made.split(self.mixed[i], dim=-1), start=i)
+                streams |= {f"numbers {j}": part for j, part in parts}
+            numbers = named(streams[f"numbers {i}"], block.first) if block.first else {}
+            x = streams["x"]
+            if i == 0:  # attention of the first layer reads n-grams
+                share = numbers.pop("bigram", None)
+                if share is not None and "bigram" in streams:
+                    x = x + share * streams["bigram"]
+                streams["start"] = x
             if layer.skip_from is not None:
-                case = *case, self.skip_weights[i - len(self.layers)]
+                factor = torch.sigmoid(self.skip_weights[i - len(self.layers)]) * numbers["skip"]
+                x = x + factor * streams[f"output {layer.skip_from}"]
+            case = streams, numbers, rotary.get((layer.narrow, layer.paired)), masks.get(layer.mask)
             if layer.mudd:
-                x, of_mudd = block(*case, mixer=self.mixers["last"])
-                for_end |= streams | of_mudd
+                numbers |= named(self.mixers["last"](x), block.first_of_mudd)
+                streams["input"] = x
+                x, streams["read"] = block.mudd(x, *case)
             else:
-                x = block(*case)
-            if any(later.skip_from == i for later in self.layers) or i == late:
-                outputs[i] = for_end[f"output {i}"] = x
+                x = block(x, *case)
+            streams["x"] = x
+            if any(i in (later.skip_from, later.source) for later in self.layers):
+                streams[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
-                normed[i] = norm(x, self.hp.norm_eps)
-        return self.end(x, for_end)
+                streams[f"normed {i}"] = norm(x, hp.norm_eps)
+        if stop >= len(self.layers):
+            streams = {"x": self.end(streams)}
+        return streams
 
-    @t.compiled
-    def begin(self, x: Tensor, bigram: Tensor | None) -> tuple:
-        """Return the first layer's input (1, T, C) of embeddings (T, C), which has a share of
-        n-grams; x0, which has not; and the first mixer's numbers."""
-        x = x0 = norm(x, self.hp.norm_eps)[None]
-        if "0" not in self.mixers:
-            return x, x0, None
-        made = self.mixers["0"](x0, self.mixer_scale)
-        numbers = named(made.split(self.mixed[0], dim=-1)[0], self.blocks[0].first)
-        if "bigram" in numbers and bigram is not None:
-            x = x0 + numbers["bigram"] * bigram
-        return x, x0, made
-
-    @t.compiled
-    def end(self, x: Tensor, streams: dict[str, Tensor]) -> Tensor:
-        """Map the last output (1, T, C), with shares of streams, to the head's input (T, C)."""
+    def end(self, streams: dict[str, Tensor]) -> Tensor:
+        """Map the last output, with shares of streams, to the head's input (T, C)."""
+        x = streams["x"]
         if "end" in self.mixers:
-            for name, number in named(self.mixers["end"](x), self.first_of_end).items():
-                x = x + number * streams[name]
+            factors = self.mixers["end"](x).chunk(len(self.first_of_end), dim=-1)
+            for name, factor in zip(self.first_of_end, factors, strict=True):
+                x = x + factor * streams[name]
         return norm(x, self.hp.norm_eps)[0]
 
     def embedded(self, input_seq: Tensor, tied: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1167,17 +1157,8 @@ class GPT(nn.Module):
             table = self.embed.weight
             self.ngrams.share(rank, parts, table.device, table.dtype)
 
-    @property
-    def bytes_of_pieces(self) -> int:
-        """The bytes of what save_pieces saves on all ranks. Gradients that wait for the table's
-        next update add a few per cent."""
-        if self.ngrams is None:
-            return 0
-        return self.hp.ngram_rows * self.ngrams.row_bytes(self.embed.weight.dtype)
-
     def save_pieces(self, path: Path) -> None:
-        """Save this rank's piece of the n-gram table. No rank begins before what another save has
-        left is removed, and none goes on, to save the checkpoint, before all pieces are saved."""
+        """Save this rank's piece of the n-gram table."""
         if self.ngrams is not None:
             self.ngrams.save(path)
 

@@ -186,7 +186,7 @@ def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
     for table in model.tables() if gpus_for(hp) else []:
         table.to(torch.bfloat16)
     size = 3 * sum(p.nbytes for p in model.parameters())  # weights, and at most two moments of each
-    size += getattr(model, "bytes_of_pieces", 0)
+    size += getattr(model, "numbers_in_pieces", 0) * (2 if gpus_for(hp) else 4)
     size *= hp.keep if hp.save_every else 1
     free = shutil.disk_usage(folder).free
     if free < size:

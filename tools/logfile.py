@@ -29,11 +29,13 @@ OF_BENCHMARK |= {"val_tokens": "10485760"}
 
 @cache
 def published() -> dict[str, dict]:
-    """Return the published results of records on 8 H100s, by name; {} if the file is missing.
+    """Return the published results of records on 8 H100s, by name, or by name and flags if one was
+    published in two forms; {} if the file is missing.
 
     minutes: the official time. mean, deviation, runs: the last validation loss over that many runs.
     (The deviation of 2024-11-19 is estimated; adamw's is the one that the optimizer benchmark
     takes as known.) losses, seconds: the curve, by step. one_h100: the same of a run on one H100.
+    flags_of_logs: those that make the form of which the public logs are.
     """
     path = Path(__file__).with_name("published.json")
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
@@ -76,6 +78,14 @@ class Run:
     def name(self) -> str:
         known = [self.settings.get("script"), self.record or self.path.stem]
         return " ".join(word for word in known if word) + self.flags
+
+    @property
+    def published(self) -> dict | None:
+        """The published result of its record, in the form that its flags make."""
+        for name, result in published().items():
+            if name.startswith(f"{self.record} --") and name[len(self.record) :] in self.flags:
+                return result
+        return published().get(self.record)
 
     @property
     def loss(self) -> float:
@@ -128,8 +138,9 @@ def read_trials(
         run = run_of(path, head, results)
         read_steps(run, lines, whole, at, name)
         for folder in path.resolve().parts:  # a record's folder may hold runs of the one before
-            if not run.settings and str(run.steps) in published().get(folder, {}).get("losses", {}):
-                run.record = folder
+            known = published().get(folder, {})
+            if not run.settings and str(run.steps) in known.get("losses", {}):
+                run.record, run.flags = folder, known.get("flags_of_logs", "")
         runs.append(run)
     return runs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import significance
-from logfile import Run, published, read_metrics
+from logfile import Run, read_metrics
 from train_gpt import UserError
 
 
@@ -53,7 +53,7 @@ def draw_runs(groups: dict[str, list[Run]], path: Path) -> None:
     for i, (letter, runs) in enumerate(groups.items()):
         name = f"{letter}: {runs[0].name}, n = {len(runs)}"
         curves = [(name, ".-", run.curve) for run in runs]
-        known, title = published().get(runs[0].record), f"{runs[0].record}, published"
+        known, title = runs[0].published, f"{runs[0].record}, published"
         if known and runs[0].on_fineweb and title not in named:
             curve = {int(s): (loss, known["seconds"][s]) for s, loss in known["losses"].items()}
             curves.append((title, "--", curve))

@@ -27,13 +27,19 @@ def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
     """Print a line for each record: its steps, and its published time and last loss."""
     rows = [["record", "steps", "minutes", "final loss (published, on 8 H100s)"]]
     for name, hp in records.items():
-        minutes = loss = "-"
-        if known := published().get(name):
-            minutes, loss = str(known["minutes"]), f"{known['mean']:.4f}"
-            if known["runs"] > 1:
-                loss += f" ± {known['deviation']:.4f}, {known['runs']} runs"
-        rows.append([name, str(hp.num_iterations), minutes, loss])
+        forms = [form for form in published() if form == name or form.startswith(f"{name} --")]
+        for form in forms or [name]:
+            minutes = loss = "-"
+            if known := published().get(form):
+                minutes, loss = str(known["minutes"]), f"{known['mean']:.4f}"
+                if known["runs"] > 1:
+                    loss += f" ± {known['deviation']:.4f}, {known['runs']} runs"
+            rows.append([form, str(hp.num_iterations), minutes, loss])
     console.print_table(rows)
+    for name in records:
+        for form, known in published().items():
+            if "note" in known and form.split()[0] == name:
+                print(f"{form}: {known['note']}")
 
 
 def script_with(path: Path, record: str) -> Path:
@@ -67,7 +73,7 @@ def print_against_published(log: Path) -> None:
         run = read_log(log, whole=False)
     except ValueError as error:
         raise UserError(f"{log}: {error}") from error
-    known = published().get(run.record)
+    known = run.published
     if known is None or not run.on_fineweb:
         raise UserError(f"{log}: nothing is published of {run.record or 'its record'} on its data")
     # Times on eight H100s say nothing about one: these come from a public log of one H100.
@@ -84,6 +90,8 @@ def print_against_published(log: Path) -> None:
             then, there = on_one["losses"][str(step)], on_one["seconds"][str(step)]
             rows[-1] += [f"{then:.4f}", f"{seconds:.1f}", f"{there:.1f}", f"{seconds - there:+.1f}"]
     print(f"{run.record}: published losses are from 8 H100s")
+    if "note" in known:
+        print(f"they are {known['note']}")
     if on_one and "note" in on_one:
         print(f"on one H100, {on_one['note']}")
     console.print_table(rows)

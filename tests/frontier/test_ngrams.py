@@ -108,16 +108,16 @@ def whole(tmp_path_factory):
     return runs.outcome(folder, run=Run)
 
 
-def test_a_model_says_how_many_bytes_its_pieces_have(tmp_path):
-    """Beside its weights. Names and headers within the files have a little more."""
+def test_a_model_says_how_many_numbers_its_pieces_have(tmp_path):
+    """Beside its weights, in float32. Files also have a row's second moment and its last step."""
     model = Run.GPT(replace(RECORDS["demo"], ngram_rows=3002))
     for rank in range(2):
         model.ngrams.rows = None
         model.share_ngrams(rank, 2)
         model.ngrams.save(tmp_path / "it.pt")
     size = sum(piece.stat().st_size for piece in tmp_path.iterdir())
-    assert model.bytes_of_pieces == 3002 * (4 * 128 + 8) == pytest.approx(size, rel=0.02)
-    assert Run.GPT(replace(RECORDS["demo"], ngram_rows=0)).bytes_of_pieces == 0
+    assert 4 * model.numbers_in_pieces == 4 * 3002 * 128 == pytest.approx(size, rel=0.04)
+    assert Run.GPT(replace(RECORDS["demo"], ngram_rows=0)).numbers_in_pieces == 0
 
 
 def killed(words: list[str]) -> None:
