@@ -102,7 +102,7 @@ def visible_by_distance(input_seq: Tensor, window: Tensor) -> Tensor:
 
 def two_places(tokens: Tensor) -> Tensor:
     """Return the places (2 T,) of paired heads, which have two for each of the tokens (T,): a
-    document begins at the first. Masks count places."""
+    document begins at the first. A window counts places, so it sees half as many tokens."""
     return torch.stack([tokens, torch.full_like(tokens, -1)], dim=1).flatten()
 
 
@@ -144,8 +144,8 @@ def rotated(q: Tensor, k: Tensor, rotary: tuple, eps: float) -> tuple[Tensor, Te
 
 def as_pairs(parts: list[Tensor], rotary: tuple) -> tuple:
     """Return q, k and v (1, T, H, D) as those of paired heads, (1, 2 T, H / 2, D), and their rotary
-    tables: half of the heads attend at each place, so head h goes with head h + H / 2. Even heads
-    rotate by a token's first place (2026-01-07_PairedHeadAttention)."""
+    tables. A token has two places: its first half of the heads attends at place 2 t, the second at
+    2 t + 1. Even heads rotate as at place 2 t, odd ones as at 2 t + 1 (2026-01-07's record)."""
     cos, sin, factor = rotary
     heads = parts[-1].size(2)
     turn = torch.arange(heads, device=cos.device) % 2

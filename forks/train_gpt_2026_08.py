@@ -153,7 +153,8 @@ class Stage:
     candidates: tuple[float, ...] = (0.0,)  # tokens in the softmax, by equal parts; 0: all
 
 
-# The last but one stage tapers. A sequence of 49152 tokens has about 11000 different ones.
+# They begin at steps 0, 320, 681, 1107 and 1174. With an extension, the last stage is that, and its
+# share does not count. The one before tapers. 49152 tokens have about 11000 different ones.
 STAGES = (
     "share=320+length=1+window=384+short=128+lr=1+cap=896+targets=1/.5/.25+prefix=1"
     "+candidates=10240,"
@@ -515,7 +516,7 @@ class Moment:
         last = step == hp.num_iterations
         self.validate = last or bool(hp.val_loss_every and step % hp.val_loss_every == 0)
 
-        # Stages are shares of the scheduled steps. With an extension, the last stage is that.
+        # Stages are shares of the scheduled steps. With an extension, the last one is that.
         stages = stage_table(hp)
         *ends, whole = itertools.accumulate(stage.share for stage in stages)
         if hp.extension_frac > 0 and ends:
@@ -607,7 +608,9 @@ class CausalSelfAttention(nn.Module):
         """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C)."""
         q, k = self.qk_w.view(2, *self.head_shape, -1)  # weights (H, D, C)
         v = self.v_w.view(*self.head_shape, -1)
-        if self.layer.narrow:  # half RoPE rotates the first half of both halves
+        if (
+            self.layer.narrow
+        ):  # half RoPE rotates the first half of both halves, of 128: 0-31, 64-95
             q, k = (part.unflatten(1, (4, -1))[:, ::2].flatten(1, 2) for part in (q, k))
         if self.layer.narrow_values:
             v = v[:, : v.size(1) // 2]
@@ -735,17 +738,17 @@ def named(numbers: Tensor, first: dict[str, list[float]]) -> dict[str, Tensor]:
     return dict(zip(first, numbers.split(sizes, dim=-1), strict=True))
 
 
-def numbers_of(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]:
-    """Return the numbers that a mixer makes for a layer, as they are at first."""
-    one_each = hp.num_heads
+def numbers_of(i: int, layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]:
+    """Return the numbers that a mixer makes for layer i, as they are at first: factors on streams,
+    and then a number for each head. Attention of layer 0 reads its share of n-grams."""
     first = {
         "skip": [0.5] * (layer.skip_from is not None),
         "x0": [0.0] * layer.embed,
-        "bigram": [hp.bigram_lambda] * layer.bigram,
-        "alpha": [0.0] * one_each * layer.xsa,
-        "gate": [0.25] * one_each * layer.gate,
-        "w1": [1.0] * one_each * layer.composed,
-        "w2": [0.0] * one_each * layer.composed,
+        "bigram before" if i == 0 else "bigram": [hp.bigram_lambda] * layer.bigram,
+        "alpha": [0.0] * hp.num_heads * layer.xsa,
+        "gate": [0.25] * hp.num_heads * layer.gate,
+        "w1": [1.0] * hp.num_heads * layer.composed,
+        "w2": [0.0] * hp.num_heads * layer.composed,
     }
     return {name: constants for name, constants in first.items() if constants}
 
@@ -778,10 +781,10 @@ class Block(nn.Module):
     has factors on the residual stream and on its output; in the layer of mudd, its mixer makes
     them for each token. `streams` (1, T, C) go by their names: see GPT.run_graph."""
 
-    def __init__(self, hp: Hyperparameters, layer: Layer):
+    def __init__(self, hp: Hyperparameters, i: int, layer: Layer):
         super().__init__()
         self.layer, self.eps = layer, hp.norm_eps
-        self.first = numbers_of(layer, hp)
+        self.first = numbers_of(i, layer, hp)
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
         self.mlp = MLP(hp) if layer.mlps else None
         self.second_mlp = MLP(hp) if layer.mlps == 2 else None
@@ -956,12 +959,12 @@ class GPT(nn.Module):
             self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.ngrams = NgramTable(hp) if hp.ngram_rows else None
         self.numbers_in_pieces = hp.ngram_rows * hp.model_dim  # of all ranks together
+        # The factors on skip connections, which the upper half of the layers may have.
+        self.skip_weights = nn.Parameter(torch.full((hp.num_layers // 2,), -1.5))
         self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
         self.smear_lambda = nn.Parameter(torch.zeros(1))
 
-        self.blocks = nn.ModuleList(Block(hp, layer) for layer in self.layers)
-        # Of the upper half's layers, which may have a skip connection.
-        self.skip_weights = nn.Parameter(torch.full((hp.num_layers // 2,), -1.5))
+        self.blocks = nn.ModuleList(Block(hp, *row) for row in enumerate(self.layers))
         self.lm_head = Head(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
@@ -1035,11 +1038,9 @@ class GPT(nn.Module):
                 streams |= {f"numbers {j}": part for j, part in parts}
             numbers = named(streams[f"numbers {i}"], block.first) if block.first else {}
             x = streams["x"]
-            if i == 0:  # attention of the first layer reads n-grams
-                share = numbers.pop("bigram", None)
-                if share is not None and "bigram" in streams:
-                    x = x + share * streams["bigram"]
-                streams["start"] = x
+            if "bigram before" in numbers and "bigram" in streams:
+                x = x + numbers["bigram before"] * streams["bigram"]
+            streams.setdefault("start", x)
             if layer.skip_from is not None:
                 factor = torch.sigmoid(self.skip_weights[i - len(self.layers)]) * numbers["skip"]
                 x = x + factor * streams[f"output {layer.skip_from}"]
