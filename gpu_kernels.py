@@ -140,7 +140,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def fused_chunk_loss(head, x, targets, scale):
-    """Compute chunk_loss of a head of train_gpt.py, or of forks/train_gpt_2026.py with its form and
+    """Compute chunk_loss of a head of train_gpt.py, or of the forks of 2026 with its form and
     shares. cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap.
     """
     form = getattr(head, "form", (2 * head.softcap, 0.0, head.softcap / 2))
@@ -355,7 +355,7 @@ WRITTEN_FOR = {
 
 def functions(model, name: str) -> list:
     """Return the functions that go by a name in a model's head and its classes, and in the files of
-    both's classes, with the methods of a class, but none of torch's. The first is called."""
+    the classes of both, with the methods of a class, but none of torch's. The first is called."""
     head, classes = model.lm_head, [*type(model).__mro__, *type(model.lm_head).__mro__]
     files = [sys.modules[cls.__module__] for cls in classes]
     values = [vars(scope).get(name) for scope in (head, *type(head).__mro__, *files)]
@@ -379,7 +379,7 @@ def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
     """Return example arguments of a function, for so many tokens, or for a chunk of them."""
     drawn = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     C, V, count = hp.model_dim, hp.vocab_size, getattr(hp, "most_targets", 1)
-    width = getattr(hp, "mlp_width", 0) or 4 * C
+    width = getattr(hp, "mlp_width", 4 * C)
     if name == "relu2_mlp":
         return drawn(rows, C), drawn(width, C), drawn(C, width)
     if name == "fp8_relu2_mlp":

@@ -271,7 +271,7 @@ def check(hp: Hyperparameters) -> None:
     units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
     positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
     for name in (*units, *positive, "num_layers", "num_heads", "model_dim", "vocab_size"):
-        value, unit = getattr(hp, name, 1), units.get(name, 1)  # a fork may lack one
+        value, unit = getattr(hp, name), units.get(name, 1)
         if value == 0 or value % unit:
             raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
     largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
@@ -1001,7 +1001,7 @@ class Group:
     rule: Callable
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
-    steps: int = 1  # the rule is called at each second step, say: gradients add up until then
+    steps: int = 1  # whose gradients add up before the rule is called
 
 
 class Rows:
@@ -1063,12 +1063,9 @@ class Rows:
             self.add_gradients()
             self.send()
 
-    def has_gradients(self) -> bool:
-        """Say whether a gradient has come since `clear`."""
-        return not self.is_stale or any(p.grad is not None for p in self.params)
-
     def add_gradients(self) -> None:
-        """Move what p.grad has to `grads`. A gradient that has not come is zero, if others have."""
+        """Move what p.grad has to `grads`. If only some parameters have a gradient, that of others
+        is zero."""
         if all(p.grad is None for p in self.params):
             return
         views, dense = [], []
@@ -1159,15 +1156,6 @@ class Optimizers:
             Group("scalar", scalars, adam, hp.scalar_lr, row_ndim=0),
         ]
 
-    def learning(self, now: Moment) -> list[tuple[Group, Rows]]:
-        """Return the groups that learn at a moment: each at its steps, if it has a gradient. Others
-        stay as they are, as in torch's optimizers."""
-        return [
-            (group, rows)
-            for group, rows in self.groups
-            if (now.step + 1) % group.steps == 0 and rows.has_gradients()
-        ]
-
     def add_gradients(self) -> None:
         """Add the gradients of a backward pass to those of the step."""
         for _, rows in self.groups:
@@ -1183,9 +1171,12 @@ class Optimizers:
                 raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
             if not all(p.requires_grad for p in rows.params):
                 raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
-        learning = self.learning(now)
+        self.add_gradients()
+        learning = []  # groups without a gradient stay as they are, as in torch's optimizers
+        for group, rows in self.groups:
+            if (now.step + 1) % group.steps == 0 and not rows.is_stale:
+                learning.append((group, rows))
         for _, rows in learning:
-            rows.add_gradients()
             if rows.missing and self.world_size > 1:  # not sent within the backward pass
                 rows.send()
         grad_scale, norms = 1 / self.hp.batch_seqs, []

@@ -20,8 +20,8 @@ def with_block_before(x: Tensor) -> Tensor:
 def composed(w1: Tensor, w2: Tensor, q: Tensor, k: Tensor, v: Tensor, mask, scale: float) -> Tensor:
     """Return what composed heads add to attention, (1, H, n, D): w2[h] * sum over g of w1[g] *
     P[g] @ v[h], where P[g] is head g's softmax over the last 112 tokens, or fewer if the mask shows
-    fewer. q is (1, H, n, D), k and v are (1, H, T, D), of which q's are the last
-    n tokens; w1 and w2 are (1, n, H). Each block of queries reads the keys of two blocks."""
+    fewer. q is (1, H, n, D), k and v are (1, H, T, D), of which q's are the last n tokens; w1 and
+    w2 are (1, n, H). Each block of queries reads the keys of two blocks."""
     heads, tokens, before = q.size(1), q.size(2), k.size(2) - q.size(2)
     row = torch.arange(tokens, device=q.device)
     first = row + 1 - (mask == 0).sum(-1) if torch.is_tensor(mask) else mask[0] - before

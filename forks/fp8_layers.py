@@ -1,4 +1,4 @@
-"""Attention's projection and MLPs of forks/train_gpt_2026_08.py in FP8, on GPUs that have it. The
+"""Attention's projections and MLPs of forks/train_gpt_2026_08.py in FP8, on GPUs that have it. The
 scales come from records 89 and 92 of github.com/KellerJordan/modded-nanogpt, for gradients of a
 sequence's summed loss."""
 

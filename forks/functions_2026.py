@@ -4,6 +4,7 @@ rows, of attention, and of embeddings."""
 import itertools
 import math
 import re
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
                 is_tuple = isinstance(known.get(key), tuple)
                 parts = value.split("/") if is_tuple else [value]
                 values = tuple(float(part) for part in parts)
-                if key not in known or not all(0 <= value < math.inf for value in values):
+                if key not in known or not all(0 <= value < 1e9 for value in values):
                     raise ValueError
                 numbers[key] = values if is_tuple else values[0]
         except ValueError:
@@ -63,6 +64,7 @@ def number_rows(text: str, name: str, known: dict) -> list[tuple[str, dict]]:
     return rows
 
 
+@cache
 def read_stages(text: str, stage_class: type, seq_len: int) -> tuple:
     """Return the stages that --stages describes, one if it is empty. UserError for a wrong row."""
     table, usual = [], stage_class()
@@ -167,6 +169,7 @@ def gate_of(x: Tensor, weight: Tensor) -> Tensor:
 # Embeddings and targets
 
 
+@t.compiled
 def smeared(x: Tensor, gate_w: Tensor, factor: Tensor) -> Tensor:
     """Return embeddings (T, C), each with a gated share of the previous one, even if that is in
     another document; gate_w is (1, 12), factor (1,)."""

@@ -202,7 +202,8 @@ class NgramTable:
         step = self.learned_at.new_full((), now.step + 1)
         sums = sums.to(self.second.dtype) / self.hp.batch_seqs
         state = self.rows, self.second, self.learned_at
-        for tensor in (distinct, sums):  # of another size in each cycle of other sequences
+        # Of another size in each cycle of other sequences.
+        for tensor in (distinct, sums) if t.compiled.allowed else ():
             torch._dynamo.mark_dynamic(tensor, 0)
         ngram_adam_(*state, distinct, sums, step, *rates)
 

@@ -99,6 +99,6 @@ def average(groups: list[tuple], now, hp) -> None:
                 rows.state[f"{name} average"].lerp_(weights, share)
     if now.step == hp.num_iterations - 1:
         mix_(learning)
-        if now.tied:
-            rows_of = {group.name: rows for group, rows in groups}
+        rows_of = {group.name: rows for group, rows in groups}
+        if now.tied and {"head", "embed"} <= rows_of.keys():
             rows_of["embed"].weights.copy_(rows_of["head"].weights)

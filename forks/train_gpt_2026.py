@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cautious
-import functions_2026 as functions
 import train_gpt as t
 from functions_2026 import (
     GATE_CHANNELS,
@@ -47,6 +46,7 @@ from functions_2026 import (
     number_rows,
     offset_keys,
     read_layer,
+    read_stages,
     recomputed_if_small,
     rotated,
     smeared,
@@ -255,13 +255,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:  # overrides
 
 def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages of the settings; UserError for a wrong row."""
-    return read_stages(hp.stages, hp.seq_len)
-
-
-@cache  # by what it depends on: `hp` would hash a hundred settings, some twenty times in each step
-def read_stages(stages: str, seq_len: int) -> tuple[Stage, ...]:
-    """Return the stages that --stages describes; UserError for a wrong row."""
-    return functions.read_stages(stages, Stage, seq_len)
+    return read_stages(hp.stages, Stage, hp.seq_len)
 
 
 def adam_table(hp: Hyperparameters) -> dict[str, dict[str, float]]:
@@ -853,7 +847,6 @@ class GPT(t.GPT):
             self.smear_lambda = nn.Parameter(torch.zeros(1))
         if any(layer.backout for layer in self.layers):
             self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
-        self.outputs_read = {layer.skip_from for layer in self.layers}  # by later layers
         self.lm_head = Head(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
@@ -926,68 +919,55 @@ class GPT(t.GPT):
         return tables
 
     def run_layers(self, x: Tensor, more: dict, rotary, masks: dict) -> Tensor:  # overrides
-        """Map embeddings (T, C) to the head's input (T, C). Four layers are one graph. Between
-        graphs, kernels of their own add the gradients of what several layers read. With one graph
-        for all layers, no gradient could be sent before the backward pass ends. Graphs of one
-        layer save 1 to 2 GB in validation."""
-        streams, count = {"x": x}, len(self.blocks)
-        layers_per_graph = 1 if t.memory_is_small(x.device) else 4
-        for start in range(0, count, layers_per_graph):
-            stop = min(start + layers_per_graph, count)
-            streams = self.run_graph(start, stop, streams, more, rotary, masks)
+        """Map embeddings (T, C) to the head's input (T, C). `more` is of `embedded`. Four layers
+        are one graph. Each graph costs the host time, and with one for all layers, no gradient
+        could be sent before the backward pass ends. Graphs of one layer save 1 to 2 GB in
+        validation."""
+        streams, count = more | {"x": x}, 1 if t.memory_is_small(x.device) else 4
+        for start in range(0, len(self.layers), count):
+            streams = self.run_graph(start, start + count, streams, rotary, masks)
         return streams["x"]
 
     @t.compiled
-    def run_graph(self, start: int, stop: int, streams: dict, more, rotary, masks) -> dict:
-        """Run the layers from start to stop. `streams` are x and what later layers read, (1, T, C),
-        by name. Return them with those of these layers added."""
-        streams = dict(streams)
+    def run_graph(self, start: int, stop: int, streams: dict, rotary, masks) -> dict:
+        """Run the layers from start to stop, if there are so many. Return the streams (1, T, C)
+        with those of these layers: x; x0, the embeddings; what later layers read of layer i,
+        "output i" and "normed i"; and backout, of which a share is subtracted at the end."""
+        streams, hp = dict(streams), self.hp
         if start == 0:
-            streams["x"] = streams["x0"] = t.norm(streams["x"], self.hp.norm_eps)[None]
-        for i in range(start, stop):
-            x = streams["x"] = self.layer_output(i, streams, more, rotary, masks)
-            if i in self.outputs_read:
+            streams["x"] = streams["x0"] = t.norm(streams["x"], hp.norm_eps)[None]
+        for i in range(start, min(stop, len(self.layers))):
+            layer, block, bigram = self.layers[i], self.blocks[i], streams.get("bigram")
+            x = streams["x"]
+            if layer.skip_from is not None:
+                x = x + self.skip_factor(i, streams["x0"]) * streams[f"output {layer.skip_from}"]
+            if i == 0 and bigram is not None and hp.sublayer_lambdas:
+                # By sublayer, bigrams are added after attention; layer 0's attention reads them.
+                x = x + block.bigram_lambda[0] * bigram
+                bigram = None
+            added, value = block.added(streams["x0"], bigram), streams.get(layer.values)
+            mask, source = masks.get(layer.mask), streams.get(f"normed {layer.source}")
+            x = streams["x"] = block(x, added, value, rotary[layer.paired], mask, source)
+            if any(later.skip_from == i for later in self.layers):
                 streams[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
-                streams[f"source {i}"] = t.norm(x, self.hp.norm_eps)
-            if self.layers[i].backout:
+                streams[f"normed {i}"] = t.norm(x, hp.norm_eps)
+            if layer.backout:
                 streams["backout"] = x
-        if stop == len(self.layers):
-            streams["x"] = t.norm(self.end(streams, more), self.hp.norm_eps)[0]
+        if stop >= len(self.layers):
+            x = streams["x"]
+            if "backout" in streams:
+                x = x - self.backout_lambda[0] * streams["backout"]
+            streams = {"x": t.norm(x, hp.norm_eps)[0]}
         return streams
 
-    def with_skip(self, i: int, streams: dict[str, Tensor]) -> Tensor:
-        """Return x (1, T, C), with layer i's share of the earlier output that it adds."""
-        skip_from = self.layers[i].skip_from
-        if skip_from is None:
-            return streams["x"]
-        return streams["x"] + self.skip_factor(i, streams) * streams[f"output {skip_from}"]
-
-    def skip_factor(self, i: int, streams: dict[str, Tensor]) -> Tensor:
+    def skip_factor(self, i: int, x0: Tensor) -> Tensor:
         """Return the factor on layer i's skip connection: its weight (), or a gate (1, T, 1)."""
         skip = i - len(self.layers)  # counted from the last layer's
         if self.skip_gates is None:
             return self.skip_weights[skip]
-        gate = gate_of(streams["x0"], self.skip_gates[skip, None])
+        gate = gate_of(x0, self.skip_gates[skip, None])
         return torch.sigmoid(self.skip_weights[skip]) * (2 * gate)
-
-    def layer_output(self, i: int, streams: dict[str, Tensor], more, rotary, masks) -> Tensor:
-        """Return the output (1, T, C) of layer i. `more` is of `embedded`."""
-        layer, block, bigram = self.layers[i], self.blocks[i], more.get("bigram")
-        x = self.with_skip(i, streams)
-        if i == 0 and bigram is not None and self.hp.sublayer_lambdas:
-            # By sublayer, bigrams are added after attention; layer 0's attention reads them.
-            x = x + block.bigram_lambda[0] * bigram
-            bigram = None
-        added, value = block.added(streams["x0"], bigram), more.get(layer.values)
-        mask, source = masks.get(layer.mask), streams.get(f"source {layer.source}")
-        return block(x, added, value, rotary[layer.paired], mask, source)
-
-    def end(self, streams: dict[str, Tensor], more: dict[str, Tensor]) -> Tensor:
-        """Return x (1, T, C) before the last norm."""
-        if "backout" not in streams:
-            return streams["x"]
-        return streams["x"] - self.backout_lambda[0] * streams["backout"]
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:  # overrides
         """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64. In

@@ -12,7 +12,7 @@ come from github.com/KellerJordan/modded-nanogpt. Techniques with a file of thei
     composed_heads.py    until record 89, heads also read a mixture of all heads
     prefixes.py          the longest token that begins the next token is also a target
     sampled_softmax.py   in training, the softmax covers a part of the vocabulary
-    anvil.py             Muon with two momenta and other maps
+    anvil.py             Muon with two momenta and other polynomials
     fp8_layers.py        FP8 in attention's projections and in MLPs, backward too
     tail_average.py      the run ends with averages of its last weights
     canonical_mask.py    the last validation excludes tokens that cannot follow
@@ -27,7 +27,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -102,8 +102,7 @@ class Layer:
         "mlps": ("mlps", int),
         "pair": ("paired", bool),
         "narrowv": ("narrow_values", bool),
-    }
-    words |= {
+    } | {
         word: (word, bool)
         for word in ("narrow", "xsa", "gate", "composed", "mixer", "embed", "bigram", "mudd")
     }
@@ -149,7 +148,7 @@ class Stage:
     targets: tuple[float, ...] = (1.0,)  # loss weights of the next token and of those after it;
     # the last of several falls to 0 within the stage
     prefix: tuple[float, ...] = (0.0,)  # shares of --prefix, by equal parts of the stage
-    falls: int = 0  # 1: the share of --prefix falls to 0 within the stage
+    falls: int = 0  # 1: these shares also fall to 0 within the stage
     candidates: tuple[float, ...] = (0.0,)  # tokens in the softmax, by equal parts; 0: all
 
 
@@ -227,7 +226,7 @@ class Hyperparameters(t.RunSettings):
     logit_sigmoid: Triple = (23.0, 5.0, 7.5)  # a b c: logits become a sigmoid((logit + b) / c)
     prefix: float = 0.25  # loss weight of the next token's prefix, times the stage's share
     sampled_softmax: bool = True  # train with the candidates that --stages names
-    canonical_mask: bool = True  # the last validation excludes tokens that GPT-2's tokenizer does
+    canonical_mask: bool = True  # exclude tokens that cannot follow from the last validation
     tail_average: bool = True  # end with averages of the last weights
 
     optimizer: Literal["muon", "anvil"] = "anvil"  # of matrices
@@ -260,6 +259,7 @@ class Hyperparameters(t.RunSettings):
     fp8_attention: bool = True  # matmuls that make q, k and v in FP8, forward and backward
 
     # What functions of train_gpt.py read, and no record here changes.
+    window_step: ClassVar[int] = 1
     rope: ClassVar[str] = "half"
     logit_softcap: ClassVar[float] = 0.0
     momentum_damped: ClassVar[bool] = True
@@ -398,39 +398,44 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
             rule = "narrow heads are short"
         elif layer.mlps > 2:
             rule = "a layer has at most two MLPs"
+        elif layer.mudd and (layer.embed or layer.bigram):
+            rule = "the layer of mudd adds embeddings and n-grams without these words"
         if rule:
             raise UserError(f"--layers: {row!r} cannot be layer {i}: {rule}")
         if not hp.narrow_heads:
             layer = replace(layer, narrow=False, narrow_values=False)
+        if not (hp.ngram_rows or hp.bigram_rows):
+            layer = replace(layer, bigram=False)
         table.append(layer)
     return tuple(table)
 
 
-@cache
 def stage_table(hp: Hyperparameters) -> tuple[Stage, ...]:
     """Return the stages of the settings; UserError for a wrong row."""
     table = read_stages(hp.stages, Stage, hp.seq_len)
-    if not all(stage.window and stage.cap for stage in table):
-        raise UserError(f"--stages {hp.stages}: a stage needs a window, and a cap above 0")
+    if not all(stage.window and stage.cap and stage.falls <= 1 for stage in table):
+        rule = "a stage needs a window, a cap above 0, and falls of 0 or 1"
+        raise UserError(f"--stages {hp.stages}: {rule}")
     return table
 
 
 def check(hp: Hyperparameters) -> None:
     """Raise UserError for settings that are not allowed, alone or together."""
     t.check(hp)
-    layer_table(hp)
-    stages, size, rows = stage_table(hp), hp.vocab_size, hp.ngram_rows
-    counts = [int(count) for stage in stages for count in stage.candidates if count]
+    layers, stages, size, rows = layer_table(hp), stage_table(hp), hp.vocab_size, hp.ngram_rows
+    counts = [count for stage in stages for count in stage.candidates if count]
     bad_counts = hp.sampled_softmax and any(count % 16 or count > size for count in counts)
     bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
     bad_heads = hp.num_heads % 2 or hp.num_heads * hp.head_dim != hp.model_dim
     of_gpt2 = 50257 <= size <= 50304
     has_prefix = any(any(stage.prefix) for stage in stages)
+    reads_ngrams = any(layer.bigram or layer.mudd for layer in layers)
     for name, wrong, rule in (
         ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),
         ("save_every", hp.save_every % 2, "must be a multiple of 2, as Adam's steps are"),
         ("vocab_size", size % 128, "must be a multiple of 128"),
         ("num_heads", bad_heads, "must be even, and model_dim / head_dim"),
+        ("model_dim", hp.model_dim < GATE_CHANNELS, f"must be at least {GATE_CHANNELS}"),
         ("mlp_width", not 0 < hp.mlp_width <= 16 * hp.model_dim, "is from 1 to 16 model_dim"),
         ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
         ("logit_sigmoid", not all(hp.logit_sigmoid[::2]), "a and c must be above 0"),
@@ -442,6 +447,7 @@ def check(hp: Hyperparameters) -> None:
         ("bigram_rows", rows and hp.bigram_rows, "must be 0 with the table of --ngram_rows"),
         ("bigram_signs", rows and not hp.bigram_signs, "must be above 0 with --ngram_rows"),
         ("ngram_rows", rows and (rows % 2 or not 6 <= rows <= 2**31), "is even, from 6 to 2^31"),
+        ("ngram_rows", rows and not reads_ngrams, "needs a layer with the word bigram or mudd"),
         ("ngram_slow_from", rows and hp.ngram_slow_from % 4, "must be a multiple of 4"),
     ):
         if wrong:
@@ -522,9 +528,9 @@ class Moment:
         if hp.extension_frac > 0 and ends:
             whole = ends[-1]
         starts = [round(hp.scheduled_steps * end / whole) for end in (0.0, *ends)]
-        begun = bisect_right(starts, step)  # number of stages
-        stage = stages[begun - 1]
-        start, end = [*starts, hp.num_iterations][begun - 1 : begun + 1]
+        self.stages = bisect_right(starts, step)  # number of those that have begun
+        stage = stages[self.stages - 1]
+        start, end = [*starts, hp.num_iterations][self.stages - 1 : self.stages + 1]
         left = (end - step) / max(end - start, 1)  # share of the stage
 
         def part(values: tuple[float, ...]) -> float:
@@ -546,13 +552,10 @@ class Moment:
         self.seq_len = int(hp.seq_len * stage.length)  # tokens in a training sequence
         self.longest = stage.cap  # tokens at which documents are cut
         self.window = hp.last_window if last and hp.last_window else stage.window  # the long one
-        # Those of the stages that have begun, for YaRN.
-        self.windows = [one.window for one in stages[:begun]]
-        self.shorts = [one.short or one.window // 2 for one in stages[:begun]]
-        self.short = self.shorts[-1]  # the short window, in tokens
+        self.short = stage.short or stage.window // 2  # the short window, in tokens
         *first, final = stage.targets
         self.targets = (*first, final * left if first else final)  # weights of the next tokens
-        self.prefix = hp.prefix * (left if stage.falls else part(stage.prefix))
+        self.prefix = hp.prefix * part(stage.prefix) * (left if stage.falls else 1.0)
         self.candidates = 0  # tokens in the softmax, 0: all
         if hp.sampled_softmax:
             self.candidates = int(part(stage.candidates))
@@ -623,8 +626,8 @@ class CausalSelfAttention(nn.Module):
         return [part.unflatten(-1, (len(q), -1)) for part in qkv.split(sizes, dim=-1)]
 
     def forward(self, x, value, rotary, mask, numbers: dict[str, Tensor], post) -> Tensor:
-        """Map x (1, T, C) to (1, T, C), times post () if that is no None. `value` is a table's rows
-        (T, H * D), `numbers` (1, T, H) are a mixer's: alpha, gate, and w1 and w2 of composed heads.
+        """Map x (1, T, C) to (1, T, C), times post () unless that is None. `value` is rows (T, H *
+        D) of a table; `numbers` (1, T, H) are a mixer's: alpha, gate, w1 and w2 of composed heads.
         """
         layer = self.layer
         q, k, v = self.qkv(x)
@@ -689,7 +692,7 @@ class MLP(nn.Module):
         self.register_buffer("largest", torch.zeros(()), persistent=False)  # one in this step
 
     def forward(self, x: Tensor, post: Tensor | None = None) -> Tensor:
-        """Map x (..., C) to (..., C), times post () if that is no None: as in attention."""
+        """Map x (..., C) to (..., C), times post () unless that is None: as in attention."""
         w_in, w_out = self.c_fc.weight.type_as(x), self.c_proj.weight
         w_out = (w_out if post is None else post * w_out).type_as(x)
         if not (self.training and self.fp8_product.__name__ in t.IN_USE):
@@ -806,8 +809,8 @@ class Block(nn.Module):
         if self.attn is not None:
             read, value = self.read_by_attention(x, streams), streams.get(self.layer.values)
             added.append(self.attn(read, value, rotary, mask, numbers, post[0]))
-        names = [name for name in ("x0", "bigram") if name in numbers and name in streams]
-        if shares := [numbers[name] * streams[name] for name in names]:
+        shares = [numbers[name] * streams[name] for name in ("x0", "bigram") if name in numbers]
+        if shares:
             added.append(sum(shares[1:], shares[0]))
         if added:
             x = keep[0] * x
@@ -855,19 +858,18 @@ class Head(t.Head):
         # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
         self.grad_scale = 1.0
         self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
-        self.vocab_size = hp.vocab_size
         self.shares = None  # of several targets (K,), while a loss is computed
         # Of this rank's sequences, in the order in which they come: the next one's is first.
         self.register_buffer("offsets", self.first_offsets(hp.batch_seqs), persistent=False)
 
     def first_offsets(self, sequences: int) -> Tensor:
         """Return where in the sweep the sequences of the first batch begin, (sequences,)."""
-        return torch.arange(sequences) * self.vocab_size // sequences
+        return torch.arange(sequences) * self.out_features // sequences
 
     @cached_property
     def prefixes(self) -> Tensor:
         """The longest token that begins each token (V,), or -1."""
-        return torch.tensor(token_prefixes(self.vocab_size), device=self.weight.device)
+        return torch.tensor(token_prefixes(self.out_features), device=self.weight.device)
 
     def logits(self, x: Tensor) -> Tensor:  # overrides
         """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
@@ -910,7 +912,7 @@ class Head(t.Head):
     def choose(self, columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` candidates (count,) for a softmax, and the targets (T, K) as places among
         them. A target that is no candidate, such as a prefix, is -1 and has no share."""
-        size = self.vocab_size
+        size = self.out_features
         chosen, offset = choose_candidates(columns[:, 0], self.offsets[0], count, size)
         self.offsets.copy_(torch.cat([self.offsets[1:], offset[None]]))
         place = torch.full((size + 1,), -1, device=columns.device)  # the last place is that of -1
@@ -927,7 +929,6 @@ class Head(t.Head):
         rows.grad = None
 
 
-@t.compiled
 def with_borders(tokens: Tensor, distance: int) -> Tensor:
     """Return tokens (T,) with END_OF_TEXT at each such distance from a document's beginning: for
     masks alone, in which a document then begins there."""
@@ -1038,7 +1039,7 @@ class GPT(nn.Module):
                 streams |= {f"numbers {j}": part for j, part in parts}
             numbers = named(streams[f"numbers {i}"], block.first) if block.first else {}
             x = streams["x"]
-            if "bigram before" in numbers and "bigram" in streams:
+            if "bigram before" in numbers:
                 x = x + numbers["bigram before"] * streams["bigram"]
             streams.setdefault("start", x)
             if layer.skip_from is not None:
@@ -1074,7 +1075,7 @@ class GPT(nn.Module):
         is tied; and what else layers add: rows of each value table by its name, and n-grams by
         "bigram"."""
         x = t.look_up(input_seq, (self.lm_head if tied else self.embed).weight)
-        x = self.smeared(x)
+        x = smeared(x, self.smear_gate, self.smear_lambda)
         tables = self.value_embeds["embed"].items()
         more = {name: t.look_up(input_seq, table.weight) for name, table in tables}
         if self.bigram_embed is not None:
@@ -1088,11 +1089,6 @@ class GPT(nn.Module):
             found = self.ngrams.look_up(rows.flatten())
             more["bigram"] = self.signed_sum(found.view(*rows.shape, -1), signs)
         return x, more
-
-    @t.compiled
-    def smeared(self, x: Tensor) -> Tensor:
-        """Return embeddings (T, C), each with a share of the previous one."""
-        return smeared(x, self.smear_gate, self.smear_lambda)
 
     @t.compiled
     def signed(self, bigram: Tensor, input_seq: Tensor) -> Tensor:
@@ -1124,9 +1120,12 @@ class GPT(nn.Module):
         """Return the rotary tables of tokens at positions (T,), by whether heads are narrow, and
         paired: cos and sin (T, 1, head_dim / 2), or (T, 2, head_dim / 2) for two places a token;
         and YaRN's factor () on q. Those of narrow heads follow the short window."""
-        tables, attend = {}, [layer for layer in self.layers if layer.window != "none"]
+        tables, stages = {}, stage_table(self.hp)[: now.stages]
+        attend = [layer for layer in self.layers if layer.window != "none"]
         for narrow, paired in sorted({(layer.narrow, layer.paired) for layer in attend}):
-            windows = tuple(now.shorts if narrow else now.windows)
+            windows = tuple(stage.window for stage in stages)
+            if narrow:
+                windows = tuple(stage.short or stage.window // 2 for stage in stages)
             if (narrow, windows) not in self.frequencies:
                 frequency = t.rotary_frequencies(self.hp, position.device)
                 frequency, factor = yarn(frequency, windows)
@@ -1174,11 +1173,8 @@ class GPT(nn.Module):
 # Optimizers, and the class that tools use
 
 ADAM_EVERY = 2  # steps between Adam's updates, which sum their gradients
-# Matrices: names of parameters as a pattern, and factors on the rate of tall, wide, square ones.
-MATRICES = {
-    "muon": (r"blocks\..*(weight|v_w)", "muon_mul"),
-    "pairs": (r"blocks\..*qk_w", (1.0, 1.0, 1.0)),
-}
+# Matrices: names of parameters as a pattern.
+MATRICES = {"muon": r"blocks\..*(weight|v_w)", "pairs": r"blocks\..*qk_w"}
 # What Adam trains: names, learning rate or its setting, beta1, beta2, decay, dimensions of a row.
 ADAM = {
     "head": (r"lm_head\.weight", "head_lr", 0.5, 0.95, 0.75, 1),
@@ -1228,6 +1224,8 @@ class Optimizers(t.Optimizers):
         if hp.ngram_rows and hp.val_tokens // hp.val_seq_len % world_size:
             rule = "val_tokens / val_seq_len must be a multiple of the ranks"
             raise UserError(f"--ngram_rows, on {world_size} ranks: {rule}")
+        if hp.ngram_rows:
+            self.period = 4  # the table's gradients wait for so many steps
         model.share_ngrams(rank, world_size)
         self.set_offsets(model.lm_head.first_offsets(hp.batch_seqs))
 
@@ -1240,9 +1238,8 @@ class Optimizers(t.Optimizers):
             return [p for name, p in model.named_parameters() if re.fullmatch(pattern, name)]
 
         groups = []
-        for name, (pattern, factors) in MATRICES.items():
-            if factors == "muon_mul":
-                factors = hp.muon_mul
+        for name, pattern in MATRICES.items():
+            factors = hp.muon_mul if name == "muon" else (1.0, 1.0, 1.0)
             rule = partial(anvil if hp.optimizer == "anvil" else muon, factors=factors)
             groups.append(Group(name, matching(pattern)[::-1], rule, hp.muon_lr, row_ndim=2))
         for name, (pattern, lr, *betas, decay, row_ndim) in ADAM.items():
@@ -1257,11 +1254,12 @@ class Optimizers(t.Optimizers):
     def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment, and the n-gram table when its cycle ends."""
         rows_of = {group.name: rows for group, rows in self.groups}
-        head, embed = rows_of["head"], rows_of["embed"]  # of one shape
-        if self.hp.tied_frac and not now.tied and not embed.state:
+        head, embed = rows_of.get("head"), rows_of.get("embed")  # of one shape, if not frozen
+        can_part = self.hp.tied_frac > 0 and head is not None and embed is not None
+        if can_part and not now.tied and not embed.state:
             embed.state = {key: value.clone() for key, value in head.state.items()}
         norms = super().step(now)
-        if now.tied and (now.step + 1) % ADAM_EVERY == 0:
+        if can_part and now.tied and (now.step + 1) % ADAM_EVERY == 0:
             embed.weights.copy_(head.weights)
         self.scale_squares()
         ngrams = self.model.ngrams
@@ -1276,8 +1274,9 @@ class Optimizers(t.Optimizers):
     def scale_squares(self) -> None:
         """Set the FP8 scales of squares by the largest one of a step on all ranks, with room for it
         to grow. (Public ranks each take that of their last sequence.)"""
-        mlps = [part for part in self.model.modules() if isinstance(part, MLP)]
-        if not mlps or self.hp.fp8_mlp in ("off", "up"):
+        mlps = [part for part in self.model.modules() if hasattr(part, "largest")]
+        is_used = {"fp8_mlp", "fp8_relu2_mlp"} & t.IN_USE
+        if not mlps or not is_used or self.hp.fp8_mlp == "up":
             return
         room = 1.03 if self.hp.fp8_mlp == "all" else 1.8
         largest = torch.stack([mlp.largest for mlp in mlps])
@@ -1304,6 +1303,8 @@ class Optimizers(t.Optimizers):
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:  # overrides
         """Load state that any number of ranks saved, or begin anew with {}."""
         super().load_state_dict(saved)
+        if self.model.ngrams is not None:
+            self.model.ngrams.waiting = []  # load_pieces brings what is to wait
         first = {"offsets": self.model.lm_head.first_offsets(self.hp.batch_seqs)}
         self.set_offsets(saved.get("sampled softmax", first)["offsets"])
 

@@ -1,5 +1,5 @@
-"""forks/train_gpt_2026_08.py: composed heads, caches, published numbers,
-averages of the last weights, FP8. test_rows.py has their mathematics."""
+"""forks/train_gpt_2026_08.py: composed heads, caches, published numbers, averages of the last
+weights, FP8. test_rows.py has their mathematics."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -102,6 +102,51 @@ def test_the_last_weights_are_averages_as_published(randomize, float64):
         assert (moved > 0.01 * (expected[key] - initial[key]).norm()) == (
             exact.without_numbers(key) in reading.FACTOR or "embed" in key or "lm_head" in key
         )
+
+
+def first_step(hp, randomize, frozen: str = "") -> tuple:
+    """Make the first two steps, in the last of which Adam and the n-gram table learn. Return the
+    names of parameters that did not change, and the optimizers."""
+    model = drawn(hp, randomize)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name != frozen)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizers, (inputs, targets) = Optimizers(model, hp), sequence(512)
+    for step in range(2):
+        now = august.Moment(step, hp)
+        train_gpt.train_step(model, optimizers, inputs[None] % 256, targets[None] % 256, now)
+    after = dict(model.named_parameters())
+    return {name for name, p in before.items() if torch.equal(p, after[name])}, optimizers
+
+
+def test_a_frozen_table_stays_and_another_mlp_may_take_the_place(randomize, monkeypatch):
+    """A tied embedding that is not frozen is a copy of the head. Waiting gradients are forgotten
+    when a run begins anew; it can stop where none of the n-gram table's wait."""
+    hp = replace(TINY, batch_seqs=1, sampled_softmax=False)
+    for name in ("lm_head.weight", "embed.weight"):
+        assert name in first_step(hp, randomize, name)[0]
+
+    class MLP(torch.nn.Module):
+        def __init__(self, hp):
+            super().__init__()
+            self.up = torch.nn.Linear(hp.model_dim, hp.model_dim, bias=False)
+
+        def forward(self, x, post=1.0):
+            return post * torch.nn.functional.gelu(self.up(x))
+
+    monkeypatch.setattr(august, "MLP", MLP)
+    unchanged, optimizers = first_step(replace(hp, tied_frac=0.0), randomize)
+    assert "blocks.0.mlp.up.weight" not in unchanged and optimizers.period == 4
+    optimizers.model.ngrams.waiting.append(())
+    optimizers.load_state_dict({})
+    assert not optimizers.model.ngrams.waiting
+
+
+def test_shares_of_prefixes_may_fall_within_a_stage():
+    hp = replace(TINY, stages="length=1+window=128+prefix=.5/.2+falls=1+candidates=96")
+    hp = replace(hp, extension_frac=0.0, num_iterations=8)
+    found = [august.Moment(step, hp).prefix for step in (0, 2, 4, 6)]
+    assert found == pytest.approx([0.25 * x for x in (0.5, 0.5 * 0.75, 0.2 * 0.5, 0.2 * 0.25)])
 
 
 # -----------------------------------------------------------------------------
