@@ -611,9 +611,8 @@ class CausalSelfAttention(nn.Module):
         """Return q, k and v, each (1, T, H, D) or narrower, of x (1, T, C)."""
         q, k = self.qk_w.view(2, *self.head_shape, -1)  # weights (H, D, C)
         v = self.v_w.view(*self.head_shape, -1)
-        if (
-            self.layer.narrow
-        ):  # half RoPE rotates the first half of both halves, of 128: 0-31, 64-95
+        if self.layer.narrow:
+            # What half RoPE rotates, the first half of both halves: of 128 channels 0-31 and 64-95.
             q, k = (part.unflatten(1, (4, -1))[:, ::2].flatten(1, 2) for part in (q, k))
         if self.layer.narrow_values:
             v = v[:, : v.size(1) // 2]
