@@ -767,7 +767,8 @@ def numbers_of_mudd(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]
 
 
 def numbers_of_end(layers: tuple[Layer, ...], hp: Hyperparameters) -> dict[str, list[float]]:
-    """Return the factors on the streams that the end adds, as they are at first."""
+    """Return the factors on the streams that the end adds, as they are at first. In record 92 these
+    are start, output 7, input, tables 0 to 3 with output 3 behind the first, read, and normed 7."""
     source = layers[-1].source
     late = [] if source is None else [f"output {source}"]
     skips = [f"output {layer.skip_from}" for layer in layers if layer.skip_from is not None]
