@@ -244,7 +244,7 @@ class NgramTable:
         self.clear()
         if path is None:
             return
-        pieces = find_pieces(path)
+        pieces, saved = find_pieces(path), 0
         begin, end = self.rank * self.size, (self.rank + 1) * self.size
         state = self.rows, self.second, self.learned_at
         try:
@@ -253,8 +253,14 @@ class NgramTable:
                     for name in archive.namelist():
                         with archive.open(name) as file:
                             self.load_entry(name, file, begin, end, state)
+                        if name != "waiting":
+                            saved += int(name.split()[1])
         except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
             raise UserError(f"{piece} is not an intact piece ({type(error).__name__})") from error
+        # In another number of rows, hashes would find those of other n-grams.
+        if saved != -(-self.hp.ngram_rows // len(pieces)) * len(pieces):
+            reason = f"{path} has an n-gram table of {saved} rows, or a few less"
+            raise UserError(f"{reason}, not of --ngram_rows {self.hp.ngram_rows}")
         if weights_only:
             self.second.zero_()
             self.learned_at.zero_()

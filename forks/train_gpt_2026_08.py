@@ -401,7 +401,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
         elif layer.mudd and (layer.embed or layer.bigram):
             rule = "the layer of mudd adds embeddings and n-grams without these words"
         if rule:
-            raise UserError(f"--layers: {row!r} cannot be layer {i}: {rule}")
+            raise UserError(f"--layers: {row!r} cannot be layer {i} of {count}: {rule}")
         if not hp.narrow_heads:
             layer = replace(layer, narrow=False, narrow_values=False)
         if not (hp.ngram_rows or hp.bigram_rows):
@@ -446,7 +446,11 @@ def check(hp: Hyperparameters) -> None:
         ("bigram_rows", hp.bigram_rows == 1, "must be 0 (no table), or 2 and more"),
         ("bigram_rows", rows and hp.bigram_rows, "must be 0 with the table of --ngram_rows"),
         ("bigram_signs", rows and not hp.bigram_signs, "must be above 0 with --ngram_rows"),
-        ("ngram_rows", rows and (rows % 2 or not 6 <= rows <= 2**31), "is even, from 6 to 2^31"),
+        (
+            "ngram_rows",
+            rows and (rows % 2 or not 6 <= rows <= 2**31),
+            "must be 0, or even and from 6 to 2^31",
+        ),
         ("ngram_rows", rows and not reads_ngrams, "needs a layer with the word bigram or mudd"),
         ("ngram_slow_from", rows and hp.ngram_slow_from % 4, "must be a multiple of 4"),
     ):

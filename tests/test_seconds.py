@@ -55,6 +55,10 @@ def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given(capsys):
     more = seconds.flags_for(FORK, [*flags, "--momentum_warmup_steps=7"], 149, "it")
     assert more == ["--num_iterations", "149", "--momentum_cooldown_steps", "5"]
     assert seconds.flags_for(FORK, flags[:4], 149, "it")[-2:] == ["--epochs", "0"]
+    more = seconds.flags_for(
+        HERE / "forks/train_gpt_2026_08.py", ["--record", "2026-08-30"], 597, "it"
+    )
+    assert more[-6:-2] == ["--anvil_from", "256", "--ngram_slow_from", "168"]
 
 
 def test_steps_follow_from_the_time_of_one(monkeypatch, capsys):

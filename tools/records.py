@@ -42,19 +42,21 @@ def print_list(records: dict[str, train_gpt.Hyperparameters]) -> None:
                 print(f"{form}: {known['note']}")
 
 
-def script_with(path: Path, record: str) -> Path:
-    """Return the first script with a record whose name begins so: this one, or one of the
-    project's. If there is none, return this one."""
+def script_with(path: Path, *records: str) -> Path | None:
+    """Return the first script with records whose names begin so: this one, or one of the
+    project's."""
     for other in (path, *script.of_project()):
-        if any(name.startswith(record) for name in script.load(other).records):
+        known = script.load(other).records
+        if all(any(name.startswith(record) for name in known) for record in records):
             return other
-    return path
+    return None
 
 
 def print_difference(path: Path, names: list[str]) -> None:
     """Print the settings that differ between two records. A script may lack a setting: -."""
+    both = script_with(path, *names)
     (a, name_a), (b, name_b) = (
-        script.parse(script_with(path, name), ["--record", name]) for name in names
+        script.parse(both or script_with(path, name) or path, ["--record", name]) for name in names
     )
     rows = [["setting", name_a, name_b]]
     for setting in vars(a) | vars(b):

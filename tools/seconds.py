@@ -51,13 +51,16 @@ def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
 
 
 def flags_for(path: Path, flags: list[str], steps: int, label: str) -> list[str]:
-    """Return the flags that make so many steps; print them with a label. Lengths in steps are
-    scaled, and data that is too short is read again. Flags that were given stay."""
+    """Return the flags that make so many steps; print them with a label. Steps at which something
+    begins, and lengths in steps, are scaled; data that is too short is read again. Flags that were
+    given stay."""
     hp, _ = script.parse(path, flags)
     more = ["--num_iterations", str(steps)]
     for name, value in vars(hp).items():
-        if name.endswith("_steps") and value and not is_given(name, flags):
-            more += [f"--{name}", str(max(1, round(value * steps / hp.num_iterations)))]
+        if name.endswith(("_steps", "_from")) and value and not is_given(name, flags):
+            unit = 4 if name.endswith("_from") else 1  # as the n-gram table's ngram_slow_from needs
+            scaled = value * steps / hp.num_iterations
+            more += [f"--{name}", str(unit * max(1, round(scaled / unit)))]
     if not is_given("epochs", flags):
         more += ["--epochs", "0"]
     print(f"{label}:", *more, flush=True)

@@ -19,8 +19,8 @@ adam_groups heads+lr=1;adam_groups head+rate=1;adam_groups head+decay=1 --adam_r
 BAD_LATER = {
     "fp8_mlp down": "argument --fp8_mlp",
     "layers short,long,short+pair+composed,long --num_layers 4": "composed, mudd need attention",
-    "layers none+v0,long --num_layers 2": "'none+v0' cannot be layer 0: a layer without attention",
-    "layers short,long+narrow --num_layers 2": "'long+narrow' cannot be layer 1: narrow heads",
+    "layers none+v0,long --num_layers 2": "cannot be layer 0 of 2: a layer without attention",
+    "layers short,long+narrow --num_layers 2": "cannot be layer 1 of 2: narrow heads",
     "layers short+mudd,long --num_layers 2": "mudd is for the last layer",
     "layers short,long+mudd+bigram --num_layers 2": "adds embeddings and n-grams without these",
     "layers short+v0,long --num_layers 2": "needs a layer with the word bigram or mudd",

@@ -249,6 +249,16 @@ def test_a_full_disk_ends_with_one_line_and_leaves_no_piece(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state_step000002.pt.0of1"]
 
 
+def test_a_table_of_other_rows_is_refused(tmp_path):
+    """Its hashes would find the rows of other n-grams."""
+    small_table().save(tmp_path / "state_step000002.pt")
+    hp = replace(small_table().hp, ngram_rows=16)
+    table = NgramTable(hp)
+    table.share(0, 1, torch.device("cpu"), torch.float64)
+    with pytest.raises(UserError, match="12 rows, or a few less, not of --ngram_rows 16"):
+        table.load(tmp_path / "state_step000002.pt", weights_only=True)
+
+
 def test_a_damaged_piece_is_refused(tmp_path):
     table, path = small_table(), tmp_path / "state_step000002.pt"
     table.rows[:12] = 1.0
