@@ -3,6 +3,7 @@ begin with documents against documents dealt out one by one."""
 
 import hashlib
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 import train_gpt_2026
+import train_gpt_2026_08
 from conftest import shard
 from frontier import reference_2026 as exact
 from gpt2 import gpt2_encoding
@@ -138,19 +140,21 @@ fuzzed = settings(
 )
 
 
-def planned(pattern, batch_seqs: int, steps: list[tuple[int, int]], count: int) -> list:
-    """Return the batches of a run of `count` steps, as planned. `steps` are the tokens of a
-    sequence and the tokens at which documents are cut (0: they are not), in turn."""
-    hp = Hyperparameters(
-        align_to_documents=True, seq_len=64, batch_seqs=batch_seqs, num_iterations=count
-    )
-    moments = [Moment(step, hp) for step in range(count + 1)]
+def planned(pattern, batch_seqs: int, steps: list[tuple[int, int]], count: int, script) -> list:
+    """Return the batches of a run of `count` steps, as a script plans them. `steps` are the tokens
+    of a sequence and the tokens at which documents are cut (0: they are not), in turn."""
+    if script is train_gpt_2026:
+        hp = Hyperparameters(align_to_documents=True)
+    else:
+        hp = replace(script.RECORDS["demo"], sampled_softmax=False, epochs=1)
+    hp = replace(hp, batch_seqs=batch_seqs, num_iterations=count)
+    moments = [script.Moment(step, hp) for step in range(count + 1)]
     for now, (length, longest) in zip(moments, itertools.cycle(steps), strict=False):
         now.seq_len, now.longest = length, longest
-    return plan_batches(str(pattern), hp, count, train_gpt_2026.plan, moments)
+    return plan_batches(str(pattern), replace(hp, seq_len=64), count, script.plan, moments)
 
 
-def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
+def compare(sizes, steps, batches_of, start_step: int, folder, script=train_gpt_2026) -> None:
     """Compare what 1, 2 and 4 ranks read, put together, with batches_of(shard, step): the batches
     of a shard, from a step on. There are no more batches."""
     for old in folder.glob("*.bin"):
@@ -165,10 +169,10 @@ def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
     pattern = folder / "s*.bin"
     reason = f"has {len(expected)} batches of 4 x 64 tokens" if any(sizes) else "no token is 50256"
     with pytest.raises(UserError, match=reason):
-        planned(pattern, 4, steps, len(expected) + 1)
+        planned(pattern, 4, steps, len(expected) + 1, script)
     if not expected:
         return
-    plan, hp = planned(pattern, 4, steps, len(expected)), Hyperparameters(batch_seqs=4)
+    plan, hp = planned(pattern, 4, steps, len(expected), script), Hyperparameters(batch_seqs=4)
     for size in (1, 2, 4):
         ranks = [
             distributed_data_generator(plan, hp, rank, size, CPU, start_step)
@@ -179,9 +183,14 @@ def compare(sizes, steps, batches_of, start_step: int, folder) -> None:
             assert list(zip(inputs, targets, strict=True)) == batch
 
 
+@pytest.mark.parametrize("script", [train_gpt_2026, train_gpt_2026_08])
 @fuzzed
-@given(sizes, st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25))), st.integers(0, 3))
-def test_sequences_are_the_beginnings_of_documents(tmp_path, sizes, steps, start_step):
+@given(
+    sizes=sizes,
+    steps=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25))),
+    start_step=st.integers(0, 3),
+)
+def test_sequences_are_the_beginnings_of_documents(script, tmp_path, sizes, steps, start_step):
     """Lengths and caps may change at any step; a run may go on at any."""
     steps = [(16, 24), *steps]
 
@@ -189,7 +198,7 @@ def test_sequences_are_the_beginnings_of_documents(tmp_path, sizes, steps, start
         lengths, caps = zip(*(steps[i % len(steps)] for i in range(step, step + 60)), strict=True)
         return exact.batches_b(tokens, lengths, caps, 4)
 
-    compare(sizes, steps, batches_of, start_step, tmp_path)
+    compare(sizes, steps, batches_of, start_step, tmp_path, script)
 
 
 @fuzzed
