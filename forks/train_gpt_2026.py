@@ -6,7 +6,8 @@
 This file imports train_gpt.py and overrides what the records changed. Each technique is a setting,
 or a word in a row of layers or stages, so each can be turned off. The numbers come from the sources
 in the public logs, in github.com/KellerJordan/modded-nanogpt. A name such as
-2025-12-14_PartialKeyOffset is the public record that introduced a technique.
+2025-12-14_PartialKeyOffset is the public record that introduced a technique. What
+train_gpt_2026_08.py has, too, is in functions_2026.py and cautious.py.
 
 It overrides, in train_gpt.py's order:
 
