@@ -1623,7 +1623,8 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     except argparse.ArgumentError as error:
         raise UserError(error) from error
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in fields(default)], 1)
+        known = [f"--{f.name}" for f in fields(default)]
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.75)
         remedy = f"is it {near[0]}? --help" if near else "--help"
         if unknown[0].endswith(".bin"):
             remedy = "a pattern must be quoted, as '*.bin'; --help"
@@ -1743,10 +1744,18 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
             train_step(model, optimizers, x.int(), x, now)
 
 
-def restore(model: GPT, optimizers, saved: dict) -> None:
-    """Load a checkpoint's weights and state, if it has state. UserError if they do not fit."""
+def load_weights(model: GPT, saved: dict) -> None:
+    """Load a checkpoint's weights. UserError if they do not fit."""
     try:
         model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint is not one of this model: {error}") from error
+
+
+def restore(model: GPT, optimizers, saved: dict) -> None:
+    """Load a checkpoint's weights and state, if it has state. UserError if they do not fit."""
+    load_weights(model, saved)
+    try:
         optimizers.load_state_dict(saved["optimizers"])
         model.load_pieces(saved.get("path"), weights_only=not saved["optimizers"])
     except (KeyError, RuntimeError) as error:
@@ -1758,8 +1767,9 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
     They are on the CPU. UserError for the checkpoint of another program."""
     paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
     if not paths and hp.init_from:
-        weights = load_checkpoint(hp.init_from, run)["model"]
-        return {"model": weights, "optimizers": {}, "path": Path(hp.init_from)}
+        saved = {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
+        load_weights(model, saved)
+        return saved | {"path": Path(hp.init_from)}
     if not paths:  # a copy, because the warm-up changes the weights
         weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
         return {"model": weights, "optimizers": {}}
@@ -1788,14 +1798,14 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
-    # Data and model come before the log: a mistake in them does not use up the run's name.
+    # Data, model and weights come before the log: a mistake in them does not use up the run's name.
     moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     val_batch = validation_batch(hp, rank, world_size, device)
     batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
     model = build(run, hp, device)
 
-    log = Log(hp, rank)
     saved = beginning(run, hp, model)
+    log = Log(hp, rank)
     first_step = saved.get("step", 0)
     log.seconds = saved.get("seconds", 0.0)
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
