@@ -1165,16 +1165,17 @@ class Optimizers:
     def step(self, now: Moment) -> list[Tensor]:
         """Update all groups that learn at a moment, and clear their gradients. Return a list, which
         with grad_clip holds the mean gradient's global L2 norm ()."""
-        for _, rows in self.groups:
+        self.add_gradients()
+        learning = []
+        for group, rows in self.groups:
+            if (now.step + 1) % group.steps:
+                continue
             storage = rows.weights.untyped_storage().data_ptr()
             if any(p.untyped_storage().data_ptr() != storage for p in rows.params):
                 raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
             if not all(p.requires_grad for p in rows.params):
                 raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
-        self.add_gradients()
-        learning = []  # groups without a gradient stay as they are, as in torch's optimizers
-        for group, rows in self.groups:
-            if (now.step + 1) % group.steps == 0 and not rows.is_stale:
+            if not rows.is_stale:  # else there is no gradient: it stays, as in torch's optimizers
                 learning.append((group, rows))
         for _, rows in learning:
             if rows.missing and self.world_size > 1:  # not sent within the backward pass

@@ -137,6 +137,28 @@ def test_losses_are_beside_the_published_ones_of_their_steps(place, printed, tmp
     assert lines[5:] == [spread, "other than the record: --muon_lr 0.1"]
 
 
+def test_record_92_is_compared_with_the_form_that_it_has(printed, tmp_path):
+    """With the mask of its last validation, and without; the logs in its folder are without."""
+    with_mask, without = "3.2756 +- 2 x 0.0010", "3.2773 +- 2 x 0.0010"
+    name = "2026-08-30_ANVIL2"
+    for record, spread in ((name, with_mask), (f"{name} --canonical_mask off", without)):
+        log = write_log(tmp_path / "it.txt", record, {1194: (3.3, 40), 1600: (3.28, 60)})
+        _, lines, _ = printed(log)
+        assert any(spread in line for line in lines)
+    (tmp_path / name).mkdir()
+    log = tmp_path / name / "public.txt"
+    log.write_text(
+        f"source\n{'=' * 100}\nstep:1194/1194 val_loss:3.2775 train_time:39900ms step_avg:33.42ms\n"
+    )
+    _, lines, _ = printed(log)
+    assert any(without in line for line in lines)
+
+
+def test_diff_prefers_a_script_that_has_both_records(printed):
+    _, lines, _ = printed("--diff", "demo", "demo-89")
+    assert ["ngram_rows", "200000", "0"] in [line.split() for line in lines]
+
+
 def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     other = write_log(tmp_path / "it.txt", "2025-01-26_BatchSize", {0: (10.8, 0)}, data="mine")
     for word, reason in ((other, "nothing is published"), ("no_such.txt", "No such file")):
