@@ -15,6 +15,8 @@ from scipy import stats
 import leaderboard
 import logfile
 import submission
+import train_gpt
+import train_gpt_track3 as track
 from conftest import files_here
 from logfile import RULE
 
@@ -295,13 +297,33 @@ def test_figures_and_verdict_are_those_of_a_public_readme(submit):
     ("flags", "losses", "rule"),
     [
         ("", [3.279, 3.2800], "Rule 2 is not met: p = 0.250 is not below 0.01. Adding runs "),
-        (TRACK3, [3.2769, 3.2773], "rule is met: (3.28 - mean loss) sqrt(2) = 0.00410"),
-        (TRACK3, [3.2771, 3.2774], "The benchmark's rule is not met: "),
+        (TRACK3, [3.2769, 3.2773], "rule 3 is met: (3.28 - mean loss) sqrt(2) = 0.00410"),
+        (TRACK3, [3.2760], "rule 3 is met: (3.28 - mean loss) sqrt(1) = 0.00400"),
+        (TRACK3, [3.27601], "The benchmark's rule 3 is not met: "),
+        (TRACK3, [3.2771, 3.2774], "The benchmark's rule 3 is not met: "),
+        (f"{TRACK3} --batch_seqs 16 --seq_len 32768", [3.27], "rule 3 is met: "),
+        (f"{TRACK3} --batch_seqs 16", [3.27], "met: a batch of 1048576 tokens, not 524288."),
+        (f"{TRACK3} --num_heads 12", [3.27], "benchmark's rule 1 is not met: --num_heads 12, not"),
+        (f"{TRACK3} --epochs 0", [3.27], "rule 1 is not met: --epochs 0, not 1."),
+        (f"{TRACK3} --init_from a.pt", [3.27], "rule 1 is not met: --init_from a.pt."),
+        (f"{TRACK3} --val_files b/val.bin", [3.27], "not met: --val_files b/val.bin, not fine"),
+        (" --context_len 256", [3.27], "The benchmark's rule 1 is not met: --context_len 256, not"),
     ],
 )
 def test_a_rule_is_met_or_not(flags, losses, rule, submit):
     status, readme, out = submit(group("a", flags, losses))
     assert status == 0 and rule in readme and rule in out
+
+
+def test_all_records_of_the_benchmark_keep_to_its_rule_1():
+    """Demos do not. A wider MLP shows only in the number of parameters."""
+    for name, hp in track.RECORDS.items():
+        settings = {key: train_gpt.show(value) for key, value in vars(hp).items()}
+        run = logfile.Run(Path(), settings=settings, parameters=162_354_816)
+        assert run.is_of_benchmark and bool(run.against_benchmark) == ("demo" in name), name
+    run = logfile.Run(Path(), settings={"context_len": "1024"}, parameters=171_799_296)
+    assert run.against_benchmark == ["171799296 parameters, not 162354816"]
+    assert run.known_deviation is None
 
 
 def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(submit):

@@ -22,9 +22,14 @@ STEP = re.compile(
 # Runs of one group may differ in these. The name of the script is one: its source is compared.
 OF_ONE_RUN = {"script", "seed", "run_id", "resume", "device"}
 OF_ONE_RUN |= {"val_loss_every", "save_every", "keep"}
-# Settings of the optimizer benchmark, whose runs differ in others.
-OF_BENCHMARK = {"context_len": "1024", "model_dim": "768", "num_layers": "12"}
-OF_BENCHMARK |= {"val_tokens": "10485760"}
+# What rule 1 of the optimizer benchmark fixes: model, data and batch. Its runs have a context_len.
+# Trained weights to begin with would be more passes than it counts.
+OF_BENCHMARK = {"context_len": "1024", "num_layers": "12", "num_heads": "6", "head_dim": "128"}
+OF_BENCHMARK |= {"model_dim": "768", "vocab_size": "50304", "attn_scale": "0.12", "rope": "half"}
+OF_BENCHMARK |= {"rope_base": "1024.0", "norm_eps": str(2.0**-23), "logit_softcap": "15.0"}
+OF_BENCHMARK |= {"val_tokens": "10485760", "epochs": "1", "init_from": ""}
+FINEWEB = {"train_files": "fineweb_train_*.bin", "val_files": "fineweb_val_*.bin"}
+BENCHMARK_BATCH, BENCHMARK_PARAMETERS = 524288, 162354816
 
 
 @cache
@@ -103,10 +108,33 @@ class Run:
 
     @property
     def known_deviation(self) -> float | None:
-        """The deviation of a loss that the optimizer benchmark takes as known, for our runs of its
-        size. Public logs do not say whose they are."""
-        is_one = self.on_fineweb and OF_BENCHMARK.items() <= self.settings.items()
-        return published()["adamw"]["deviation"] if is_one else None
+        """The deviation of a loss that the optimizer benchmark takes as known, for our runs that
+        keep to its rule 1. Public logs do not say whose they are."""
+        keeps = self.is_of_benchmark and not self.against_benchmark
+        return published()["adamw"]["deviation"] if keeps else None
+
+    @property
+    def is_of_benchmark(self) -> bool:
+        """Whether it is one of our runs of the optimizer benchmark, of any size."""
+        return "context_len" in self.settings
+
+    @property
+    def against_benchmark(self) -> list[str]:
+        """What differs from the model, data and batch that the optimizer benchmark fixes."""
+        differences = []
+        for name, value in OF_BENCHMARK.items():
+            if self.settings.get(name, value) != value:
+                own = self.settings[name]
+                differences.append(f"--{name} {own}" + (f", not {value}" if value else ""))
+        for name, value in FINEWEB.items():
+            if Path(self.settings.get(name, value)).name != value:
+                differences.append(f"--{name} {self.settings[name]}, not {value}")
+        tokens = int(self.settings.get("batch_seqs", 8)) * int(self.settings.get("seq_len", 65536))
+        if tokens != BENCHMARK_BATCH:
+            differences.append(f"a batch of {tokens} tokens, not {BENCHMARK_BATCH}")
+        if self.parameters not in (None, BENCHMARK_PARAMETERS):
+            differences.append(f"{self.parameters} parameters, not {BENCHMARK_PARAMETERS}")
+        return differences
 
     @property
     def on_fineweb(self) -> bool:
