@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train_gpt
 import train_gpt_track3 as track
 from track3_reference import RESULTS, Weight, fall, momentum_of_46, result, root
 from train_gpt_track3 import RECORDS, Optimizers, Run
@@ -136,17 +135,42 @@ def test_roots_of_factors_whose_lowest_eigenvalue_may_not_be_positive(lowest):
         torch.testing.assert_close(function(factor), root(factor, eps), rtol=1e-9, atol=1e-9)
 
 
-def test_probes_are_noise_of_each_matrix_and_step_on_any_number_of_ranks():
-    hp, now, drawn = RECORDS["psgd"], Run.Moment(3, RECORDS["psgd"]), []
-    for ranks in (1, 2):
-        params = [torch.nn.Parameter(torch.zeros(32, 48)) for _ in range(4)]
-        group = train_gpt.Group("", params, None, 0.0, 2)
-        parts = [train_gpt.Rows(group, params, rank, ranks, 1) for rank in range(ranks)]
-        drawn.append(torch.cat([psgd.probes(rows, now, hp) for rows in parts], 1))
-    later = psgd.probes(parts[0], Run.Moment(4, hp), hp)
-    assert torch.equal(*drawn)
-    noise = torch.cat([drawn[0], later], 1).flatten(2).flatten(0, 1)
-    assert (noise @ noise.T / 1536 - torch.eye(12)).abs().max() < 0.15
+def test_probes_are_noise_of_each_matrix_step_and_seed_on_any_number_of_ranks():
+    """Of 24 matrices in four Rows of two groups: no two draw alike, nor do the two numbers."""
+    hp = replace(RECORDS["psgd"], vocab_size=16, num_layers=4, model_dim=32, num_heads=2)
+    hp, noise = replace(hp, head_dim=16), {1: [], 2: []}
+    for ranks, found in noise.items():
+        optimizers = [Optimizers(track.GPT(hp), hp, rank, ranks) for rank in range(ranks)]
+        of_matrices = [pair for pair in zip(*(o.groups for o in optimizers), strict=True)]
+        of_matrices = [pair for pair in of_matrices if pair[0][0].row_ndim == 2]
+        for step, seed in ((3, 0), (4, 0), (3, 1)):
+            now, seeded = Run.Moment(step, hp), replace(hp, seed=seed)
+            for pair in of_matrices:
+                drawn = torch.cat([psgd.probes(rows, now, seeded) for _, rows in pair], 1)
+                matrices = drawn[:, : pair[0][1].total].flatten(2)  # without padding
+                found.append(matrices.flatten(0, 1)[:, :1024])
+    one, two = (torch.cat(found) for found in noise.values())
+    assert torch.equal(one, two) and len(one) == 3 * 24 * 2
+    assert (one @ one.T / 1024 - torch.eye(len(one))).abs().max() < 0.2
+
+
+def test_eigenvectors_that_float32_does_not_find_are_found_in_float64(monkeypatch):
+    basis = torch.linalg.qr(torch.randn(6, 6))[0]
+    factor = (basis @ torch.arange(1.0, 7).diag() @ basis.T).float()
+    eigh, tried = torch.linalg.eigh, []
+
+    def fails_in_float32(x):
+        tried.append(x.dtype)
+        if x.dtype == torch.float32:
+            raise torch.linalg.LinAlgError
+        return eigh(x)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
+    values, vectors = track.catalog.soap.eigh(factor)
+    assert tried == [torch.float32, torch.float64] and vectors.dtype == torch.float32
+    torch.testing.assert_close(values, torch.arange(1.0, 7).float())
+    torch.testing.assert_close(vectors * values @ vectors.T, factor)
+    assert (vectors.double().T @ basis).abs().diagonal().min() > 1 - 1e-6
 
 
 # -----------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 descent on random probes so that whitened gradients look like noise. arXiv 2402.04553. Result 33:
 3375 steps, 3.2779 (5 runs), pull request 316, on the hyperball.
 
-Published runs do not seed the probes. Here a probe depends on the seed, the step and the matrix, so
-it is the same on any number of ranks.
+Published runs do not seed the probes. Here a probe depends on the seed, the step and the matrix
+(its group, and its number there), so it is the same on any number of ranks.
 """
 
 import torch
@@ -28,7 +28,8 @@ def probes(rows, now, hp) -> torch.Tensor:
     device = rows.own.device
     drawn = []
     for number in range(rows.rank * n, (rows.rank + 1) * n):
-        seed = hash((hp.seed, now.step, number, *shape))
+        # A hash of numbers is the same in each process, unlike that of a text.
+        seed = hash((hp.seed, now.step, number, *rows.name.encode()))
         generator = torch.Generator(device).manual_seed(seed)
         drawn.append(torch.randn(2, *shape, generator=generator, device=device))
     return torch.stack(drawn, 1)
