@@ -35,26 +35,35 @@ from train_gpt import Group, UserError
 @dataclass(frozen=True)
 class Hyperparameters(t.Hyperparameters):
     """train_gpt.py's settings, and those of the benchmark. A schedule is four numbers: its length
-    in num_iterations, the share of it in which rates fall, the fall's power, the last factor."""
+    in num_iterations, the share of it in which rates fall, the fall's power, the last factor.
+    Begins, ends and horizons of other settings are shares of num_iterations."""
 
     optimizer: str = "muon"  # of hidden matrices, a name in catalog.OPTIMIZERS
     schedule: tuple[float, float, float, float] = (1.0, 0.7, 1.0, 0.0)  # of learning rates
     adam_schedule: tuple[float, float, float, float] = (0.0,) * 4  # not of muon_lr; zeros: the same
+    schedule_skip: tuple[float, float] = (0.0, 0.0)  # where all rates skip steps, and how many
     muon_lr: float = 0.025  # learning rate of hidden matrices, whatever the optimizer
     norm_control: Literal["decay", "hyperball", "floor", "radius"] = "decay"  # of hidden matrices
     muon_decay: float = 0.05  # weight decay of hidden matrices, times muon_lr
+    cautious_decay: bool = False  # decay only weights whose update has their sign
     update_floor: float = 0.0  # least norm of an update, as a share of the weights' norm
     floor_rows: bool = False  # the norms are those of rows, not of matrices
     matrix_beta2: float = 0.95  # average of squares, in optimizers of hidden matrices
     precondition_frequency: int = 1  # steps between refreshes of bases or roots
-    momentum_cooldown_steps: int = 0  # steps in which momentum falls to momentum_start at the end
+    momentum_cooldown: tuple[float, float] = (0.0, 0.0)  # from where to where momentum falls again
     adam_decay: float = 0.001  # weight decay of other parameters, times their rate
     bias_correction: bool = True  # in Adam of gains and biases; off: as results 44 to 46
-    lookahead: tuple[float, float, float] = (0.0, 0.0, 0.0)  # EMA-Nesterov: factor, begin, end
+    ema_nesterov: tuple[float, float, float] = (0.0, 0.0, 0.0)  # factor, begin, end
     outer_period: int = 0  # MuLoCo: steps between steps of the outer optimizer; 0: none
-    tail_ema: tuple[float, float, float] = (0.0, 0.0, 0.0)  # blend: share, begin, horizon
+    tail_ema: tuple[float, float] = (0.0, 0.0)  # begin and horizon of an average of weights
+    # How far weights move to it at the end: first block, other blocks, head, vectors, embedding.
+    tail_shares: tuple[float, float, float, float, float] = (0.6, 0.6, 0.6, 0.6, 0.0)
+    anchor: tuple[float, float, float] = (0.0, 0.0, 0.0)  # away from it: factor, begin, end of rise
+    head_eigenvectors: bool = False  # Adam of the head in eigenvectors, from step 1000 of 2900
+    float32_embed: bool = False  # keep the embedding in float32 on a GPU
+    rre: tuple[float, float, float] = (0.0, 0.0, 0.0)  # extrapolation: begin, factor, longest
     mean_loss: bool = False  # gradients are of the mean loss; off: of the summed loss
-    init: Literal[first_weights.KINDS] = "muon"  # forks/optimizers/first_weights.py
+    init: Literal[first_weights.KINDS] = "baseline"  # forks/optimizers/first_weights.py
     float32_gains: bool = False  # apply RMSNorm's gains in float32
     context_len: int = 1024  # tokens in an attention context, whole blocks of 128
 
@@ -84,8 +93,12 @@ RECORDS["demo"] = replace(RECORDS["muon-demo"], muon_lr=0.05, head_lr=0.024)
 
 
 def rate(step: int, schedule: tuple, hp: Hyperparameters) -> float:
-    """Return the multiplier on a learning rate: a linear rise, flat, then a fall."""
+    """Return the multiplier on a learning rate: a linear rise, flat, then a fall. From one step on,
+    it may be that of a later step."""
     length, share, power, final = schedule
+    begin, skipped = (share * hp.num_iterations for share in hp.schedule_skip)
+    if skipped and step >= round(begin):
+        step = step + skipped
     rise = min((step + 1) / hp.warmup_steps, 1.0) if hp.warmup_steps else 1.0
     left = max(1 - step / (length * hp.num_iterations), 0)
     fall = min(left / share, 1.0) ** power if share else 1.0
@@ -102,10 +115,14 @@ class Moment(t.Moment):
         self.lr = rate(self.step, adam_schedule, hp)  # multiplier on the other rates
         self.lr_before = rate(max(self.step - 1, 0), adam_schedule, hp)  # at the step before
         self.schedule_steps = hp.schedule[0] * hp.num_iterations
-        if hp.momentum_cooldown_steps:
-            left = max(self.schedule_steps - self.step, 0) / hp.momentum_cooldown_steps
-            highest = hp.momentum_start + (hp.momentum_end - hp.momentum_start) * min(left, 1)
+        begin, end = (share * hp.num_iterations for share in hp.momentum_cooldown)
+        if end:
+            left = min(max((end - self.step) / (end - begin), 0), 1)
+            highest = hp.momentum_start + (hp.momentum_end - hp.momentum_start) * left
             self.momentum = min(self.momentum, highest)
+        factor, begin, end = hp.anchor
+        rise = self.step / hp.num_iterations - begin
+        self.anchor = factor * min(max(rise / (end - begin), 0), 1) if factor else 0
         if self.step >= 0.9 * hp.num_iterations and hp.val_loss_every:
             self.validate = self.validate or self.step % -(-hp.val_loss_every // 5) == 0
 
@@ -125,6 +142,12 @@ def check(hp: Hyperparameters) -> None:  # overrides
             raise UserError(f"--{name} {getattr(hp, name)}: must be a positive multiple of {unit}")
     if not hp.schedule[0] or (any(hp.adam_schedule) and not hp.adam_schedule[0]):
         raise UserError("--schedule, --adam_schedule: the first number must be positive")
+    for name in ("momentum_cooldown", "anchor"):
+        *_, begin, end = getattr(hp, name)
+        if any(getattr(hp, name)) and begin >= end:
+            raise UserError(f"--{name} {t.show(getattr(hp, name))}: must begin before it ends")
+    if hp.anchor[0] and not hp.tail_ema[1]:
+        raise UserError("--anchor: gradients are anchored to the average that --tail_ema keeps")
     if hp.grad_clip and hp.norm_control == "hyperball":
         raise UserError("--grad_clip: with --norm_control hyperball, an update has a given length")
     for name in catalog.unread(hp):
@@ -226,6 +249,15 @@ class GPT(t.GPT):
         self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
         first_weights.draw(self, hp.init)
 
+    def tables(self) -> list[nn.Module]:  # overrides
+        """Return the vocabulary tables that are bfloat16 on CUDA."""
+        return [] if self.hp.float32_embed else super().tables()
+
+    def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # overrides
+        """Return the embeddings (T, C) of tokens (T,), bfloat16 on CUDA, and no others."""
+        x, values = super().embedded(input_seq)
+        return x.bfloat16() if x.is_cuda else x, values
+
     @torch.no_grad()
     @t.compiled
     def masks(self, input_seq: Tensor, *windows: Tensor) -> dict:  # overrides
@@ -261,21 +293,22 @@ class Optimizers(around.Optimizers):
 
     @staticmethod
     def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
-        """Return the groups, in the order in which weights are updated."""
+        """Return the groups, in the order in which weights are updated. Some rules treat the
+        matrices of v or attn_proj in their own way: rows.name begins with the group's name."""
         of_matrices = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
         adamw = partial(t.adam, decay=hp.adam_decay)
-        matrices, projections, vectors = [], [], {}
+        of_head = catalog.spectral_annealing.head_adam if hp.head_eigenvectors else adamw
+        matrices, vectors = {"muon": [], "v": [], "attn_proj": []}, {}
         for name, p in reversed(list(model.named_parameters())):
             if p.ndim == 1:
                 vectors.setdefault(adam.beta2_of(name, hp), []).append(p)
             elif name.startswith("blocks"):
-                (projections if "attn_proj" in name else matrices).append(p)
-        groups = [
-            Group("head", [model.lm_head.weight], adamw, hp.head_lr, 1),
-            Group("muon", matrices, of_matrices, hp.muon_lr, 2),
-            Group("attn_proj", projections, of_matrices, hp.muon_lr, 2),
-            Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1),
-        ]
+                layer = name.split(".")[-2]
+                matrices[layer if layer in matrices else "muon"].append(p)
+        groups = [Group("head", [model.lm_head.weight], of_head, hp.head_lr, 1)]
+        for name, params in matrices.items():
+            groups.append(Group(name, params, of_matrices, hp.muon_lr, 2))
+        groups.append(Group("embed", [model.embed.weight], adamw, hp.embed_lr, 1))
         for beta2, params in vectors.items():
             uncorrected = partial(adam.uncorrected_adam, beta2=beta2)
             rule = adamw if hp.bias_correction else uncorrected

@@ -3,6 +3,7 @@ shows."""
 
 import importlib
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -54,11 +55,12 @@ def loss_of_context(w: dict, hp: Hyperparameters, tokens, targets) -> torch.Tens
     return (logits.logsumexp(1) - right).sum()
 
 
-@pytest.mark.parametrize("float32_gains", [False, True])
-def test_loss_and_gradients_are_those_of_the_specification(float32_gains, randomize, monkeypatch):
-    """Gradients are of the sum over the whole batch: two micro-batches of two contexts."""
+@pytest.mark.parametrize("on", [False, True])
+def test_loss_and_gradients_are_those_of_the_specification(on, randomize, monkeypatch):
+    """Gradients are of the sum over the whole batch, two micro-batches of two contexts, or with
+    mean_loss of the mean."""
     contexts = {"context_len": 128, "seq_len": 256, "batch_seqs": 2}
-    hp = replace(RECORDS["demo"], **SIZES, **contexts, float32_gains=float32_gains)
+    hp = replace(RECORDS["demo"], **SIZES, **contexts, float32_gains=on, mean_loss=on)
     model = randomize(track.GPT(hp))
     weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
     tokens = torch.randint(256, (2, 257), generator=torch.Generator().manual_seed(0))
@@ -79,7 +81,15 @@ def test_loss_and_gradients_are_those_of_the_specification(float32_gains, random
         sums |= zip(of_group.params, of_group.grad_views, strict=True)
     for name, p in found.items():
         grad = sums[p] / hp.batch_seqs  # as Optimizers.step divides
-        assert relative_error(grad, weights[name].grad) < 2e-5, name
+        expected = weights[name].grad / (512 if on else 1)
+        assert relative_error(grad, expected) < 2e-5, name
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_norms_have_the_published_epsilon(in_float32):
+    x = 1e-4 * torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    layer = track.RMSNorm(replace(MUON, model_dim=32, float32_gains=in_float32))
+    torch.testing.assert_close(layer(x), rms(x.double()).float())
 
 
 def test_both_records_have_the_benchmarks_number_of_parameters():
@@ -91,6 +101,12 @@ def test_both_records_have_the_benchmarks_number_of_parameters():
 
 # -----------------------------------------------------------------------------
 # Schedule
+
+
+def test_demos_have_their_share_of_steps():
+    demo = RECORDS["adamw-demo"]
+    assert (demo.num_iterations, demo.warmup_steps) == (128, 6)  # 250 / 5625 of 128
+    assert RECORDS["row_floor-demo"].momentum_warmup_steps == 15  # 300 / 2690 of 128
 
 
 def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():
@@ -149,38 +165,53 @@ def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tupl
 
 @pytest.mark.parametrize("record", sorted(track.catalog.RESULTS))
 def test_each_record_goes_on_bit_for_bit(record):
-    """Also within a lookahead, an outer loop and the average at the end, each in its last third."""
+    """Also within all that goes around an optimizer, and with the head's eigenvectors."""
     contexts = {"context_len": 128, "seq_len": 128, "batch_seqs": 2, "num_iterations": 9}
     hp = replace(RECORDS[f"{record}-demo"], **SIZES, **contexts, outer_period=4)
-    hp = replace(hp, lookahead=(0.5, 0.2, 1.0), tail_ema=(0.5, 0.6, 0.5))
+    hp = replace(hp, ema_nesterov=(0.5, 0.2, 1.0), tail_ema=(0.6, 0.5), anchor=(0.45, 0.6, 0.9))
+    hp = replace(hp, rre=(0.1, 0.875, 0.001), head_eigenvectors=True)
     whole, saved = steps_of(hp, 0)
     again, _ = steps_of(hp, 8, saved)
-    assert {"lookahead", "outer momentum", "tail average"} <= saved["optimizers"]["head 32"].keys()
+    of_head = saved["optimizers"]["head 32"]
+    assert {"average move", "outer momentum", "tail average"} <= of_head.keys()
+    assert saved["optimizers"]["head 32, shared"].keys() == {"covariance", "basis"}
+    assert "weights 3 before" in saved["optimizers"]["v 32x32"]
     assert whole[0].item() > whole[8].item()
     for a, b in zip(whole[8:], again, strict=True):
         assert torch.equal(a, b)
 
 
 def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
-    """Counted at the benchmark's size, on tensors without numbers."""
-    shapes = [(48, 768, 768), (12, 3072, 768), (12, 768, 3072)]
+    """Counted at the benchmark's size, in a late step, on tensors without numbers."""
+    shapes = [("muon", 24, 768, 768), ("v", 12, 768, 768), ("attn_proj", 12, 768, 768)]
+    shapes += [("muon", 12, 3072, 768), ("muon", 12, 768, 3072)]
     text = (HERE / "forks/README.md").read_text("utf-8")
-    table = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|.*\| ([\d.]+) \| ([\d.]+)", text, re.M)
+    table = re.findall(r"^\| `(\w+)` \| (\w+) \| (\d+) \|.*\| ([\d.]+) \| ([\d.]+)", text, re.M)
     assert {row[0] for row in table} == track.catalog.RESULTS.keys()
-    monkeypatch.setattr("psgd.probes", lambda rows, *_: torch.stack([rows.own, rows.own]))
+
+    def drawn(rows, seeds, *shape):
+        return rows.own.new_empty(len(rows.own), *shape)
+
+    for module in ("psgd", "pmuon"):
+        monkeypatch.setattr(f"{module}.noise", drawn)
+    counted = {}
     for record, _, steps, kept, tera in table:
         hp, state, flops = RECORDS[record], 0, 0
         assert hp.num_iterations == int(steps)
-        for count, *shape in shapes:
-            params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for _ in range(count)]
-            rows = train_gpt.Rows(train_gpt.Group("", params, None, 0.0, 2), params, 0, 1, 1)
+        for name, count, *shape in shapes if hp.optimizer not in counted else ():
+            params = [torch.nn.Parameter(torch.empty(shape, device="meta"))]
+            rows = train_gpt.Rows(train_gpt.Group(name, params, None, 0.0, 2), params, 0, 1, 1)
             rows.grad = rows.own
-            for step in (4, 5):  # step 4 makes Shampoo's roots, step 5 does not
-                with FlopCounterMode(display=False) as counter:
-                    track.catalog.OPTIMIZERS[hp.optimizer](rows, 0.0, Run.Moment(step, hp), hp)
-            flops += counter.get_total_flops()
-            state += sum(value.numel() for value in rows.state.values())
-        around = 2 * bool(hp.lookahead[0]) + 2 * bool(hp.outer_period) + bool(hp.tail_ema[0])
+            step = partial(track.catalog.OPTIMIZERS[hp.optimizer], rows, 0.0)
+            step(Run.Moment(0, hp), hp)
+            step(Run.Moment(2501, hp), hp)
+            with FlopCounterMode(display=False) as counter:
+                step(Run.Moment(2502, hp), hp)
+            flops += count * counter.get_total_flops()
+            state += count * sum(value.numel() for value in rows.state.values())
+        state, flops = counted.setdefault(hp.optimizer, (state, flops))
+        around = 2 * bool(hp.ema_nesterov[0]) + 2 * bool(hp.outer_period) + bool(hp.tail_ema[1])
+        around += 3 * bool(hp.rre[1])
         assert f"{state / (144 * 768**2) + around:.1f}".removesuffix(".0") == kept, record
         assert f"{flops / 1e12:.1f}".removesuffix(".0") == tera.removesuffix(".0"), record
 
@@ -201,12 +232,21 @@ def own(tmp_path, monkeypatch):
     del sys.modules["my_optimizer"]
 
 
+def test_python_starts_it_from_any_folder(tmp_path):
+    (tmp_path / "my_optimizer.py").write_text(OWN)
+    words = [sys.executable, tmp_path / "my_optimizer.py", "--help"]
+    ended = subprocess.run(words, cwd=HERE, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "--optimizer" in ended.stdout, ended.stderr
+
+
 def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path):
     """After step 2 it is resumed bit for bit, with a state of a shape of its own; on two ranks it
-    is the same up to rounding."""
+    is the same up to rounding. So is all that goes around it."""
     words = [*flags, "--run_id", "it", "--save_every", "2", "--keep", "9"]
     words += ["--context_len", "128", "--adam_eps", "1e-6", "--muon_lr", "0.002"]
-    words += ["--optimizer", "row_adam"]
+    words += ["--optimizer", "row_adam", "--head_eigenvectors", "on", "--ema_nesterov", "30 0 0.5"]
+    words += ["--tail_ema", "0.5 0.5", "--anchor", "0.45 0 0.5", "--rre", "0 0.875 0.5"]
+    words = " ".join(words).split()
     two = Program(words, ranks=2, work=own)
     assert two.end() == [0, 0], two.text("err")
     alone = tmp_path / "alone"
@@ -220,7 +260,7 @@ def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path):
     name = "logs/it/state_step000002.pt"
     kept = torch.load(alone / name, weights_only=True)["optimizers"]["muon 256x64"]
     shapes = {key: tuple(value.shape) for key, value in kept.items()}
-    assert shapes == {"first": (4, 256, 64), "second": (4, 256, 1)}
+    assert shapes["first"] == (4, 256, 64) and shapes["second"] == (4, 256, 1)
     (alone / "logs/it/state_step000004.pt").unlink()
     console_of([*words, "--resume", "on"], alone, own)
     again = outcome(alone, 4, own.keywords["run"])

@@ -1,24 +1,28 @@
 """forks/optimizers against tests/track3_reference.py in float64, at the steps of published runs;
 settings and first weights against the published ones."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import train_gpt_track3 as track
-from track3_reference import RESULTS, Weight, fall, momentum_of_46, result, root
+from track3_reference import RESULTS, Weight, extrapolation, fall, momentum_of_46, result, root
 from train_gpt_track3 import RECORDS, Optimizers, Run
 
+HIDDEN = [f"blocks.0.{name}.weight" for name in ("q", "k", "v", "attn_proj", "fc", "mlp_proj")]
 psgd, shampoo = track.catalog.psgd, track.catalog.shampoo
 SQUARE, OBLONG = (8, 8), (16, 4)  # channels, and those of all heads: q is 8x8, or 4x16
 # Where steps begin that cross a switch; and gradients about as small as some epsilon.
-SWITCHES = [("adamh", 246), ("muloco", 25), ("dynmuon", 124), ("muown", 3067)]
+SWITCHES = [("adamh", 246), ("muloco", 25), ("muown", 3067)]
 SWITCHES += [("ema_nesterov", 496), ("ema_nesterov", 2394), ("tail_ema", 2712), ("row_floor", 2682)]
 SWITCHES += [("soap_muon", s) for s in (296, 1371, 1621, 1945, 2696)]
-SMALL = [("normuon", 1e-15), ("contra_muon", 1e-11), ("shampoo", 1e-6), ("shampoo", 1e-14)]
-SMALL += [("soap_muon", 1e-7), ("soap_muon", 1e-9), ("dynmuon", 0.1), ("muown", 1e-13)]
-SMALL += [("shampoo_pinv", 1e-15)]
+SWITCHES += [("aurora_soap", 2496), ("rre", 2820), ("rre", 2911), ("klsoap_powercool", 1872)]
+SWITCHES += [("spectral_annealing", s) for s in (510, 996, 1000, 1396, 1886, 2036, 2096, 2532)]
+SMALL = [("normuon", 1e-15), ("contra_muon", 1e-11), ("shampoo", 1e-15), ("muown", 1e-13)]
+SMALL += [("soap_muon", 1e-7), ("soap_muon", 1e-9), ("aurora", 1e-8), ("pmuon", 1e-3)]
+SMALL += [("sinksoap", 1e-4)]
 CASES = [(name, 0, *case) for name in RESULTS for case in ((1, SQUARE), (1e-8, OBLONG))]
 CASES += [(name, first, 1, OBLONG) for name, first in SWITCHES]
 CASES += [(name, 0, scale, SQUARE) for name, scale in SMALL]
@@ -49,13 +53,17 @@ def preset(optimizers, expected: dict, scale: float, hp) -> None:
         rows.state |= {key: torch.zeros_like(rows.own) for key in ("exp_avg", "exp_avg_sq")}
 
 
-def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="", error=1e-9):
+def compare(
+    hp, reference, first, scale, shape, patch, count=8, given=True, of="", error=1e-9, faint=None
+):
     """Make steps from `first` on with gradients of a scale, and compare weights `of` some names.
-    With a small scale, some weights and the first gradients are zero, as in published runs."""
+    With a small scale, some weights and the first gradients are zero, as in published runs. The
+    first row of the `faint` parameter has small gradients."""
     hp = replace(hp, vocab_size=16, model_dim=shape[0], num_heads=1, head_dim=shape[1])
     model = track.GPT(replace(hp, num_layers=1, batch_seqs=1, seq_len=524288))
     model.forward, names = lambda *args: None, {p: name for name, p in model.named_parameters()}
     optimizers, generator, expected = Optimizers(model, model.hp), torch.Generator(), {}
+    past = []  # of all hidden matrices as one vector, step by step
 
     def draw(*shape):
         return torch.randn(shape, generator=generator)
@@ -67,21 +75,39 @@ def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="
         weight = expected[p] = Weight(p.detach().clone())
         weight.first_step, weight.steady = first, draw(*p.shape)
         weight.probes = {s: draw(2, *p.shape) for s in range(first, first + count)}
-    if given and hp.optimizer in ("soap", "klsoap", "soap_muon"):
+        weight.starts = [draw(len(p), len(p)), draw(p[0].numel(), p[0].numel())]
+    if given and "soap" in hp.optimizer or hp.optimizer == "spectral_annealing":
         preset(optimizers, expected, scale, hp)
 
-    def probes(rows, now, hp):
-        return torch.stack([expected[p].probes[now.step] for p in rows.params], 1)
+    def probes(rows, seeds, *shape):
+        return torch.stack([expected[p].probes[seeds[1]] for p in rows.params])
 
-    patch.setattr(psgd, "probes", probes)
+    def starts(rows, seeds, *shape):
+        return torch.stack([expected[p].starts[not seeds[1]] for p in rows.params])
+
+    patch.setattr(psgd, "noise", probes)
+    patch.setattr(track.catalog.pmuon, "noise", starts)
     for s in range(first, first + count):
         now = Run.Moment(s, model.hp)
         model(now)
+        for p in names if reference.opened else ():
+            point = expected[p].gradient_point(reference, s)
+            torch.testing.assert_close(p.detach(), point, rtol=1e-9, atol=1e-12)
         for p, name in names.items():
             p.grad = scale * (expected[p].steady + draw(*p.shape)) * (scale == 1 or s > first)
+            if name == faint:
+                p.grad[0] *= 1e-6
             if name.endswith(of):
                 expected[p].step(name, reference, s, p.grad.clone())
         optimizers.step(now)
+        matrices = [weight for p, weight in expected.items() if names[p] in HIDDEN]
+        past.append(torch.cat([weight.w.flatten() for weight in matrices]))
+        if reference.extrapolates and s + 1 >= 2823 and (s + 1) % 5 == 0:
+            moved = past[-1] + extrapolation(past[-4:])
+            lengths = [weight.w.numel() for weight in matrices]
+            for weight, w in zip(matrices, moved.split(lengths), strict=True):
+                weight.w = w.view_as(weight.w)
+            past[-1] = moved
     for p, name in names.items():
         if name.endswith(of):
             rest, way = (expected[p].w - x for x in (p.detach(), expected[p].initial))
@@ -94,6 +120,12 @@ def compare(hp, reference, first, scale, shape, patch, count=8, given=True, of="
 @pytest.mark.parametrize(("record", "first", "scale", "shape"), CASES)
 def test_all_weights_are_those_of_the_reference(record, first, scale, shape, monkeypatch):
     compare(RECORDS[record], RESULTS[record], first, scale, shape, monkeypatch)
+
+
+@pytest.mark.parametrize("record", ["sinksoap", "aurora"])
+def test_a_row_with_small_gradients_is_equalised_as_published(record, monkeypatch):
+    case = RECORDS[record], RESULTS[record], 0, 1, SQUARE
+    compare(*case, monkeypatch, faint="blocks.0.fc.weight", error=1e-7)
 
 
 @pytest.mark.parametrize("record", ["soap", "klsoap", "soap_muon"])
@@ -121,36 +153,71 @@ def test_trust_has_limits_until_the_published_steps(record):
 @pytest.mark.parametrize("changes", [{"outer": 3}, {"ahead": (0.3, 3, 9), "tail": (5, 4)}])
 def test_what_goes_around_a_short_run(changes, monkeypatch):
     reference = result(12, 0.035, "muon", 0.025, fall(12), **changes)
-    own = {"lookahead": (0.3, 3 / 12, 9 / 12), "tail_ema": (0.6, 5 / 12, 4 / 12)}
+    own = {"ema_nesterov": (0.3, 3 / 12, 9 / 12), "tail_ema": (5 / 12, 4 / 12)}
     own = {"outer_period": 3} if "outer" in changes else own
-    hp = replace(RECORDS["muon_first"], schedule=(1.0, 0.7, 1.0, 0.0), num_iterations=12, **own)
+    hp = replace(RECORDS["muon_untuned_adam"], num_iterations=12, **own)
+    hp = replace(hp, schedule=(1.0, 0.7, 1.0, 0.0))
     compare(hp, reference, 0, 1, SQUARE, monkeypatch, count=12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_kind_of_weights_takes_its_share_of_the_average(ranks):
+    sizes = {"vocab_size": 16, "model_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 3}
+    hp = replace(RECORDS["spectral_annealing"], **sizes)
+    models = [track.GPT(hp) for _ in range(ranks)]
+    optimizers = [Optimizers(model, hp, rank, ranks) for rank, model in enumerate(models)]
+    names = {p: name for name, p in models[0].named_parameters()}
+    for of_ranks in zip(*(each.groups for each in optimizers), strict=True):
+        shares = []
+        for _, rows in of_ranks:
+            share = torch.as_tensor(track.around.tail_ema.share_of_average(rows, hp))
+            shares.append(share.flatten().expand(len(rows.own)))
+        rows = of_ranks[0][1]
+        shares = torch.cat(shares)[: rows.total]
+        for p, share in zip(rows.params, shares.chunk(len(rows.params)), strict=True):
+            name, kind = names[p], 0.8 if "blocks.0." in names[p] else 0.55
+            kind = {"embed.weight": 0.0, "lm_head.weight": 0.5}.get(name, kind)
+            assert (share == (1.0 if p.ndim == 1 else kind)).all(), name
 
 
 @pytest.mark.parametrize("lowest", [0.5, 0.0, -1e-14, -0.5])
 def test_roots_of_factors_whose_lowest_eigenvalue_may_not_be_positive(lowest):
     basis = torch.linalg.qr(torch.randn(6, 6))[0]
     factor = basis @ torch.tensor([lowest, 0.6, 0.7, 0.8, 0.9, 1.0]).diag() @ basis.T
-    for function, eps in ((shampoo.root, 1e-12), (shampoo.pseudoinverse_root, 0)):
-        torch.testing.assert_close(function(factor), root(factor, eps), rtol=1e-9, atol=1e-9)
+    found = shampoo.pseudoinverse_root(factor)
+    torch.testing.assert_close(found, root(factor), rtol=1e-9, atol=1e-9)
 
 
-def test_probes_are_noise_of_each_matrix_step_and_seed_on_any_number_of_ranks():
-    """Of 24 matrices in four Rows of two groups: no two draw alike, nor do the two numbers."""
-    hp = replace(RECORDS["psgd"], vocab_size=16, num_layers=4, model_dim=32, num_heads=2)
-    hp, noise = replace(hp, head_dim=16), {1: [], 2: []}
-    for ranks, found in noise.items():
+@pytest.mark.parametrize(("record", "cases"), [("psgd", (30, 40, 31)), ("pmuon", (0, 1))])
+def test_draws_are_noise_of_each_matrix_step_and_seed_on_any_number_of_ranks(
+    record, cases, monkeypatch
+):
+    """No two of 24 matrices of all groups draw alike, in all that a step draws. A case is ten times
+    a step, and a seed."""
+    module, noise, drawn = getattr(track.catalog, record), {1: [], 2: []}, []
+
+    def spy(*args):
+        drawn.append(track.catalog.muon.noise(*args))
+        return drawn[-1]
+
+    monkeypatch.setattr(module, "noise", spy)
+    sizes = {"model_dim": 32, "num_heads": 2, "head_dim": 16, "num_layers": 4, "vocab_size": 16}
+    for ranks, case in itertools.product(noise, cases):
+        hp = replace(RECORDS[record], seed=case % 10, **sizes)
         optimizers = [Optimizers(track.GPT(hp), hp, rank, ranks) for rank in range(ranks)]
-        of_matrices = [pair for pair in zip(*(o.groups for o in optimizers), strict=True)]
-        of_matrices = [pair for pair in of_matrices if pair[0][0].row_ndim == 2]
-        for step, seed in ((3, 0), (4, 0), (3, 1)):
-            now, seeded = Run.Moment(step, hp), replace(hp, seed=seed)
-            for pair in of_matrices:
-                drawn = torch.cat([psgd.probes(rows, now, seeded) for _, rows in pair], 1)
-                matrices = drawn[:, : pair[0][1].total].flatten(2)  # without padding
-                found.append(matrices.flatten(0, 1)[:, :1024])
+        for of_ranks in zip(*(each.groups for each in optimizers), strict=True):
+            if of_ranks[0][0].row_ndim < 2:
+                continue
+            drawn.clear()
+            for _, rows in of_ranks:
+                rows.grad = torch.randn_like(rows.own)
+                getattr(module, record)(rows, 0.01, Run.Moment(case // 10, hp), hp)
+            calls = len(drawn) // ranks
+            for i in range(calls):
+                whole = torch.cat(drawn[i::calls])[: rows.total]  # without padding
+                noise[ranks].append(whole.flatten(-2).flatten(0, -2)[:, :1024])
     one, two = (torch.cat(found) for found in noise.values())
-    assert torch.equal(one, two) and len(one) == 3 * 24 * 2
+    assert torch.equal(one, two) and len(one) == len(cases) * 24 * 2
     assert (one @ one.T / 1024 - torch.eye(len(one))).abs().max() < 0.2
 
 
@@ -176,11 +243,13 @@ def test_eigenvectors_that_float32_does_not_find_are_found_in_float64(monkeypatc
 # -----------------------------------------------------------------------------
 # Settings and first weights
 
-KINDS = {"torch": "adamw muon_squared normuon_floor contra_muon", "normal": "muonh"}
-KINDS |= {"uniform": "adamh muloco klsoap soap", "rademacher": "soap_muon tail_ema row_floor"}
-KINDS |= {"psgd": "psgd", "muon": "muon muon_first spectral_descent ema_nesterov normuon dynmuon"}
-KINDS["muon"] += " muown shampoo shampoo_pinv"
-FLOAT32_GAINS = f"{KINDS['torch']} {KINDS['rademacher']} adamh muloco"
+KINDS = {"torch": "adamw muon_squared normuon_floor contra_muon", "scaled_baseline": "muonh"}
+KINDS |= {"scaled_torch": "adamh muloco klsoap klsoap_powercool soap", "psgd": "psgd"}
+KINDS |= {"paired_rademacher": "soap_muon tail_ema row_floor spectral_annealing"}
+KINDS |= {"rademacher": "aurora_soap rre"}
+KINDS["baseline"] = "muon muon_untuned_adam spectral_descent ema_nesterov normuon muown shampoo"
+KINDS["baseline"] += " pmuon sinksoap aurora"
+FLOAT32_GAINS = f"{KINDS['torch']} {KINDS['paired_rademacher']} {KINDS['rademacher']} adamh muloco"
 
 
 @pytest.mark.parametrize("record", RESULTS)
@@ -191,10 +260,11 @@ def test_settings_are_the_published_ones(record):
     assert found == (reference.steps, reference.outer, gains, record == "psgd")
     assert record in KINDS[hp.init].split()
     assert hp.batch_seqs * hp.seq_len == 524288 and hp.context_len == 1024
-    ahead = reference.ahead or (0, 0, 0)
-    tail = (0.6, *reference.tail) if reference.tail else (0, 0, 0)
-    for (share, *ends), expected in ((hp.lookahead, ahead), (hp.tail_ema, tail)):
-        assert [share, *(end * reference.steps for end in ends)] == pytest.approx(expected)
+    ahead, tail = reference.ahead or (0, 0, 0), reference.tail or (0, 0)
+    share, *ends = hp.ema_nesterov
+    assert [share, *(end * reference.steps for end in ends)] == pytest.approx(ahead)
+    assert [end * reference.steps for end in hp.tail_ema] == pytest.approx(tail)
+    assert hp.rre[1] == 0.875 * reference.extrapolates
 
     # Rates and momentum. adamh's rule replaces the rate in the warm-up.
     for s in (0, 1, 249, 250, *range(299, reference.steps, 100), 1488, 1700, reference.steps - 1):
@@ -213,12 +283,13 @@ def test_settings_are_the_published_ones(record):
 COLUMNS = [f"{name}.weight" for name in ("q", "fc", "attn_proj", "mlp_proj", "lm_head")]
 COLUMNS += [f"{name}.bias" for name in ("q", "attn_proj", "mlp_proj", "lm_head")]
 FIRST_WEIGHTS = {
-    "muon": "n n 0 0 0 0 0 0 0",
+    "baseline": "n n 0 0 0 0 0 0 0",
     "torch": "u u 0 0 0 u 0 0 0",
-    "uniform": "u 1.5u 1.25u 3u 0 u 0 0 0",
-    "normal": "n 1.5n 1.25n 3n n 0 0 0 0",
+    "scaled_torch": "u 1.5u 1.25u 3u 0 u 0 0 0",
+    "scaled_baseline": "n 1.5n 1.25n 3n n 0 0 0 0",
     "psgd": "t 1.5t 1.25t 3t u u u u u",
     "rademacher": "u u 0 0 0 u 0 0 0",
+    "paired_rademacher": "u u 0 0 0 u 0 0 0",
 }
 
 
@@ -227,14 +298,15 @@ def test_first_weights_have_the_published_distributions(kind):
     hp = replace(RECORDS["muon"], init=kind, model_dim=256, num_layers=4, vocab_size=1024)
     cells = dict(zip(COLUMNS, FIRST_WEIGHTS[kind].split(), strict=True))
     for name, p in track.GPT(replace(hp, num_heads=2)).named_parameters():
-        in_block, own = name.startswith("blocks"), kind == "rademacher"
+        split = {"rademacher": 0.14, "paired_rademacher": 0.125}.get(kind, 0)
         if name.endswith("gains"):
-            assert ((p - 1).abs() == (0.125 if in_block and own else 0)).all()
+            far = split if name.startswith("blocks") else 0
+            assert (p - 1).abs().tolist() == pytest.approx([far] * 256)
         elif name == "embed.weight":
-            assert p.std().item() == pytest.approx(1, rel=0.02)
+            assert p.std().item() == pytest.approx(1, rel=0.02) and p.abs().max() > 3  # normal
         else:
             scale = (1024 if "mlp_proj" in name else 256) ** -0.5
-            scale *= 1 - 0.1 * int(name.split(".")[1]) if own and "fc.w" in name else 1
+            scale *= 1 - 0.1 * int(name.split(".")[1]) if split and "fc.w" in name else 1
             name = name.replace(".k.", ".q.").replace(".v.", ".q.").replace("fc.bias", "q.bias")
             cell = next(cells[column] for column in COLUMNS if name.endswith(column))
             scale *= float(cell[:-1] or 1)
@@ -246,7 +318,7 @@ def test_first_weights_have_the_published_distributions(kind):
 
 def test_signs_of_gains_are_mirrored_and_later_layers_are_pairs():
     hp = replace(RECORDS["row_floor"], model_dim=12800, vocab_size=16, num_layers=12)
-    signs = torch.stack(track.first_weights.signs(hp))
+    signs = torch.stack(track.first_weights.paired_signs(hp))
     extra = signs.unflatten(1, (100, 128)).sum(2) / 2  # plus signs beyond 64, of each head
     assert (extra[6::2] == -extra[7::2]).all()
     assert extra[:6].std().item() == pytest.approx(32**0.5, rel=0.1)

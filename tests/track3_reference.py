@@ -27,12 +27,37 @@ def polar(x, coefficients=PLAIN, p=2):
     return u * values @ vh
 
 
-def root(factor, eps):
-    """Return factor^(-1/4). Without eps, only positive eigenvalues count."""
-    values, vectors = torch.linalg.eigh(factor + eps * torch.eye(len(factor)))
-    values = values - values[0] + eps if eps and values[0] < eps else values
+def root(factor):
+    """Return factor^(-1/4) on the eigenvectors whose eigenvalues are positive."""
+    values, vectors = torch.linalg.eigh(factor)
     pairs = zip(values, vectors.T, strict=True)
     return sum((v**-0.25 * x.outer(x) for v, x in pairs if v > 0), torch.zeros_like(factor))
+
+
+def schatten4(x, least=0.0) -> float:
+    return size(svd(x)[1], least, p=4)
+
+
+def balanced(x, corrections, power, p=2):
+    """Return Aurora's polar factor of a tall matrix, or of a wide one's transpose."""
+    if x.size(0) < x.size(1):
+        return balanced(x.T, corrections, power, p).T
+    scale = torch.stack([1 / row.norm().clamp(min=1e-7) for row in x])
+    for _ in range(corrections):
+        rows = polar(scale.diag() @ x, p=p).square().sum(1).clamp(min=1e-14)
+        scale = scale * (x.size(1) / x.size(0) / rows) ** power
+    return polar(scale.diag() @ x, p=p)
+
+
+def extrapolation(past, damping=0.875, most=0.001):
+    """Return what is added to the last of four vectors."""
+    moves = torch.stack([b - a for a, b in zip(past, past[1:], strict=False)])
+    gram = moves @ moves.T
+    gram = gram + (1e-6 * gram.trace() / 3 + 1e-10) * torch.eye(3)
+    shares = inv(gram).sum(1)
+    shares = shares / shares.sum()
+    added = damping * (past[0] - sum(c * x for c, x in zip(shares, past[1:], strict=True)))
+    return added * min(1.0, most * size(past[3]) / size(added))
 
 
 def orthonormal(x):
@@ -51,6 +76,7 @@ class Weight:
     def __init__(self, w):
         self.w = self.initial = self.start = self.before = w
         self.past, self.moves, self.q, self.roots = {}, 0.0, [], []
+        self.second = torch.zeros_like(w)
         self.stretch = max(1.0, w.size(0) / w[0].numel()) ** 0.5
 
     def average(self, key: str, value, beta: float):
@@ -100,31 +126,49 @@ class Weight:
             momentum = momentum / (self.average("squares", self.g**2, 0.95).sqrt() + 1e-10)
         return polar(momentum) * self.stretch
 
-    def normuon(self, x=None):
+    def normuon(self, x=None, least=1e-10):
         """Return the update x, Muon's if there is none, with equal lines."""
         x = self.muon() if x is None else x
         lines = x if x.size(0) >= x.size(1) else x.T
         second = self.average("lines", torch.stack([v @ v / len(v) for v in lines]), 0.95)
-        new = torch.stack([v / max(b, 1e-10) ** 0.5 for v, b in zip(lines, second, strict=True)])
+        new = torch.stack([v / max(b, least) ** 0.5 for v, b in zip(lines, second, strict=True)])
         return (new if x.size(0) >= x.size(1) else new.T) * size(x) / size(new, 1e-10)
 
-    def contra_muon(self):
+    def contra_muon(self, aurora=False):
         """Five steps of power iteration from ones multiply right singular vectors by values^10."""
         momentum = self.nesterov(self.g)
         _, values, vh = svd(momentum, full_matrices=False)
         seen = (values / max(values[0], 1e-300)) ** 10 * vh.sum(1)
-        whole = polar(momentum)
+        is_square = self.w.size(0) == self.w.size(1)
+        whole = balanced(momentum, 1, 0.5) if aurora and not is_square else polar(momentum)
         update = whole - 0.2 * momentum / max(size(values * seen) / size(seen, 1e-300), 1e-10)
-        return self.normuon(update * size(whole) / size(update, 1e-10) * self.stretch)
+        update = update * size(whole) / size(update, 1e-10) * self.stretch
+        return update if aurora else self.normuon(update)
 
-    def dynmuon(self):
-        p = -0.25 + 0.5 / (1 + math.exp((self.s / 3200 - 0.04) / 0.04))
-        u, values, vh = svd(self.nesterov(self.g / 524288) / (1 - 0.95), full_matrices=False)
-        norm = size(values) + 1e-7
-        rest = (values / norm) ** 2 - 1
-        series = 1 + p / 2 * rest + p / 2 * (p / 2 - 1) / 2 * rest**2
-        powered = series * polar(values.diag() / norm).diagonal() * norm**p
-        return u * powered @ vh * self.stretch
+    def pmuon(self):
+        """`starts` are the random matrices of the first bases."""
+        u, powers = self.nesterov(self.g), []
+        self.q = self.q or [orthonormal(x) for x in self.starts]
+        for i, x in enumerate((u, u.T)):
+            total = self.average(f"sum{i}", x @ x.T, 0.95) / (1 - 0.95)
+            seen = x @ x.T + 0.95 * total + 1e-6 * torch.eye(len(x))
+            q = self.q[i] = orthonormal(seen @ self.q[i])
+            values = torch.stack([(v @ seen @ v).clamp(min=1e-6) for v in q.T]) ** -0.3
+            powers.append(q @ values.diag() @ q.T * len(x) ** 0.5 / (size(values) + 1e-6))
+        return polar(powers[0] @ u @ powers[1]) * self.stretch
+
+    def sinksoap(self):
+        u, (m, n) = self.nesterov(self.g), self.g.shape
+        grams = self.g @ self.g.T, self.g.T @ self.g
+        left, right = (svd(self.average(f"factor{i}", x, 0.95))[0] for i, x in enumerate(grams))
+        inner = left.T @ u @ right
+        energy, columns = inner**2 + 1e-8, torch.ones(n)
+        for _ in range(10):
+            rows = 1 / m / (energy @ columns + 1e-8)
+            columns = 1 / n / (energy.T @ rows + 1e-8)
+        update = left @ (rows.sqrt().diag() @ inner @ columns.sqrt().diag()) @ right.T
+        update = update * m**0.5 / size(update, 1e-8)
+        return update if m == n else self.normuon(update, 1e-20)
 
     def muown(self, lr):
         """Return the weights after a step."""
@@ -141,16 +185,11 @@ class Weight:
         self.roots = [first, length - lr * self.adam((0.9, 0.95), 1e-8, g=h)]
         return self.roots[1] * torch.stack(rows)
 
-    def shampoo(self, beta2, eps, every, factor_eps):
-        grafted, t = self.adam((0.9, beta2), eps), self.s + 1
+    def shampoo(self):
+        grafted, t = self.adam((0.9, 0.9), 1e-15), self.s + 1
         grams = self.g @ self.g.T, self.g.T @ self.g
-        factors = [self.average(f"factor{i}", x, beta2) for i, x in enumerate(grams)]
-        first = self.average("first", self.g, 0.9) / (1 - 0.9**t)
-        if t % every == 0:
-            self.roots = [root(x / (1 - beta2**t), factor_eps) for x in factors]
-        if not self.roots:
-            return grafted
-        update = self.roots[0] @ first @ self.roots[1]
+        left, right = (root(self.average(f"factor{i}", x, 0.9)) for i, x in enumerate(grams))
+        update = left @ self.average("first", self.g, 0.9) @ right * (1 - 0.9**t) ** -0.5
         return update * size(grafted) / (size(update) + 1e-16)
 
     def psgd(self):
@@ -197,24 +236,99 @@ class Weight:
         least = 0.45 if self.s < 1375 else 0.45 * max(1625 - self.s, 0) / 250
         return min(max(float(share), least), 0.85 if self.s < 1625 else 1.0)
 
-    def soap_muon(self, gated=False):
-        g, u, new = self.g, self.nesterov(self.g, momentum_of_46(self.s)), not self.q
-        p, (left, right) = u, self.q or [svd(g)[0], svd(g)[2].T]
-        second = torch.zeros_like(g) if new else 0.9 * self.second + 0.1 * (left.T @ u @ right) ** 2
-        if not new:
-            p = left @ (left.T @ u @ right / second.clamp(min=1e-16).sqrt()) @ right.T
-            p = p * size(svd(u)[1], 1e-8, p=4) / size(svd(p)[1], 1e-8, p=4)
-        if gated:
+    def soap_muon(self, gated=False, result=None):
+        """With a result: its two momenta, and its annealing."""
+        g, mu = self.g, momentum_of_46(self.s)
+        u = self.nesterov(g, mu)
+        if result and self.s >= 1000:
+            begun, both = "momentum 0.98" in self.past, []
+            for beta in (0.85, 0.98):
+                of_before = self.average("momentum", 0 * g, 1.0)
+                value = (g, beta) if begun else (of_before, 0.0)
+                both.append(self.average(f"momentum {beta}", *value))
+            u = (1 - mu) * g + mu * (0.4385 * both[0] + 0.5615 * both[1])
+        p, (left, right) = self.soap_direction(u)
+        if gated and not (result and self.s >= 1000):
             p = u + (p - u) * self.trust(p, u)
-            p = p * size(svd(u)[1], 1e-8, p=4) / size(svd(p)[1], 1e-8, p=4)
+            p = p * schatten4(u, 1e-8) / schatten4(p, 1e-8)
+        update = polar(p, p=4) * self.stretch
+        if result and (ratio := max(result.hidden(self.s), 0.3)) < 1:
+            update = self.annealed(update, left, right, ratio)
+        self.learn_bases()
+        return update
+
+    def soap_direction(self, u, least=0.0, kept=0.0):
+        """Return the direction, and the bases. `second` is sorted with them by learn_bases."""
+        new, (left, right) = not self.q, self.q or [svd(self.g)[0], svd(self.g)[2].T]
+        if new:
+            return u, (left, right)
+        self.second = 0.9 * self.second + 0.1 * (left.T @ u @ right) ** 2
+        below = self.second.clamp(min=1e-16).sqrt()
+        if least:
+            below = below.clamp(min=max(least * float((below**2).mean()) ** 0.5, 1e-8))
+        p = (1 - kept) * left @ (left.T @ u @ right / below) @ right.T + kept * u
+        return p * schatten4(u, 1e-8) / schatten4(p, 1e-8), (left, right)
+
+    def learn_bases(self, every=1):
+        g = self.g
         factors = [self.average(f"factor{i}", x @ x.T, 0.9) for i, x in enumerate((g, g.T))]
-        if not new:
-            cases = list(zip(factors, (left, right), strict=True))
+        if not self.q:
+            self.q = [svd(g)[0], svd(g)[2].T]
+        elif self.s % every == 0:
+            cases = list(zip(factors, self.q, strict=True))
             i, j = ((q.T @ x @ q).diagonal().argsort(descending=True) for x, q in cases)
-            second, (left, right) = second[i][:, j], (left[:, i], right[:, j])
-            left, right = orthonormal(factors[0] @ left), orthonormal(factors[1] @ right)
-        self.q, self.second = [left, right], second
-        return polar(p, p=4) * self.stretch
+            self.second, q = self.second[i][:, j], (self.q[0][:, i], self.q[1][:, j])
+            self.q = [orthonormal(x @ basis) for x, basis in zip(factors, q, strict=True)]
+
+    def annealed(self, update, left, right, ratio):
+        values = []
+        for i, (x, q) in enumerate(((self.g, left), (self.g.T, right))):
+            beta = 0.99 if f"covariance{i}" in self.past else 0.0
+            seen = self.average(f"covariance{i}", x @ x.T, beta)
+            values.append(torch.stack([(v @ seen @ v).clamp(min=1e-30) for v in q.T]))
+        logs = values[0].outer(values[1]).log()
+        far = logs - logs.mean()
+        far = far / max((far.square().sum() / (far.numel() - 1)).sqrt(), 1e-6)
+        entries = (left.T @ update @ right) * torch.exp(far.clamp(-2, 2) / 4 * math.log(ratio))
+        scaled = left @ entries @ right.T
+        return scaled * size(update) / size(scaled, 1e-30)
+
+    def aurora_soap(self, kind):
+        """SOAP in v, fc and mlp_proj, Aurora in mlp_proj, Contra-Muon by Schatten norms."""
+        momentum = self.nesterov(self.g, momentum_of_46(self.s, end=3020))
+        (m, n), has_bases = self.w.shape, kind == "v" or self.w.size(0) != self.w.size(1)
+        if has_bases:
+            momentum = self.soap_direction(momentum, *((0.55, 0.05) if kind == "v" else ()))[0]
+        whole = balanced(momentum, 2, 0.25, p=4) if m < n else polar(momentum, p=4)
+        share = 0.2 * max(1 - self.s / 2500, 0) / schatten4(momentum, 1e-10)
+        update = whole - share * momentum
+        if has_bases:
+            self.learn_bases(every=10)
+        return update * schatten4(whole) / schatten4(update, 1e-10) * self.stretch
+
+    def head_adam(self, lr):
+        """Adam in eigenvectors. The first moment stays outside of them here."""
+        t, g, begun = self.s + 1 - self.first_step, self.g, self.s >= 1000
+        if begun:
+            first = "covariance" not in self.past
+            seen = self.average("covariance", g.T @ g, 0.0 if first else 0.95)
+            if first or (self.s - 1000) % 8 == 0:
+                before, self.q = self.q, [torch.linalg.eigh(seen)[1]]
+                turn = before[0].T @ self.q[0] if before else self.q[0]
+                self.second = self.second @ turn**2
+        basis = self.q[0] if self.q else torch.eye(g.size(1))
+        self.second = 0.99 * self.second + 0.01 * (g @ basis) ** 2
+        mean = self.average("first", g, 0.8) / (1 - 0.8**t) @ basis
+        return self.w - lr * mean / ((self.second / (1 - 0.99**t)).sqrt() + 1e-10) @ basis.T
+
+    def gradient_point(self, result, s):
+        """Return the weights at which the gradient of a step is taken."""
+        ahead = self.w
+        if result.ahead[1] <= s < result.ahead[2]:
+            share = result.rate("embed", s - 1) / result.rate("embed", 0)
+            ahead = self.w + result.ahead[0] * share * self.moves
+        far = 0.45 * min(max(s - 2100, 0) / 100, 1)
+        return ahead + far * (ahead - getattr(self, "tail", ahead))
 
     def step(self, name: str, result, s: int, g) -> None:
         """Make a result's step. Adam of all but matrices counts from the first step made."""
@@ -223,12 +337,16 @@ class Weight:
             share = result.rate("embed", s - 1) / result.rate("embed", 0)
             self.w = self.w + result.ahead[0] * share * self.moves
         kind = "vector" if g.ndim == 1 else name.split(".")[0]
-        lr, beta2 = result.rate(kind, s), 0.99 if result.late else 0.95
-        if result.update == "muown" and kind == "blocks":
+        lr, beta2 = result.rate(kind, s), 0.99 if result.late else result.beta2
+        if result.opened and kind == "lm_head":
+            self.w = self.head_adam(lr)
+        elif result.update == "muown" and kind == "blocks":
             self.w = self.muown(lr)
         elif kind == "blocks":
-            gated = {"gated": True} if result.late and "attn_proj" in name else {}
-            u = getattr(self, result.update)(**result.how, **gated)
+            more = {"gated": "attn_proj" in name} if result.late else {}
+            more |= {"result": result} if result.opened else {}
+            more = {"kind": name.split(".")[-2]} if result.update == "aurora_soap" else more
+            u = getattr(self, result.update)(**result.how, **more)
             self.w = getattr(self, result.control)(u, lr, **result.norm)
         elif kind == "vector" and result.late:
             beta2 = beta2 if "gains" in name else 0.9965 if "attn_proj" in name else 0.997
@@ -241,15 +359,21 @@ class Weight:
             way = self.start - self.w
             buffer = self.average("ways", way, 0.5) / 0.5 * 0.7
             self.w = self.start = self.start - 0.5 * buffer - 0.7 * way
-        if result.tail and s + 1 >= result.tail[0] and kind != "embed":
+        if result.tail and s + 1 >= result.tail[0]:
             tail = getattr(self, "tail", self.w)
             self.tail = tail + (self.w - tail) / result.tail[1]
             if s + 1 == result.steps:
-                self.w = 0.4 * self.w + 0.6 * self.tail
+                share = 0.0 if kind == "embed" else 0.6
+                if result.opened and kind != "embed":
+                    first = 0.8 if "blocks.0" in name else 0.55
+                    share = {"vector": 1.0, "lm_head": 0.5}.get(kind, first)
+                self.w = (1 - share) * self.w + share * self.tail
 
 
-def momentum_of_46(s: int) -> float:
-    return 0.85 + 0.1 * s / 300 if s < 300 else 0.95 - 0.1 * max(s - 2700, 0) / 200
+def momentum_of_46(s: int, end: int = 2900) -> float:
+    """In results 44 to 46 it falls for 200 steps; in 30 and 34 for 100, until 3020."""
+    length = 200 if end == 2900 else 100
+    return 0.85 + 0.1 * s / 300 if s < 300 else 0.95 - 0.1 * max(s - end + length, 0) / length
 
 
 def fall(length: int, share=0.7, power=1.0):
@@ -265,8 +389,18 @@ def result(steps, lr, update, control, hidden, others=None, rates=(0.3, 1 / 320,
     def rate(kind: str, s: int) -> float:
         return lrs[kind] * (hidden if kind == "blocks" else others or hidden)(s)
 
-    usual = {"how": {}, "norm": {}, "adam_decay": 0.0, "late": False}
-    usual |= {"ahead": (), "outer": 0, "tail": (), "steps": steps, "update": update, "rate": rate}
+    usual = {"how": {}, "norm": {}, "adam_decay": 0.0, "late": False, "opened": False}
+    usual |= {
+        "hidden": hidden,
+        "beta2": 0.95,
+        "extrapolates": False,
+        "ahead": (),
+        "outer": 0,
+        "tail": (),
+        "steps": steps,
+        "update": update,
+        "rate": rate,
+    }
     if isinstance(control, float):
         control, more = "decay", more | {"norm": {"share": control}}
     return SimpleNamespace(**(usual | {"control": control} | more))
@@ -275,8 +409,6 @@ def result(steps, lr, update, control, hidden, others=None, rates=(0.3, 1 / 320,
 BALL, AUX = "hyperball", {"adam_decay": 0.001}
 TUNED = (0.7, 0.004, 0.015), (0.91, 0.0064, 0.0195), (0.6, 0.009375, 0.03)
 ADAMW, ADAMH = ({"how": {"betas": (0.9, 0.95), "eps": eps}} for eps in (1e-10, 1e-8))
-SHAMPOO = {"how": {"beta2": 0.95, "eps": 1e-10, "every": 5, "factor_eps": 1e-12}}
-PINV = {"how": {"beta2": 0.9, "eps": 1e-15, "every": 1, "factor_eps": 0}}
 LATE = {"late": True, "ahead": (0.3, 300, 1950)}
 BY_ROWS = {"norm": {"cautious": 0.025, "by_rows": True}, "tail": (2400, 150)}
 RATES = {
@@ -287,11 +419,21 @@ RATES = {
     "others": lambda s: min(0.3, 4.976805410800738e-05 * (2900 - s) ** 1.2) / 0.3,
 }
 SOAP_MUON = 0.0375, "soap_muon", "radius", RATES["late"], RATES["others"]
+AURORA_SOAP = 0.0375, "aurora_soap", "radius"
+AURORA_SOAP += tuple(lambda s, k=k: min(1, (3050 - s) / k) ** 1.2 for k in (2386.4, 1413))
+POWERCOOL = (
+    lambda s: 0.017 + 0.983 * (1 - s / 3125) ** 1.5,
+    lambda s: 0.04 + 0.96 * min(1, (1 - s / 3125) / 0.4) ** 1.5,
+)
+OPENED = 0.0375, "soap_muon", "radius"
+OPENED += tuple(lambda s, f=f: f(s + 60 * (s >= 1400)) for f in (RATES["late"], RATES["others"]))
+LATE_2540 = {"late": True, "opened": True, "ahead": (0.3, 300, 1890)}
+BY_ROWS_2540 = {"norm": BY_ROWS["norm"], "tail": (2040, 100)}
 RESULTS = {
     "adamw": result(5625, 0.0015, "adam", 0.1, RATES["adamw"], **ADAMW),
     "adamh": result(4875, 0.018, "adam", BALL, RATES["adamh"], fall(4875, 0.4), **ADAMH),
     "muon": result(3250, 0.025, "muon", 0.05, fall(3250), None, TUNED[0], **AUX),
-    "muon_first": result(3325, 0.035, "muon", 0.025, fall(3350)),
+    "muon_untuned_adam": result(3325, 0.035, "muon", 0.025, fall(3350)),
     "muonh": result(3250, 0.018, "muon", BALL, fall(3250, 1), fall(3250, 0.85), TUNED[1], **AUX),
     "spectral_descent": result(8225, 0.03, "muon", 0.015, fall(8500), how={"mu": 0.0}),
     "muon_squared": result(3325, 0.1, "muon", 0.0125, fall(3325), how={"squared": True}),
@@ -300,14 +442,19 @@ RESULTS = {
     "normuon_floor": result(3250, 0.0375, "normuon", "floor", fall(3250)),
     "contra_muon": result(3225, 0.0375, "contra_muon", "floor", fall(3225)),
     "muloco": result(3210, 0.018, "normuon", BALL, fall(3210, 1), fall(3210, 0.4), outer=30),
-    "dynmuon": result(3175, 0.02, "dynmuon", 0.025, fall(3200)),
     "muown": result(3075, 0.00325, "muown", "", fall(3165, 0.7, 0.9), None, TUNED[2]),
     "klsoap": result(3125, 0.018, "soap", BALL, fall(3125, 1), fall(3125, 0.4), how={"kl": True}),
     "soap": result(3125, 0.018, "soap", BALL, fall(3200, 1, 1.25), fall(3125, 0.4)),
-    "shampoo": result(4100, 0.0015, "shampoo", 0.2, fall(4150), **SHAMPOO),
-    "shampoo_pinv": result(3375, 0.01, "shampoo", 0.1, fall(3375), **PINV),
+    "shampoo": result(3375, 0.01, "shampoo", 0.1, fall(3375)),
+    "pmuon": result(3225, 0.035, "pmuon", 0.025, fall(3250)),
+    "sinksoap": result(3090, 0.04, "sinksoap", 0.025, fall(3125)),
+    "klsoap_powercool": result(3040, 0.018, "soap", BALL, *POWERCOOL, how={"kl": True}),
+    "aurora": result(3175, 0.0375, "contra_muon", "floor", fall(3200), how={"aurora": True}),
+    "aurora_soap": result(2930, *AURORA_SOAP, beta2=0.99),
+    "rre": result(2925, *AURORA_SOAP, beta2=0.99, extrapolates=True),
     "psgd": result(3375, 0.025, "psgd", BALL, fall(3400, 1), RATES["psgd"]),
     "soap_muon": result(2750, *SOAP_MUON, **LATE),
     "tail_ema": result(2720, *SOAP_MUON, **LATE, tail=(2000, 150)),
     "row_floor": result(2690, *SOAP_MUON, **LATE, **BY_ROWS),
+    "spectral_annealing": result(2540, *OPENED, **LATE_2540, **BY_ROWS_2540),
 }

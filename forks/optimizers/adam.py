@@ -5,7 +5,7 @@ and biases in results 44 to 46.
     4  adamh  4875 steps, 3.2741 (5 runs), pull request 272: Adam on the hyperball
 """
 
-from muon import FIRST_RATES, HYPERBALL, SHORT_MOMENTUM, TORCH, average
+from muon import HYPERBALL, SHORT_MOMENTUM, TORCH, UNTUNED_ADAM, average
 from norm_control import move
 
 import train_gpt as t
@@ -14,11 +14,11 @@ EPS = 1e-8  # of adamh
 WARMUP = 250 / 4875  # share of the steps in which adamh's rate rises
 BETA2_OF_ATTN_PROJ, BETA2_OF_BIASES = 0.9965, 0.997  # of their vectors, without bias correction
 RECORDS = {
-    "adamw": FIRST_RATES
+    "adamw": UNTUNED_ADAM
     | TORCH
     | SHORT_MOMENTUM
     | {"num_iterations": 5625, "warmup_steps": 250, "muon_lr": 0.0015, "muon_decay": 0.1},
-    "adamh": FIRST_RATES | HYPERBALL | SHORT_MOMENTUM | {"num_iterations": 4875},
+    "adamh": UNTUNED_ADAM | HYPERBALL | SHORT_MOMENTUM | {"num_iterations": 4875},
 }
 
 

@@ -1,32 +1,34 @@
-"""What goes around any optimizer of the benchmark, over all weights: a lookahead (EMA-Nesterov), an
-outer loop (MuLoCo), and a blend at the end."""
+"""What goes around any optimizer of the benchmark: EMA-Nesterov and an outer loop (MuLoCo), and
+calls of tail_ema.py and extrapolation.py."""
 
+import tail_ema
 import torch
+from extrapolation import extrapolate
 
 import train_gpt as t
 
-LOOKAHEAD_DECAY = 0.99  # of the average of moves
+EMA_NESTEROV_DECAY = 0.99  # of the average of moves
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 
 
 def look_ahead(rows, now, hp) -> None:
     """EMA-Nesterov, before a step: move weights on along the average of their moves. The optimizer
-    steps from there. hp.lookahead is a factor, and from where to where it acts. arXiv 2605.25395;
-    results 39, and 44 to 46. In published runs of 39, all ranks but one begin with a wrong average;
-    here, they begin alike."""
-    factor, first, end = hp.lookahead
+    steps from there. hp.ema_nesterov is a factor, and from where to where it acts. arXiv
+    2605.25395, which is not the Lookahead of 1907.08610; results 39, and 44 to 46. In published
+    runs of 39, all ranks but one begin with a wrong average; here, they begin alike."""
+    factor, first, end = hp.ema_nesterov
     if "previous weights" not in rows.state:
         rows.state["previous weights"] = rows.own.clone()
-        rows.state["lookahead"] = torch.zeros_like(rows.own)
+        rows.state["average move"] = torch.zeros_like(rows.own)
     if round(first * hp.num_iterations) <= now.step < round(end * hp.num_iterations):
-        rows.own.add_(rows.state["lookahead"], alpha=factor * now.lr_before)
+        rows.own.add_(rows.state["average move"], alpha=factor * now.lr_before)
         rows.gather(rows.own)
 
 
 def remember_move(rows) -> None:
-    """EMA-Nesterov, after a step: let the average take in the move, with its lookahead."""
+    """EMA-Nesterov, after a step: let the average take in the move, with what look_ahead added."""
     move = rows.own - rows.state["previous weights"]
-    rows.state["lookahead"].lerp_(move, 1 - LOOKAHEAD_DECAY)
+    rows.state["average move"].lerp_(move, 1 - EMA_NESTEROV_DECAY)
     rows.state["previous weights"].copy_(rows.own)
 
 
@@ -41,39 +43,29 @@ def outer_step(rows) -> None:
     rows.own.copy_(outer)
 
 
-def blend(rows, now, hp) -> None:
-    """Tail-EMA: let an average take in the weights; after the last step, move them to it.
-    hp.tail_ema is how far, where the average begins, and its horizon. Results 45 (pull request 325)
-    and 46, where the embedding is left out."""
-    share, first, horizon = hp.tail_ema
-    if rows.name.startswith("embed") or now.step + 1 < round(first * hp.num_iterations):
-        return
-    if "tail average" not in rows.state:
-        rows.state["tail average"] = rows.own.clone()
-    rows.state["tail average"].lerp_(rows.own, 1 / max(horizon * hp.num_iterations, 1))
-    if now.step + 1 == hp.num_iterations:
-        rows.own.lerp_(rows.state["tail average"], share)
-
-
 def with_pieces(rule, rows, lr: float, now, hp):
     """Call a rule that changes a rank's own weights, and then what goes around it. Return what the
     rule returns: without a piece, it may also be one that returns an update."""
     found = rule(rows, lr, now, hp)
-    if hp.lookahead[0]:
+    if hp.ema_nesterov[0]:
         remember_move(rows)
     if hp.outer_period and (now.step + 1) % hp.outer_period == 0:
         outer_step(rows)
-    if hp.tail_ema[0]:
-        blend(rows, now, hp)
+    if hp.tail_ema[1]:
+        tail_ema.blend(rows, now, hp)
     return found
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's optimizers, and what comes before a step."""
+    """train_gpt.py's optimizers, and what comes before and after a step. A rule's state that all
+    ranks have alike is in `rows.shared`, and is saved and resumed as rows.state is."""
 
     def __init__(self, model, hp, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
         self.begun = False  # the first forward pass of a step has begun
+        self.taken_away: list[tuple] = []  # Rows, and their weights before take_away
+        for _, rows in self.groups:
+            rows.shared = {}
         model.register_forward_pre_hook(self.begin)
 
     @torch.no_grad()
@@ -81,16 +73,43 @@ class Optimizers(t.Optimizers):
         """Before a training step's first forward pass, whose arguments end with the moment."""
         if not model.training or self.begun:
             return
-        self.begun = True
+        self.begun, now = True, args[-1]
         for _, rows in self.groups:
             if self.hp.outer_period and "outer weights" not in rows.state:
                 rows.state["outer weights"] = rows.own.clone()
                 rows.state["outer momentum"] = torch.zeros_like(rows.own)
-            if self.hp.lookahead[0]:
-                look_ahead(rows, args[-1], self.hp)
+            if self.hp.ema_nesterov[0]:
+                look_ahead(rows, now, self.hp)
+            if now.anchor and "tail average" in rows.state:
                 rows.wait()
+                self.taken_away.append((rows, rows.own.clone()))
+                tail_ema.take_away(rows, now)
+            rows.wait()
 
+    @torch.no_grad()
     def step(self, now) -> list[torch.Tensor]:  # overrides
         """Update all groups, and return what train_gpt.py's step does."""
         self.begun = False
-        return super().step(now)
+        for rows, weights in self.taken_away:
+            rows.own.copy_(weights)
+        self.taken_away = []
+        norms = super().step(now)
+        if self.hp.rre[1]:
+            extrapolate([rows for group, rows in self.groups if group.row_ndim == 2], now, self.hp)
+        return norms
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:  # overrides
+        """Return all states, and what all ranks have alike, on the CPU. All ranks call this."""
+        saved = super().state_dict()
+        for _, rows in self.groups:
+            if rows.shared:
+                shared = {key: value.to("cpu", copy=True) for key, value in rows.shared.items()}
+                saved[f"{rows.name}, shared"] = shared
+        return saved
+
+    def load_state_dict(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:  # overrides
+        """Load what state_dict returned, as train_gpt.py does, or begin anew with {}."""
+        super().load_state_dict(saved)
+        for _, rows in self.groups:
+            shared = saved.get(f"{rows.name}, shared", {})
+            rows.shared = {k: v.to(rows.own.device, copy=True) for k, v in shared.items()}

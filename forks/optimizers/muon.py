@@ -1,13 +1,13 @@
 """Muon: momentum whose singular values are all replaced by 1 (kellerjordan.github.io/posts/muon).
 Muon^2 first divides it by the root of the second moment (arXiv 2604.09967).
 
-    36  muon              3250 steps, 3.2787 (10 runs), pull request 323: all rates tuned
-    12  muon_first        3325 steps, 3.2790 (20 runs): Adam's rates are the benchmark's first ones
-    37  muonh             3250 steps, 3.2786 (10 runs), pull request 324: on the hyperball
-    22  spectral_descent  8225 steps, 3.2774 (4 runs): without momentum
-     7  muon_squared      3325 steps, 3.2752 (1 run), pull request 266: Muon^2
-    39  ema_nesterov      3125 steps, 3.2786 (20 runs), pull request 308: muon_first with a
-                          lookahead of all weights (around.py)
+    36  muon               3250 steps, 3.2787 (10 runs), pull request 323: all rates tuned
+    12  muon_untuned_adam  3325 steps, 3.2790 (20 runs): Adam has the benchmark's first rates
+    37  muonh              3250 steps, 3.2786 (10 runs), pull request 324: on the hyperball
+    22  spectral_descent   8225 steps, 3.2774 (4 runs): without momentum
+     7  muon_squared       3325 steps, 3.2752 (1 run), pull request 266: Muon^2
+    39  ema_nesterov       3125 steps, 3.2786 (20 runs), pull request 308: muon_untuned_adam within
+                           EMA-Nesterov (around.py)
 """
 
 import torch
@@ -16,14 +16,14 @@ from norm_control import move
 import train_gpt as t
 
 # Settings that several results share, as differences from `muon`'s.
-FIRST_RATES = {"embed_lr": 0.3, "head_lr": 1 / 320, "scalar_lr": 0.01, "adam_decay": 0.0}
+UNTUNED_ADAM = {"embed_lr": 0.3, "head_lr": 1 / 320, "scalar_lr": 0.01, "adam_decay": 0.0}
 TORCH = {"init": "torch", "float32_gains": True}
 HYPERBALL = {
     "norm_control": "hyperball",
     "muon_lr": 0.018,
     "schedule": (1.0, 1.0, 1.0, 0.0),
     "adam_schedule": (1.0, 0.4, 1.0, 0.0),
-    "init": "uniform",
+    "init": "scaled_torch",
     "float32_gains": True,
 }
 SHORT_MOMENTUM = {"momentum_start": 0.9, "momentum_end": 0.9}
@@ -37,23 +37,23 @@ def steps(count: int, of: int) -> dict:
 
 RECORDS = {
     "muon": {},
-    "muon_first": {"optimizer": "muon", "muon_lr": 0.035, "muon_decay": 0.025}
-    | FIRST_RATES
+    "muon_untuned_adam": {"optimizer": "muon", "muon_lr": 0.035, "muon_decay": 0.025}
+    | UNTUNED_ADAM
     | steps(3325, of=3350),
     "muonh": {"optimizer": "muon"}
     | HYPERBALL
-    | {"adam_schedule": (1.0, 0.85, 1.0, 0.0), "init": "normal", "float32_gains": False}
+    | {"adam_schedule": (1.0, 0.85, 1.0, 0.0), "init": "scaled_baseline", "float32_gains": False}
     | {"embed_lr": 0.91, "head_lr": 0.0064, "scalar_lr": 0.0195},
     "spectral_descent": {"optimizer": "muon", "muon_lr": 0.03, "muon_decay": 0.015}
-    | FIRST_RATES
+    | UNTUNED_ADAM
     | steps(8225, of=8500)
     | {"momentum_start": 0.0, "momentum_end": 0.0},
     "muon_squared": {"num_iterations": 3325, "muon_lr": 0.1, "muon_decay": 0.0125}
-    | FIRST_RATES
+    | UNTUNED_ADAM
     | TORCH,
 }
-RECORDS["ema_nesterov"] = RECORDS["muon_first"] | steps(3125, of=3150)
-RECORDS["ema_nesterov"]["lookahead"] = (0.6, 500 / 3125, 2400 / 3125)
+RECORDS["ema_nesterov"] = RECORDS["muon_untuned_adam"] | steps(3125, of=3150)
+RECORDS["ema_nesterov"]["ema_nesterov"] = (0.6, 500 / 3125, 2400 / 3125)
 
 
 def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
@@ -62,6 +62,19 @@ def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
     if name not in rows.state:
         rows.state[name] = torch.zeros_like(value)
     return rows.state[name].lerp_(value, 1 - beta)
+
+
+def noise(rows, seeds: tuple[int, ...], *shape: int) -> torch.Tensor:
+    """Return standard normal numbers (n, *shape), so many for each matrix of this rank. A matrix
+    draws the same on any number of ranks."""
+    n, device = len(rows.own), rows.own.device
+    drawn = []
+    for number in range(rows.rank * n, (rows.rank + 1) * n):
+        # A hash of numbers is the same in each process, unlike that of a text.
+        seed = hash((*seeds, number, *rows.name.encode()))
+        generator = torch.Generator(device).manual_seed(seed)
+        drawn.append(torch.randn(shape, generator=generator, device=device))
+    return torch.stack(drawn)
 
 
 def nesterov(rows, gradient: torch.Tensor, now, hp, orthogonalise=torch.positive) -> torch.Tensor:
@@ -80,7 +93,7 @@ def polar(x: torch.Tensor) -> torch.Tensor:
     return t.zeropower_via_newtonschulz5(x, ((2.0, -1.5, 0.5),) * 12)
 
 
-def shape_factor(x: torch.Tensor) -> float:
+def aspect_ratio_scale(x: torch.Tensor) -> float:
     """Return how much longer the update of a tall matrix (..., rows, cols) is."""
     return max(1, x.size(-2) / x.size(-1)) ** 0.5
 
@@ -88,11 +101,11 @@ def shape_factor(x: torch.Tensor) -> float:
 def muon(rows, lr: float, now, hp) -> None:
     """Step by Muon."""
     update = nesterov(rows, rows.grad, now, hp, polar)
-    move(rows, update * shape_factor(update), lr, hp)
+    move(rows, update * aspect_ratio_scale(update), lr, hp)
 
 
 def muon_squared(rows, lr: float, now, hp) -> None:
     """Step by Muon^2."""
     second = average(rows, "exp_avg_sq", rows.grad.square(), hp.matrix_beta2)
     update = polar(nesterov(rows, rows.grad, now, hp) / (second.sqrt() + EPS))
-    move(rows, update * shape_factor(update), lr, hp)
+    move(rows, update * aspect_ratio_scale(update), lr, hp)

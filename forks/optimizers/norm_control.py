@@ -12,6 +12,13 @@ def size(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.matrix_norm(x, keepdim=True)
 
 
+def schatten4(x: torch.Tensor, least: float = 0.0) -> torch.Tensor:
+    """Return the root of the norm of x x', (..., 1, 1): the fourth root of the sum of the singular
+    values' fourth powers, for matrices (..., rows, cols). It is at least `least`."""
+    gram = x.mT @ x if x.size(-2) > x.size(-1) else x @ x.mT
+    return torch.linalg.matrix_norm(gram, keepdim=True).sqrt().clamp(min=least)
+
+
 def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the inner product (..., 1, 1) of matrices (..., rows, cols)."""
     return (a * b).sum((-2, -1), keepdim=True)
@@ -34,19 +41,26 @@ def hyperball_step(weights: torch.Tensor, update: torch.Tensor, lr: float) -> No
     weights.copy_(moved * (radius / size(moved).clamp(min=1e-10)))
 
 
+def kept_by_decay(weights: torch.Tensor, update: torch.Tensor, lr: float, hp):
+    """Return the share of weights that weight decay leaves: a number, or with hp.cautious_decay a
+    tensor, as only weights decay whose update has their sign. arXiv 2510.12402; result 46."""
+    if hp.cautious_decay:
+        return 1 - lr * hp.muon_decay * (update * weights > 0)
+    return 1 - lr * hp.muon_decay
+
+
 def radius_step(weights: torch.Tensor, update: torch.Tensor, lr: float, hp) -> None:
     """Step, then give the weights the norm that the radial part of the update alone would give.
-    Where that part points outward, it is halved. Weights decay where update and weight have one
-    sign (cautious decay, arXiv 2510.12402). Source: results 29 (pull request 294), 44 and 46."""
+    Where that part points outward, it is halved. Weight decay comes last. Source: results 29 (pull
+    request 294), 44 and 46."""
     radial = dot(update, weights) / dot(weights, weights).clamp(min=1e-12)
     update = update - (1 - OUTWARD) * radial.clamp(max=0) * weights
     update = floored(update, weights, hp.update_floor, hp.floor_rows)
     radius = size(weights).clamp(min=1e-8)
     radius = (radius - lr * dot(update, weights) / radius).clamp(min=1e-8)
-    agrees = update * weights > 0
+    kept = kept_by_decay(weights, update, lr, hp)
     weights.sub_(lr * update)
-    weights.mul_(radius / size(weights).clamp(min=1e-8))
-    weights.mul_(1 - lr * hp.muon_decay * agrees)
+    weights.mul_(radius / size(weights).clamp(min=1e-8)).mul_(kept)
 
 
 def move(rows, update: torch.Tensor, lr: float, hp) -> None:
@@ -59,4 +73,4 @@ def move(rows, update: torch.Tensor, lr: float, hp) -> None:
     elif hp.norm_control == "floor":
         rows.own.sub_(lr * floored(update, rows.own, hp.update_floor, hp.floor_rows))
     else:
-        rows.own.mul_(1 - lr * hp.muon_decay).sub_(lr * update)
+        rows.own.mul_(kept_by_decay(rows.own, update, lr, hp)).sub_(lr * update)

@@ -11,40 +11,40 @@ momentum itself (github.com/nilin/contra-muon).
 """
 
 import torch
-from muon import FIRST_RATES, HYPERBALL, TORCH, average, nesterov, polar, shape_factor, steps
+from muon import HYPERBALL, TORCH, UNTUNED_ADAM, aspect_ratio_scale, average, nesterov, polar, steps
 from norm_control import move, size
 
 CONTRA = 0.2  # share of the momentum, divided by its largest singular value, that is taken off
 POWER_STEPS = 5  # of power iteration, for that singular value
 FLOOR = {"norm_control": "floor", "update_floor": 0.35, "muon_lr": 0.0375}
 RECORDS = {
-    "normuon": FIRST_RATES | steps(3250, of=3300) | {"muon_lr": 0.035, "muon_decay": 0.025},
+    "normuon": UNTUNED_ADAM | steps(3250, of=3300) | {"muon_lr": 0.035, "muon_decay": 0.025},
     "normuon_floor": {"optimizer": "normuon"}
-    | FIRST_RATES
+    | UNTUNED_ADAM
     | TORCH
     | FLOOR
     | {"num_iterations": 3250},
-    "contra_muon": FIRST_RATES | TORCH | FLOOR | {"num_iterations": 3225},
+    "contra_muon": UNTUNED_ADAM | TORCH | FLOOR | {"num_iterations": 3225},
     "muloco": {"optimizer": "normuon", "num_iterations": 3210, "outer_period": 30}
-    | FIRST_RATES
+    | UNTUNED_ADAM
     | HYPERBALL,
 }
 
 
-def equalised(rows, update: torch.Tensor, hp) -> torch.Tensor:
+def equalised(rows, update: torch.Tensor, hp, least: float = 1e-10) -> torch.Tensor:
     """Return the update with rows (of a wide matrix: columns) divided by the roots of their second
-    moments, as long as before."""
+    moments, which are at least `least`, as long as before."""
     update = update.type_as(rows.own)
     square = update.square().mean(-1 if update.size(-2) >= update.size(-1) else -2, keepdim=True)
     second = average(rows, "second_moment", square, hp.matrix_beta2)
-    divided = update * second.clamp(min=1e-10).rsqrt()
+    divided = update * second.clamp(min=least).rsqrt()
     return divided * (size(update) / size(divided).clamp(min=1e-10))
 
 
 def normuon(rows, lr: float, now, hp) -> None:
     """Step by NorMuon."""
     update = nesterov(rows, rows.grad, now, hp, polar)
-    move(rows, equalised(rows, update * shape_factor(update), hp), lr, hp)
+    move(rows, equalised(rows, update * aspect_ratio_scale(update), hp), lr, hp)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -52,15 +52,25 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp(min=1e-10)
 
 
+def largest_singular_value(x: torch.Tensor) -> torch.Tensor:
+    """Return an estimate (..., 1, 1) for x (..., rows, cols), from below, by power iteration."""
+    right = unit(torch.ones_like(x[..., :1, :].mT))
+    for _ in range(POWER_STEPS):
+        left = unit(x @ right)
+        right = unit(x.mT @ left)
+    return torch.linalg.vector_norm(x @ right, dim=-2, keepdim=True).clamp(min=1e-10)
+
+
+def contra(whole, momentum: torch.Tensor, share: float, norm=size) -> torch.Tensor:
+    """Return the orthogonalised momentum, `whole` (..., rows, cols), minus a share of the momentum,
+    with the norm of before."""
+    update = whole - share * momentum
+    return update * (norm(whole) / norm(update).clamp(min=1e-10))
+
+
 def contra_muon(rows, lr: float, now, hp) -> None:
     """Step by Contra-Muon, equalised as NorMuon."""
     momentum = nesterov(rows, rows.grad, now, hp)
-    right = unit(torch.ones_like(momentum[..., :1, :].mT))
-    for _ in range(POWER_STEPS):
-        left = unit(momentum @ right)
-        right = unit(momentum.mT @ left)
-    largest = torch.linalg.vector_norm(momentum @ right, dim=-2, keepdim=True).clamp(min=1e-10)
     whole = polar(momentum).type_as(momentum)
-    update = whole - CONTRA * momentum / largest
-    update = update * (size(whole) / size(update).clamp(min=1e-10)) * shape_factor(update)
-    move(rows, equalised(rows, update, hp), lr, hp)
+    update = contra(whole, momentum / largest_singular_value(momentum), CONTRA)
+    move(rows, equalised(rows, update * aspect_ratio_scale(update), hp), lr, hp)

@@ -7,32 +7,18 @@ Published runs do not seed the probes. Here a probe depends on the seed, the ste
 """
 
 import torch
-from muon import FIRST_RATES, HYPERBALL, average
+from muon import HYPERBALL, UNTUNED_ADAM, average, noise
 from norm_control import move
 
 FACTOR_LR = 1.0  # of the preconditioner
 DAMPING = 2.0**-23  # noise on the gradient, relative
 RECORDS = {
-    "psgd": FIRST_RATES
+    "psgd": UNTUNED_ADAM
     | HYPERBALL
     | {"num_iterations": 3375, "muon_lr": 0.025, "mean_loss": True}
     | {"schedule": (3400 / 3375, 1.0, 1.0, 0.0), "adam_schedule": (3400 / 3375, 0.5, 1.0, 0.1)}
     | {"init": "psgd", "float32_gains": False}
 }
-
-
-def probes(rows, now, hp) -> torch.Tensor:
-    """Return two standard normal numbers for each weight of this rank (2, n, rows, cols). A matrix
-    draws the same on any number of ranks."""
-    n, *shape = rows.own.shape
-    device = rows.own.device
-    drawn = []
-    for number in range(rows.rank * n, (rows.rank + 1) * n):
-        # A hash of numbers is the same in each process, unlike that of a text.
-        seed = hash((hp.seed, now.step, number, *rows.name.encode()))
-        generator = torch.Generator(device).manual_seed(seed)
-        drawn.append(torch.randn(2, *shape, generator=generator, device=device))
-    return torch.stack(drawn, 1)
 
 
 def spectral_norm(matrix: torch.Tensor) -> torch.Tensor:
@@ -67,8 +53,8 @@ def psgd(rows, lr: float, now, hp) -> None:
     left.mul_(balance)
     right.div_(balance)
 
-    probe, noise = probes(rows, now, hp)
-    whitened = left @ (momentum + DAMPING * momentum.abs() * noise) @ right.mT
+    probe, damping = noise(rows, (hp.seed, now.step), 2, *grad.shape[1:]).unbind(1)
+    whitened = left @ (momentum + DAMPING * momentum.abs() * damping) @ right.mT
     probe = torch.linalg.solve_triangular(left.mT, probe, upper=False)
     probe = torch.linalg.solve_triangular(right, probe, upper=True, left=False)
     fit(left, whitened @ whitened.mT, probe @ probe.mT)

@@ -1,26 +1,34 @@
 """SOAP: Adam in the eigenbases of Shampoo's two factors, the averages of G G' and G' G. A step of
 orthogonal iteration follows the eigenbases. KL-SOAP whitens each factor by the other one.
 
-    27  soap    3125 steps, 3.2782 (6 runs), pull request 302: on the hyperball; SOAP is
-                arXiv 2409.11321
-    19  klsoap  3125 steps, 3.2780 (6 runs), pull request 290: on the hyperball; KL-SOAP is
-                arXiv 2509.03378
+    27  soap              3125 steps, 3.2782 (6 runs), pull request 302: on the hyperball; SOAP is
+                          arXiv 2409.11321
+    19  klsoap            3125 steps, 3.2780 (6 runs), pull request 290: on the hyperball; KL-SOAP
+                          is arXiv 2509.03378
+    25  klsoap_powercool  3040 steps, 3.2781 (5 runs), pull request 293: 19, whose rates fall by a
+                          power (PowerCool), and not to 0
 
 Neither corrects the bias of its averages. In the first steps, a factor of a tall or wide matrix has
 too low a rank. Then rounding chooses a part of its basis, and such runs differ.
 """
 
 import torch
-from muon import FIRST_RATES, HYPERBALL, average
+from muon import HYPERBALL, UNTUNED_ADAM, average
 from norm_control import move
 
 EPS = 1e-8
 FIRST_EIGENVALUE = 0.1  # of KL-SOAP's estimates
 LARGEST_ROOT = 4000.0  # of 1 / sqrt(eigenvalue)
 RECORDS = {
-    "klsoap": FIRST_RATES
+    "klsoap": UNTUNED_ADAM
     | HYPERBALL
     | {"num_iterations": 3125, "matrix_beta2": 0.9, "float32_gains": False}
+}
+RECORDS["klsoap_powercool"] = RECORDS["klsoap"] | {
+    "optimizer": "klsoap",
+    "num_iterations": 3040,
+    "schedule": (3125 / 3040, 1.0, 1.5, 0.017),
+    "adam_schedule": (3125 / 3040, 0.4, 1.5, 0.04),
 }
 RECORDS["soap"] = RECORDS["klsoap"] | {"schedule": (3200 / 3125, 1.0, 1.25, 0.0)}
 
@@ -53,7 +61,7 @@ def next_basis(factor: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 def refreshes(now, hp) -> bool:
     """Say whether this step refreshes bases, or roots."""
-    return (now.step + 1) % hp.precondition_frequency == 0
+    return now.step % hp.precondition_frequency == 0
 
 
 def soap(rows, lr: float, now, hp) -> None:

@@ -1,5 +1,5 @@
 """SOAP-Muon: Muon's momentum, divided by the root of its second moment in SOAP's bases, and then
-orthogonalised. nikhilvyas.github.io/SOAP_Muon.pdf. All three results have a lookahead, a floor and
+orthogonalised. nikhilvyas.github.io/SOAP_Muon.pdf. All three results have EMA-Nesterov, a floor and
 a radius (around.py, norm_control.py). The first steps are as undetermined as SOAP's.
 
     44  soap_muon  2750 steps, 3.2789 (20 runs), pull request 321
@@ -10,9 +10,9 @@ a radius (around.py, norm_control.py). The first steps are as undetermined as SO
 """
 
 import torch
-from muon import FIRST_RATES, average, nesterov, shape_factor
-from norm_control import dot, move
-from soap import first_basis, grams, next_basis
+from muon import UNTUNED_ADAM, aspect_ratio_scale, average, nesterov
+from norm_control import dot, move, schatten4
+from soap import first_basis, grams, next_basis, refreshes
 
 # How much of SOAP's direction attn_proj takes: at least and at most so much, until these shares of
 # the schedule are done. Between them, the least share falls.
@@ -20,37 +20,33 @@ LEAST, MOST = 0.45, 0.85
 LEAST_END, MOST_END = 1375 / 2900, 1625 / 2900
 AGREEMENT = 0.2  # cosine of SOAP's direction and the momentum up to which it takes the least
 SOAP_MUON = (
-    FIRST_RATES
+    UNTUNED_ADAM
     | {"optimizer": "soap_muon", "adam_betas": (0.8, 0.99), "bias_correction": False}
     | {"muon_lr": 0.0375, "norm_control": "radius", "update_floor": 0.3825, "muon_decay": 0.0}
-    | {"matrix_beta2": 0.9, "momentum_start": 0.85, "momentum_cooldown_steps": 200}
-    | {"init": "rademacher", "float32_gains": True}
+    | {"matrix_beta2": 0.9, "momentum_start": 0.85, "init": "paired_rademacher"}
+    | {"float32_gains": True}
 )
 
 
-def of_steps(count: int) -> dict:
-    """Return the settings of a result that makes so many of the schedule's 2900 steps."""
+def of_steps(count: int, ahead_until: int = 1950) -> dict:
+    """Return the settings of a result that makes so many of the schedule's 2900 steps, with
+    EMA-Nesterov until a step."""
     return SOAP_MUON | {
         "num_iterations": count,
         "schedule": (2900 / count, 2386.4 / 2900, 1.2, 0.0),
         "adam_schedule": (2900 / count, 1413 / 2900, 1.2, 0.0),
-        "lookahead": (0.3, 300 / count, 1950 / count),
+        "momentum_cooldown": (2700 / count, 2900 / count),
+        "ema_nesterov": (0.3, 300 / count, ahead_until / count),
     }
 
 
 RECORDS = {
     "soap_muon": of_steps(2750),
-    "tail_ema": of_steps(2720) | {"tail_ema": (0.6, 2000 / 2720, 150 / 2720)},
+    "tail_ema": of_steps(2720) | {"tail_ema": (2000 / 2720, 150 / 2720)},
     "row_floor": of_steps(2690)
-    | {"tail_ema": (0.6, 2400 / 2690, 150 / 2690), "floor_rows": True, "muon_decay": 0.025},
+    | {"tail_ema": (2400 / 2690, 150 / 2690), "floor_rows": True}
+    | {"muon_decay": 0.025, "cautious_decay": True},
 }
-
-
-def schatten4(x: torch.Tensor, least: float) -> torch.Tensor:
-    """Return the root of the norm of x x', (..., 1, 1): the fourth root of the sum of the singular
-    values' fourth powers, for matrices (..., rows, cols). It is at least `least`."""
-    gram = x.mT @ x if x.size(-2) > x.size(-1) else x @ x.mT
-    return torch.linalg.matrix_norm(gram, keepdim=True).sqrt().clamp(min=least)
 
 
 def polar(x: torch.Tensor) -> torch.Tensor:
@@ -66,20 +62,25 @@ def polar(x: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def soap_direction(rows, momentum: torch.Tensor, hp) -> torch.Tensor:
+def soap_direction(rows, momentum, hp, least: float = 0.0, kept: float = 0.0) -> torch.Tensor:
     """Return the momentum, divided by the root of its second moment in the bases of the step
-    before, with its own Schatten norm. In the first step, there are no bases yet."""
+    before, with its own Schatten norm. In the first step, there are no bases yet. The root is at
+    least `least` times its root mean square; a share of the momentum itself is `kept`."""
     state = rows.state
     if "left basis" not in state:
         return momentum
     left, right = state["left basis"], state["right basis"]
     rotated = left.mT @ momentum @ right
     second = state["exp_avg_sq"].lerp_(rotated.square(), 1 - hp.matrix_beta2)
-    direction = left @ (rotated / second.clamp(min=1e-16).sqrt()) @ right.mT
+    root = second.clamp(min=1e-16).sqrt()
+    if least:
+        smallest = least * root.square().mean((-2, -1), keepdim=True).sqrt()
+        root = torch.maximum(root, smallest.clamp(min=1e-8))
+    direction = (left @ (rotated / root) @ right.mT).lerp(momentum, kept)
     return direction * (schatten4(momentum, 1e-8) / schatten4(direction, 1e-8))
 
 
-def learn_bases(rows, hp) -> None:
+def learn_bases(rows, now, hp) -> None:
     """Let the factors take in the gradient, and the bases follow them. The largest eigenvalue comes
     first, and the second moments are sorted with it."""
     grad, state = rows.grad, rows.state
@@ -91,6 +92,8 @@ def learn_bases(rows, hp) -> None:
         basis = state.get(f"{side} basis")
         if basis is None:
             state[f"{side} basis"] = first_basis(factor)
+            continue
+        if not refreshes(now, hp):
             continue
         values = (basis.mT @ factor @ basis).diagonal(dim1=-2, dim2=-1)
         order = values.argsort(-1, descending=True)
@@ -112,14 +115,20 @@ def trust(direction, momentum, gradient, now) -> torch.Tensor:
     return (agreement * aligned.clamp(0, 1)).clamp(least, most)
 
 
+def gated(rows, direction: torch.Tensor, momentum: torch.Tensor, now) -> torch.Tensor:
+    """Return SOAP's direction. For the group attn_proj, a trust gate says how far the momentum
+    moves to it."""
+    if not rows.name.startswith("attn_proj"):
+        return direction
+    direction = momentum.lerp(direction, trust(direction, momentum, rows.grad, now))
+    return direction * (schatten4(momentum, 1e-8) / schatten4(direction, 1e-8))
+
+
 def soap_muon(rows, lr: float, now, hp) -> None:
-    """Step by SOAP-Muon. For the group attn_proj, a trust gate says how far the momentum moves to
-    SOAP's direction."""
+    """Step by SOAP-Muon."""
     momentum = nesterov(rows, rows.grad, now, hp)
     direction = soap_direction(rows, momentum, hp)
-    if rows.name.startswith("attn_proj"):
-        direction = momentum.lerp(direction, trust(direction, momentum, rows.grad, now))
-        direction = direction * (schatten4(momentum, 1e-8) / schatten4(direction, 1e-8))
+    direction = gated(rows, direction, momentum, now)
     update = polar(direction)
-    move(rows, update * shape_factor(update), lr, hp)
-    learn_bases(rows, hp)
+    move(rows, update * aspect_ratio_scale(update), lr, hp)
+    learn_bases(rows, now, hp)
