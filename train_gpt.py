@@ -144,7 +144,7 @@ class Hyperparameters(RunSettings):
     attn_scale: float = 0.12  # factor on the products of q and k; 0: head_dim**-0.5
     rope: Literal["half", "full"] = "half"  # share of the channels that rotate
     rope_base: float = 1024.0  # rotary frequencies fall from 1 to about 1/rope_base
-    norm_eps: float = 2.0**-7  # RMSNorm's epsilon: torch's, when the records ran (BENCHMARKS.md)
+    norm_eps: float = 2.0**-7  # RMSNorm's epsilon: torch's, early in 2025 (forks/AGREEMENT.md)
     logit_softcap: float = 15.0  # logits become cap * tanh(logit / cap)
     seed: int = 0  # seed of the initial weights
 
