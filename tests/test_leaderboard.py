@@ -326,6 +326,17 @@ def test_all_records_of_the_benchmark_keep_to_its_rule_1():
     assert run.known_deviation is None
 
 
+def test_all_that_rule_1_fixes_is_compared():
+    names = (
+        "context_len num_layers num_heads head_dim model_dim vocab_size attn_scale rope rope_base"
+    )
+    names += " norm_eps logit_softcap val_tokens epochs init_from train_files val_files"
+    for name in names.split():
+        settings = {"context_len": "1024", name: "other"}
+        (found,) = logfile.Run(Path(), settings=settings).against_benchmark
+        assert found.startswith(f"--{name} other"), name
+
+
 def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(submit):
     note = "Not faster: by rule 4, this_pr must"
     status, readme, out = submit(PAIR | group("b", FLAGS, ms=110.0))

@@ -326,3 +326,21 @@ def test_signs_of_gains_are_mirrored_and_later_layers_are_pairs():
     assert (signs @ signs.T / 12800 - torch.eye(12)).abs().max() < 0.05
     for block in track.GPT(replace(hp, model_dim=8, num_heads=1, head_dim=8)).blocks:
         assert (block.norm1.gains + block.norm2.gains == 2).all()
+
+    signs = torch.stack(track.first_weights.independent_signs(hp))
+    extra = signs.unflatten(1, (100, 128)).sum(2) / 2
+    assert (extra[6::2] != -extra[7::2]).any() and (signs.abs() == 1).all()
+    assert extra.std().item() == pytest.approx(32**0.5, rel=0.1)
+    assert (signs @ signs.T / 12800 - torch.eye(12)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "paired_rademacher"])
+def test_gains_are_split_by_the_signs_of_their_kind(kind, monkeypatch):
+    name = {"rademacher": "independent_signs"}.get(kind, "paired_signs")
+    drawn = [torch.ones(8), -torch.ones(8)]
+    monkeypatch.setattr(track.first_weights, name, lambda hp: drawn)
+    hp = replace(RECORDS["muon"], init=kind, vocab_size=16, model_dim=8, num_heads=1, head_dim=8)
+    first, second = track.GPT(replace(hp, num_layers=2)).blocks
+    split = 0.14 if kind == "rademacher" else 0.125
+    for gains, expected in ((first.norm1.gains, 1 - split), (second.norm1.gains, 1 + split)):
+        assert gains.tolist() == pytest.approx([expected] * 8)

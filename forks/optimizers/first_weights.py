@@ -23,6 +23,11 @@ KINDS = "baseline", "torch", "scaled_baseline", "scaled_torch", "psgd", *SPLIT
 LAST_FC = 0.7  # factor on the last layer's fc, where gains are split
 
 
+def independent_signs(hp) -> list[torch.Tensor]:
+    """Return a random sign (model_dim,) for each channel, by layer."""
+    return [torch.randint(2, (hp.model_dim,)) * 2.0 - 1 for _ in range(hp.num_layers)]
+
+
 def paired_signs(hp) -> list[torch.Tensor]:
     """Return a random sign (model_dim,) for each channel, by layer. From the middle on, layers are
     pairs: in each head_dim channels, the second has as many of one sign as the first of the other,
@@ -44,11 +49,9 @@ def paired_signs(hp) -> list[torch.Tensor]:
 
 def split_gains(model, kind: str) -> None:
     """Scale fc, and let a block's first norm have the gains that its second one mirrors."""
-    hp, last = model.hp, max(len(model.blocks) - 1, 1)
-    if kind == "paired_rademacher":
-        signs = paired_signs(hp)
-    else:
-        signs = [torch.randint(2, (hp.model_dim,)) * 2.0 - 1 for _ in model.blocks]
+    last = max(len(model.blocks) - 1, 1)
+    draws = {"rademacher": independent_signs, "paired_rademacher": paired_signs}
+    signs = draws[kind](model.hp)
     for i, (block, sign) in enumerate(zip(model.blocks, signs, strict=True)):
         block.fc.weight.mul_(1 - (1 - LAST_FC) * i / last)
         block.norm1.gains.sub_(SPLIT[kind] * sign)
