@@ -92,6 +92,12 @@ def test_norms_have_the_published_epsilon(in_float32):
     torch.testing.assert_close(layer(x), rms(x.double()).float())
 
 
+def test_the_embedding_is_bfloat16_on_a_gpu_unless_a_setting_keeps_it_in_float32():
+    for keeps in (False, True):
+        model = track.GPT(replace(RECORDS["demo"], **SIZES, float32_embed=keeps))
+        assert model.tables() == ([] if keeps else [model.embed, model.value_embeds])
+
+
 def test_both_records_have_the_benchmarks_number_of_parameters():
     for hp in (MUON, ADAMW):
         with torch.device("meta"):
