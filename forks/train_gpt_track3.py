@@ -41,7 +41,7 @@ class Hyperparameters(t.Hyperparameters):
     optimizer: str = "muon"  # of hidden matrices, a name in catalog.OPTIMIZERS
     schedule: tuple[float, float, float, float] = (1.0, 0.7, 1.0, 0.0)  # of learning rates
     adam_schedule: tuple[float, float, float, float] = (0.0,) * 4  # not of muon_lr; zeros: the same
-    schedule_skip: tuple[float, float] = (0.0, 0.0)  # where all rates skip steps, and how many
+    schedule_skip: tuple[float, float] = (0.0, 0.0)  # where all rates skip ahead, and how far
     muon_lr: float = 0.025  # learning rate of hidden matrices, whatever the optimizer
     norm_control: Literal["decay", "hyperball", "floor", "radius"] = "decay"  # of hidden matrices
     muon_decay: float = 0.05  # weight decay of hidden matrices, times muon_lr

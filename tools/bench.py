@@ -105,9 +105,8 @@ def model_flops(
                 visible = 1 + torch.arange(len(mask[0]), device=row.device) - mask[0]
             pairs[name] += visible.sum().item() * len(row) / len(visible)
     seen = sum(pairs[layer.mask] for layer in model.layers)
-    matrices = [
-        p for group in groups if group.name in ("head", "muon", "attn_proj") for p in group.params
-    ]
+    kinds = "head", "muon", "v", "attn_proj"
+    matrices = [p for group in groups if group.name in kinds for p in group.params]
     matmul = 6.0 * inputs.numel() * sum(p.numel() for p in matrices)
     return matmul, 12.0 * model.hp.num_heads * model.hp.head_dim * seen
 

@@ -8,7 +8,7 @@ github.com/tilde-research/aurora-release.
     30  aurora_soap  2930 steps, 3.2784 (16 runs), pull request 300: SOAP before it in fc, mlp_proj
                      and v, Aurora in mlp_proj alone, and a radius
     34  rre          2925 steps, 3.2781 (8 runs), pull request 305: 30, extrapolated at the end
-                     (around.py). Its log's source has that off; its environment switched it on
+                     (extrapolation.py). Its log's source has that off; its runs had it on
 """
 
 import torch
