@@ -57,7 +57,7 @@ class Hyperparameters(t.Hyperparameters):
     outer_period: int = 0  # MuLoCo: steps between steps of the outer optimizer; 0: none
     tail_ema: tuple[float, float] = (0.0, 0.0)  # begin and horizon of an average of weights
     # How far weights move to it at the end: first block, other blocks, head, vectors, embedding.
-    tail_shares: tuple[float, float, float, float, float] = (0.6, 0.6, 0.6, 0.6, 0.0)
+    tail_shares: tuple[float, float, float, float, float] = (0.6,) * 4 + (0.0,)  # of it, by kind
     anchor: tuple[float, float, float] = (0.0, 0.0, 0.0)  # away from it: factor, begin, end of rise
     head_eigenvectors: bool = False  # Adam of the head in eigenvectors, from step 1000 of 2900
     float32_embed: bool = False  # keep the embedding in float32 on a GPU
@@ -148,6 +148,8 @@ def check(hp: Hyperparameters) -> None:  # overrides
             raise UserError(f"--{name} {t.show(getattr(hp, name))}: must begin before it ends")
     if hp.anchor[0] and not hp.tail_ema[1]:
         raise UserError("--anchor: gradients are anchored to the average that --tail_ema keeps")
+    if (hp.anchor[0] or hp.tail_shares[-1]) and not hp.float32_embed:
+        raise UserError("--float32_embed off: a bfloat16 average of the embedding stands still")
     if hp.grad_clip and hp.norm_control == "hyperball":
         raise UserError("--grad_clip: with --norm_control hyperball, an update has a given length")
     for name in catalog.unread(hp):

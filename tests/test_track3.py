@@ -175,7 +175,8 @@ def test_each_record_goes_on_bit_for_bit(record):
     contexts = {"context_len": 128, "seq_len": 128, "batch_seqs": 2, "num_iterations": 9}
     hp = replace(RECORDS[f"{record}-demo"], **SIZES, **contexts, outer_period=4)
     hp = replace(hp, ema_nesterov=(0.5, 0.2, 1.0), tail_ema=(0.6, 0.5), anchor=(0.45, 0.6, 0.9))
-    hp = replace(hp, rre=(0.1, 0.875, 0.001), head_eigenvectors=True)
+    hp = replace(hp, rre=(0.1, 0.875, 0.001), head_eigenvectors=True, float32_embed=True)
+    steps_of(hp, 8)  # as the warm-up, which makes no steps before
     whole, saved = steps_of(hp, 0)
     again, _ = steps_of(hp, 8, saved)
     of_head = saved["optimizers"]["head 32"]
@@ -251,7 +252,16 @@ def test_it_is_the_same_on_two_ranks_and_resumed(own, flags, tmp_path):
     words = [*flags, "--run_id", "it", "--save_every", "2", "--keep", "9"]
     words += ["--context_len", "128", "--adam_eps", "1e-6", "--muon_lr", "0.002"]
     words += ["--optimizer", "row_adam", "--head_eigenvectors", "on", "--ema_nesterov", "30 0 0.5"]
-    words += ["--tail_ema", "0.5 0.5", "--anchor", "0.45 0 0.5", "--rre", "0 0.875 0.5"]
+    words += [
+        "--tail_ema",
+        "0.5 0.5",
+        "--anchor",
+        "0.45 0 0.5",
+        "--float32_embed",
+        "on",
+        "--rre",
+        "0 0.875 0.5",
+    ]
     words = " ".join(words).split()
     two = Program(words, ranks=2, work=own)
     assert two.end() == [0, 0], two.text("err")

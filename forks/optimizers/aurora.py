@@ -14,9 +14,9 @@ github.com/tilde-research/aurora-release.
 import torch
 from muon import UNTUNED_ADAM, aspect_ratio_scale, nesterov, steps
 from muon import polar as muon_polar
-from norm_control import move, schatten4
+from norm_control import move, row_norms, schatten4
 from normuon import CONTRA, FLOOR, contra, largest_singular_value
-from soap_muon import learn_bases, polar, soap_direction
+from soap_muon import SOAP_MUON, learn_bases, polar, soap_direction
 
 CONTRA_END = 2500 / 3050  # share of aurora_soap's schedule in which the contra share falls to 0
 # Of SOAP's direction in v: its denominator is at least this share of its root mean square, and this
@@ -27,32 +27,20 @@ RECORDS = {"aurora": UNTUNED_ADAM | steps(3175, of=3200) | FLOOR}
 
 def aurora_soap_settings(count: int) -> dict:
     """Return the settings of a result that makes so many of the schedule's 3050 steps."""
-    return UNTUNED_ADAM | {
+    return SOAP_MUON | {
         "optimizer": "aurora_soap",
         "num_iterations": count,
         "schedule": (3050 / count, 2386.4 / 3050, 1.2, 0.0),
         "adam_schedule": (3050 / count, 1413 / 3050, 1.2, 0.0),
-        "adam_betas": (0.8, 0.99),
-        "muon_lr": 0.0375,
-        "norm_control": "radius",
-        "update_floor": 0.3825,
-        "muon_decay": 0.0,
-        "matrix_beta2": 0.9,
+        "bias_correction": True,
         "precondition_frequency": 10,
-        "momentum_start": 0.85,
         "momentum_cooldown": (2920 / count, 3020 / count),
         "init": "rademacher",
-        "float32_gains": True,
     }
 
 
 RECORDS["aurora_soap"] = aurora_soap_settings(2930)
 RECORDS["rre"] = aurora_soap_settings(2925) | {"rre": (2820 / 2925, 0.875, 0.001)}
-
-
-def row_norms(x: torch.Tensor) -> torch.Tensor:
-    """Return the lengths (..., rows, 1) of the rows of x (..., rows, cols)."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def balanced_polar(x: torch.Tensor, polar, corrections: int, exponent: float) -> torch.Tensor:

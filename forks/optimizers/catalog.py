@@ -22,8 +22,7 @@ for module in (*MODULES, soap_muon, aurora, spectral_annealing):
         RESULTS[name] = {"optimizer": name} | settings
         if RESULTS[name]["optimizer"] == name:
             OPTIMIZERS[name] = getattr(module, name)
-REFRESHING = {"soap", "klsoap", "shampoo", "soap_muon", "aurora_soap"}
-REFRESHING |= {"spectral_annealing"}
+REFRESHING = "soap", "klsoap", "shampoo", "soap_muon", "aurora_soap", "spectral_annealing"
 # Settings that not all optimizers read, and those that do not read them.
 UNREAD = {
     "matrix_beta2": ["muon", "muown", "psgd", "aurora"],
@@ -31,7 +30,7 @@ UNREAD = {
     "norm_control": ["adamw", "muown"],
     "muon_decay": ["muown"],
     "cautious_decay": ["adamw", "muown"],
-    "precondition_frequency": OPTIMIZERS.keys() - REFRESHING,
+    "precondition_frequency": OPTIMIZERS.keys() - {*REFRESHING},
 }
 READ_WITH = {  # --norm_control
     "muon_decay": ("decay", "radius"),

@@ -21,7 +21,7 @@ def factors_of(gram: torch.Tensor, square: torch.Tensor, damping: float, longest
     than RRE's, so that weights step back."""
     identity = torch.eye(3, device=gram.device)
     regular = gram + (REGULAR * gram.trace() / 3 + 1e-10) * identity
-    shares = torch.linalg.solve(regular, identity.sum(0))
+    shares = torch.linalg.solve_ex(regular, identity.sum(0))[0]  # solve waits for the GPU
     shares = shares / shares.sum()
     factors = -damping * torch.stack([shares.sum(), shares[1] + shares[2], shares[2]])
     length = (factors @ gram @ factors).sqrt() / square.sqrt().clamp(min=1e-12)

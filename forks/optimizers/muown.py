@@ -4,6 +4,7 @@ Muon, and lengths by Adam. arXiv 2605.10797. Result 23: 3075 steps, 3.2790 (30 r
 
 import torch
 from muon import average, nesterov
+from norm_control import row_norms
 
 import train_gpt as t
 
@@ -34,11 +35,6 @@ RECORDS = {
     }
     | {"embed_lr": 0.6, "head_lr": 0.009375, "scalar_lr": 0.03, "adam_decay": 0.0}
 }
-
-
-def row_norms(x: torch.Tensor) -> torch.Tensor:
-    """Return the lengths (..., rows, 1) of the rows of x (..., rows, cols)."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12)
 
 
 def muown(rows, lr: float, now, hp) -> None:

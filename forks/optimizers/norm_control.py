@@ -19,6 +19,11 @@ def schatten4(x: torch.Tensor, least: float = 0.0) -> torch.Tensor:
     return torch.linalg.matrix_norm(gram, keepdim=True).sqrt().clamp(min=least)
 
 
+def row_norms(x: torch.Tensor) -> torch.Tensor:
+    """Return the lengths (..., rows, 1), at least 1e-12, of the rows of x (..., rows, cols)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12)
+
+
 def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the inner product (..., 1, 1) of matrices (..., rows, cols)."""
     return (a * b).sum((-2, -1), keepdim=True)

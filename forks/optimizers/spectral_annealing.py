@@ -6,9 +6,9 @@
     two momenta       a quick and a slow one from step 1000 on, and no gate of attn_proj
     head              Adam in eigenvectors of its gradient's covariance, from step 1000 on
     schedule_skip     rates skip 60 steps at step 1400
-    anchor            late gradients are taken away from an average of the weights (around.py)
+    anchor            late gradients are taken away from an average of the weights (tail_ema.py)
     tail_shares       each kind of weights takes its own share of that average at the end
-    float32_embed     the source keeps the embedding in bfloat16 before step 1000
+    float32_embed     the embedding is float32; the source keeps it in bfloat16 until step 1000
 """
 
 import torch
@@ -54,12 +54,12 @@ def two_momenta(rows, now, hp) -> torch.Tensor:
     return rows.grad.lerp(slow.lerp(quick, SHARE_OF_QUICK), now.momentum)
 
 
-def annealed(rows, update: torch.Tensor, now) -> torch.Tensor:
+def annealed(rows, update: torch.Tensor, now, hp) -> torch.Tensor:
     """Return an update (n, rows, cols), as long as before, whose entries in SOAP's bases are
     multiplied by ratio^(z / 4). The ratio is that of the rate to its first value; z says by how
     many deviations an entry's log eigenvalue differs from the mean."""
     state, ratio = rows.state, max(now.matrix_lr, LEAST_RATIO)
-    if ratio >= 1 or "left basis" not in state:
+    if ratio >= 1 or now.step < hp.warmup_steps or "left basis" not in state:
         return update
     logs = {}
     for side, gram in grams(rows.grad).items():
@@ -81,7 +81,7 @@ def spectral_annealing(rows, lr: float, now, hp) -> None:
     if not has_switched(now):
         direction = gated(rows, direction, momentum, now)
     update = polar(direction).type_as(momentum)
-    move(rows, annealed(rows, update * aspect_ratio_scale(update), now), lr, hp)
+    move(rows, annealed(rows, update * aspect_ratio_scale(update), now, hp), lr, hp)
     learn_bases(rows, now, hp)
 
 

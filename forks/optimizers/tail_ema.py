@@ -29,6 +29,8 @@ def blend(rows, now, hp) -> None:
     towards it. hp.tail_ema is where it begins, and its horizon. Results 45 (pull request 325) and
     46, which leave out the embedding."""
     first, horizon = hp.tail_ema
+    if rows.name.startswith("embed") and not hp.tail_shares[-1] and not hp.anchor[0]:
+        return  # nothing would read it
     if now.step + 1 < round(first * hp.num_iterations):
         return
     if "tail average" not in rows.state:
