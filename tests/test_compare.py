@@ -245,7 +245,7 @@ def test_bad_flags_start_nothing(words, elsewhere, monkeypatch, capsys):
 def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
     """A step of A takes 50 ms. It is timed once, also if the comparison goes on, or is extended."""
     times = iter([50.0])
-    monkeypatch.setattr(compare.seconds, "ms_per_step", lambda *_: next(times))
+    monkeypatch.setattr(compare.timing, "ms_per_step", lambda *_: next(times))
     assert fork.compare("", "--seconds", 20, "--runs", 4)[::2] == (0, "")
     assert result.noted()[-1]["seconds"] == 20
     assert [run_of(side, 0).steps for side in ("A", "B", "A_longer")] == [400, 400, 500]

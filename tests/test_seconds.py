@@ -10,7 +10,6 @@ import torch
 
 import result
 import script
-import seconds
 import start
 import timing
 from runs import SCRIPT, run, val_losses
@@ -49,29 +48,29 @@ def test_the_mean_time_is_that_of_all_steps(path, record, monkeypatch):
 def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given(capsys):
     """2026-03-06 has 1490 steps. Its momentum rises in 300 of them and falls in the last 50."""
     flags = ["--record", "2026-03", "--device", "cpu", "--epochs", "1"]
-    more = seconds.flags_for(FORK, flags, 149, "it")
+    more = timing.flags_for(FORK, flags, 149, "it")
     assert more[2:] == ["--momentum_warmup_steps", "30", "--momentum_cooldown_steps", "5"]
     assert capsys.readouterr().out.startswith("it: --num_iterations 149 ")
-    more = seconds.flags_for(FORK, [*flags, "--momentum_warmup_steps=7"], 149, "it")
+    more = timing.flags_for(FORK, [*flags, "--momentum_warmup_steps=7"], 149, "it")
     assert more == ["--num_iterations", "149", "--momentum_cooldown_steps", "5"]
-    assert seconds.flags_for(FORK, flags[:4], 149, "it")[-2:] == ["--epochs", "0"]
-    more = seconds.flags_for(
+    assert timing.flags_for(FORK, flags[:4], 149, "it")[-2:] == ["--epochs", "0"]
+    more = timing.flags_for(
         HERE / "forks/train_gpt_2026_08.py", ["--record", "2026-08-30"], 597, "it"
     )
     assert more[-6:-2] == ["--anvil_from", "256", "--ngram_slow_from", "168"]
 
 
 def test_steps_follow_from_the_time_of_one(monkeypatch, capsys):
-    monkeypatch.setattr(seconds, "ms_per_step", lambda *_: 50.0)
-    assert seconds.steps_in(6.3, PATH, ["--seed", "4"]) == 126  # 6300 / 50
+    monkeypatch.setattr(timing, "ms_per_step", lambda *_: 50.0)
+    assert timing.steps_in(6.3, PATH, ["--seed", "4"]) == 126  # 6300 / 50
     assert "--seconds 6.3: 126 steps of about 50 ms" in capsys.readouterr().out
-    assert seconds.steps_in(0.001, PATH, []) == 1
+    assert timing.steps_in(0.001, PATH, []) == 1
     for wanted, flags, message in (
         (6.3, ["--num_iterations=3"], "leave it or --num_iterations out"),
         (0.0, [], "finite number above 0"),
     ):
         with pytest.raises(UserError, match=message):
-            seconds.steps_in(wanted, PATH, flags)
+            timing.steps_in(wanted, PATH, flags)
 
 
 def test_two_ranks_of_a_fork_time_their_steps_and_train_for_as_long(flags, tmp_path, monkeypatch):

@@ -72,12 +72,11 @@ import numpy as np
 
 import console
 import launch
-import plots
 import result
 import script
-import seconds
 import significance
-from logfile import Run, is_finished, is_live, put_aside, read_log
+import timing
+from logfile import Run, is_finished, put_aside, read_log
 from significance import ALPHA, FEWEST, Difference, show_p
 from train_gpt import UserError, regular, written_whole
 
@@ -139,8 +138,6 @@ class Side:
         label says which one of the comparison it is. UserError if the run fails."""
         log = self.log(name, seed)
         if not is_finished(log):
-            if log.exists() and is_live(log):
-                raise UserError(f"another process is writing {log}: choose another --run_id")
             if log.exists():
                 put_aside(log)
             own = ["--seed", str(seed), "--run_id", log.stem]
@@ -326,9 +323,9 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     name, judge, began = args.run_id, args.judge, datetime.now().astimezone()
     plan = {key: getattr(args, key) for key in PLAN}
     if args.seconds is not None:
-        before = plan_of(name) or {"steps": seconds.steps_in(args.seconds, a.path, list(a.flags))}
+        before = plan_of(name) or {"steps": timing.steps_in(args.seconds, a.path, list(a.flags))}
         plan["steps"] = steps = before.get("steps", 1)  # without steps, `settle` refuses the plan
-        more = {s: seconds.flags_for(s.path, list(s.flags), steps, s.name) for s in (a, b)}
+        more = {s: timing.flags_for(s.path, list(s.flags), steps, s.name) for s in (a, b)}
         a, b = (replace(side, flags=(*side.flags, *flags)) for side, flags in more.items())
     plan |= {side.name: [str(side.path), *side.flags] for side in (a, b)}
     plan, read_afterwards = settle(name, plan, args.runs)
@@ -369,7 +366,7 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
         found |= {"seconds": args.seconds}
         result.note({**found, "pairs": len(pairs), **answers, "verdict": text, "logs": logs})
     if args.plot:
-        plots.draw_pairs(numbers, args.plot)
+        significance.draw_pairs(numbers, args.plot)
 
 
 @console.program("run.sh")
@@ -404,7 +401,7 @@ def main(words: list[str]) -> None:
     script.check_name(args.run_id)
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
-    if args.seconds is not None and seconds.is_given("num_iterations", list(b.flags)):
+    if args.seconds is not None and timing.is_given("num_iterations", list(b.flags)):
         parser.error("--seconds chooses the number of steps: leave it or --num_iterations out")
     compare(a, b, args)
 

@@ -1,6 +1,11 @@
-"""Start a program in a process for each GPU; make a run of a script, and note its summary."""
+"""Start a program in a process for each GPU; make a run of a script, and note its summary.
+
+`start` starts this file as a program, which is torchrun with its flags, but without its own report:
+no traceback hides what a rank has said in a line.
+"""
 
 import json
+import logging
 import math
 import os
 import re
@@ -99,7 +104,7 @@ def start(
     if count > 1:
         # On CPUs, processes share the cores; on GPUs, one thread each is enough.
         env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
-        torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", f"--nproc_per_node={count}"]
+        torchrun = [__file__, "--standalone", f"--nproc_per_node={count}"]
     command = [sys.executable, *torchrun, *words]
     child, signals, last, reason = None, [], deque(maxlen=200), ""
 
@@ -154,6 +159,22 @@ def start(
     here = [place for place in places if "/site-packages/" not in place[0]] if status else []
     file, line = (here or [(None, None)])[-1]
     return End(status, (named or lines or [""])[-1], file, line and int(line))
+
+
+def torchrun(words: list[str]) -> None:
+    """Be torchrun with these words, and exit as the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.disable(logging.CRITICAL)  # in this process, not in the ranks
+    try:
+        run(parse_args(words))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 # -----------------------------------------------------------------------------
@@ -292,3 +313,7 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
         print("read what it writes:", shlex.join(command))
     result.print_result(found)
     return found
+
+
+if __name__ == "__main__":
+    torchrun(sys.argv[1:])

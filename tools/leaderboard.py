@@ -28,7 +28,6 @@ import numpy as np
 from scipy import stats
 
 import console
-import plots
 import significance
 from console import print_table
 from logfile import Run, read_trials
@@ -165,7 +164,7 @@ def main(words: list[str]) -> None:
     if groups:
         print_leaderboard(groups, args.target, args.deviation)
     if groups and args.plot:
-        plots.draw_runs(groups, args.plot)
+        significance.draw_runs(groups, args.plot)
     sys.exit(1 if skipped else 0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from train_gpt import regular
+from train_gpt import UserError, regular
 
 RULE = "=" * 100  # separates the parts of a log: script, machine, settings, other files, steps
 FILE = re.compile(r"(\w+\.py):(\n|$)")  # the first line of another file's part
@@ -263,7 +263,10 @@ def is_finished(path: Path) -> bool:
 
 
 def put_aside(path: Path) -> None:
-    """Rename an unfinished log and its metrics, so that the run can be made anew; say so."""
+    """Rename an unfinished log and its metrics, so that the run can be made anew; say so. UserError
+    if a process is writing the log."""
+    if is_live(path):
+        raise UserError(f"another process is writing {path}: choose another --run_id")
     suffix = time.strftime("_%Y-%m-%d_%H-%M-%S.unfinished")
     for old in (path, path.with_suffix(".jsonl")):
         if old.exists():

@@ -2,7 +2,7 @@
 
     start.py [SCRIPT.py] [flags]            one process per GPU; FineWeb is fetched if needed
     start.py [SCRIPT.py] --runs N [flags]   N runs with seeds from --seed on, then their statistics
-    start.py [SCRIPT.py] --seconds N [flags]    as many steps as take N seconds here (seconds.py)
+    start.py [SCRIPT.py] --seconds N [flags]    as many steps as take N seconds here (timing.py)
     start.py [SCRIPT.py] --like NAME [flags]    with the steps and flags of earlier runs: of a run,
                                             or of the group that --runs --run_id NAME made
 
@@ -25,7 +25,7 @@ import launch
 import logfile
 import result
 import script
-import seconds
+import timing
 from train_gpt import HERE, Hyperparameters, UserError
 
 
@@ -68,8 +68,6 @@ def words_to_make(path: Path, flags: list[str]) -> list[str]:
         if reason := difference(path, hp):
             raise UserError(f"{log} {reason}: choose another --run_id")
         return []
-    if log.exists() and logfile.is_live(log):
-        raise UserError(f"another process is writing {log}: choose another --run_id")
     if script.core(script.load(path)).checkpoints(log.with_suffix("")):
         return [*flags, "--resume", "on"]
     if log.exists():
@@ -111,8 +109,8 @@ def main(words: list[str]) -> None:
         flags = [*flags_like(args.like), *flags]
     try:
         if args.seconds is not None:
-            steps = seconds.steps_in(args.seconds, path, flags)
-            flags = [*flags, *seconds.flags_for(path, flags, steps, script.show(path))]
+            steps = timing.steps_in(args.seconds, path, flags)
+            flags = [*flags, *timing.flags_for(path, flags, steps, script.show(path))]
         if args.runs:
             status = repeat(args.runs, path, flags, known)
         else:

@@ -1,27 +1,32 @@
-"""How long does a step take? Times steps of a script's schedule, as a run makes them.
+"""How long does a step take, and how many steps take --seconds N? Times steps as a run makes them.
 
-bench.py imports this. seconds.py starts it as a program, on as many GPUs as a run will have:
+`steps_in` starts this file as a program, on as many GPUs as the run will use:
 
     timing.py FILE SECONDS SCRIPT.py [flags]    write the mean ms of a step of the schedule to FILE
 
 The time of a step depends on its window, its length and its compiled code. So the middle step of
-each ninth of the schedule is timed.
+each ninth of the schedule is timed. Times differ from one call to the next: runs that need equal
+steps take them from the first one, by --like.
 """
 
+import math
 import os
 import shlex
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import console
+import launch
+import result
 import script
 import train_gpt
-from train_gpt import Moment, clock
+from train_gpt import Moment, UserError, clock
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BATCHES = 32  # different ones; then they repeat
@@ -118,11 +123,67 @@ def time_schedule(run: Timed, budget: float) -> float:
     return float(np.mean([np.median([ms for ms, _ in of_step]) for of_step in timed]))
 
 
+# -----------------------------------------------------------------------------
+# --seconds N, as a number of steps
+
+
+def is_given(name: str, flags: list[str]) -> bool:
+    """Return whether a setting is among the flags."""
+    return any(word.split("=")[0] == f"--{name}" for word in flags)
+
+
+def ms_per_step(path: Path, flags: list[str], budget: float) -> float:
+    """Return the mean ms of a step of a script with these flags, timed for about `budget` seconds.
+    UserError if that fails."""
+    hp, _ = script.parse(path, flags)
+    with NamedTemporaryFile("r") as out, console.doing(f"timing steps of {script.show(path)}"):
+        words = [__file__, out.name, str(budget), str(path), *flags]
+        end = launch.start(hp, words)
+        if end.status in result.STOPPED:
+            raise KeyboardInterrupt
+        if end.status:
+            raise UserError(f"steps could not be timed: {end.reason}")
+        return float(out.read())
+
+
+def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
+    """Return how many steps of a script with these flags take so many seconds of training; print
+    that. UserError for a number that cannot be met."""
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds {seconds:g}: must be a finite number above 0")
+    for name in ("num_iterations", "resume"):
+        if is_given(name, flags):
+            raise UserError(f"--seconds chooses the number of steps anew: leave it or --{name} out")
+    budget = max(seconds / 10, 20.0)
+    print(f"timing steps: up to {budget:.0f} s, after the time to compile", flush=True)
+    ms = ms_per_step(path, flags, budget)
+    steps = max(1, round(1e3 * seconds / ms))
+    print(f"--seconds {seconds:g}: {steps} steps of about {ms:.0f} ms", flush=True)
+    return steps
+
+
+def flags_for(path: Path, flags: list[str], steps: int, label: str) -> list[str]:
+    """Return the flags that make so many steps; print them with a label. Steps at which something
+    begins, and lengths in steps, are scaled; data that is too short is read again. Flags that were
+    given stay."""
+    hp, _ = script.parse(path, flags)
+    more = ["--num_iterations", str(steps)]
+    for name, value in vars(hp).items():
+        if name.endswith(("_steps", "_from")) and value and not is_given(name, flags):
+            unit = 4 if name.endswith("_from") else 1  # as the n-gram table's ngram_slow_from needs
+            scaled = value * steps / hp.num_iterations
+            more += [f"--{name}", str(unit * max(1, round(scaled / unit)))]
+    if not is_given("epochs", flags):
+        more += ["--epochs", "0"]
+    print(f"{label}:", *more, flush=True)
+    return more
+
+
 @console.program("timing.py")
 def main(words: list[str]) -> None:
     """Time the schedule of a script, and write the ms of a step into a file."""
     if len(words) < 3:
-        raise train_gpt.UserError("for seconds.py: timing.py OUT SECONDS SCRIPT.py [flags]")
+        raise UserError("--seconds starts this: timing.py FILE SECONDS SCRIPT.py [flags]")
     out, budget, path, *flags = words
     path = script.find(path)
     device, _, _ = train_gpt.start_device(script.parse(path, flags)[0].device)
