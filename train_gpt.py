@@ -5,8 +5,8 @@
     python train_gpt.py --help                               # every setting is a flag
 
 The default is the NanoGPT-speedrun record 2025-01-26_BatchSize: 1770 steps of 393216 tokens,
-published as 2.997 minutes on 8 H100s. --record selects others: two of 2024, and the demo. Settings
-and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
+published as 2.997 minutes on 8 H100s. --record selects others: two of 2024, GPT-2 medium, and the
+demo. Settings and ideas come from github.com/KellerJordan/modded-nanogpt. The sections:
 
     Settings         every setting of a run, with its flag; the records; the table of layers
     Data             shards of tokens, and batches as a function of the step
@@ -202,6 +202,23 @@ RECORDS = {
     ),
     "2024-11-24_WindowWarmup": WINDOW_WARMUP,
     "2025-01-26_BatchSize": Hyperparameters(),
+    # GPT-2 medium, to 2.92: the second public leaderboard (@kellerjordan0, 2025-01-18).
+    "medium_2025-01-18": Hyperparameters(
+        num_iterations=7500,
+        seq_len=65536,
+        val_seq_len=65536,
+        layers="long+v0,short+v1,short+v2,short,long,short,short,none,"
+        "short,short,short,long,short,short+v0,short+v1,long+v2",
+        num_layers=16,
+        num_heads=8,
+        model_dim=1024,
+        embed_lr=0.3,
+        head_lr=0.003,
+        scalar_lr=0.015,
+        muon_lr=0.025,
+        w_s=2.0**5,
+        grad_s=2.0**29,
+    ),
     # 2025-01-26 at a size that two CPU cores train in a few minutes, on the sample corpus.
     "demo": Hyperparameters(
         num_iterations=128,

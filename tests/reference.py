@@ -20,6 +20,17 @@ LAYERS = {
     2024: [("long", "first", skip) for skip in SKIPS],
     2025: [(*row, skip) for row, skip in zip(FIRST + SECOND, SKIPS, strict=True)],
 }
+# GPT-2 medium has another table; all else is as in 2025.
+LOWER = FIRST[:4] + [("long", None), ("half", None), ("half", None), (None, None)]
+UPPER = [("half", None)] * 3 + [
+    ("long", None),
+    ("half", None),
+    ("half", 0),
+    ("half", 1),
+    ("long", 2),
+]
+MEDIUM_SKIPS = [None] * 8 + [7, 6, 5, 4, 3, 2, 1, 0]
+MEDIUM = [(*row, skip) for row, skip in zip(LOWER + UPPER, MEDIUM_SKIPS, strict=True)]
 CAP = {2024: 30.0, 2025: 15.0}
 END_OF_TEXT = 50256
 

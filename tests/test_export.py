@@ -18,7 +18,7 @@ from train_gpt import END_OF_TEXT, HERE
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 RECORDS = {
-    train_gpt: "--record 2025-01-26 --num_layers 6 --model_dim 32 --num_heads 2 --head_dim 16",
+    train_gpt: "--record medium --num_layers 6 --model_dim 32 --num_heads 2 --head_dim 16",
     train_gpt_2026: f"{ROW[D]} {SIZES}",
 }
 TEXTS = (

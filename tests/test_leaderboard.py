@@ -123,6 +123,27 @@ def test_our_logs_and_public_ones_are_read(board):
     ]
 
 
+def test_each_group_is_tested_against_its_records_target(board):
+    """medium.txt is a public log of GPT-2 medium, whose folder has the date alone."""
+    lines = ["step:0/7500 val_loss:10.8258 train_time:0ms step_avg:nanms"]
+    lines += ["step:7500/7500 val_loss:2.9166 train_time:1756892ms step_avg:234.57ms"]
+    other = of_2024().replace("1875/1875", "1750/1750").replace("/1875", "/1750")
+    files = group("a") | {
+        "2025-01-18/small.txt": other,
+        "2025-01-18/medium.txt": "\n".join(["import os", RULE, "", RULE, *lines]),
+    }
+    out = board(files)[1]
+    titles = [line.split() for line in out.splitlines() if line.startswith("group  n")]
+    assert [title[4] for title in titles] == ["p(<=3.28)", "p(<=2.92)"]
+    small, unknown, medium = rows_of(out)[-3:]
+    assert unknown[-1] == "small"
+    assert float(small[4]) == pytest.approx(
+        stats.ttest_1samp([3.271, 3.272, 3.273], 3.28, alternative="less").pvalue, rel=0.01
+    )
+    assert medium[-2:] == ["+0.00340", "medium_2025-01-18"]
+    assert "p(<=2.9)" in board(files, "--target", 2.9)[1]
+
+
 def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
     again = ours(3.1, ms=200).split("log in logs/a.txt\n")[1].split("step:1/4")[1]
     again = "step:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:1/4" + again
@@ -260,8 +281,8 @@ def submit(tool):
     """Return call(files), which makes the folder of these logs, and returns the status, README.md
     or "", and the console's lines or the error."""
 
-    def call(files: dict[str, str], folder: str = NAME) -> tuple[int, str, str]:
-        status, out, err = tool(submission.main, [folder, *files], files)
+    def call(files: dict[str, str], folder: str = NAME, *flags) -> tuple[int, str, str]:
+        status, out, err = tool(submission.main, [folder, *files, *flags], files)
         readme = Path(folder, "README.md")
         return status, readme.read_text("utf-8") if readme.exists() else "", err or out
 
@@ -313,6 +334,20 @@ def test_figures_and_verdict_are_those_of_a_public_readme(submit):
 def test_a_rule_is_met_or_not(flags, losses, rule, submit):
     status, readme, out = submit(group("a", flags, losses))
     assert status == 0 and rule in readme and rule in out
+
+
+def test_a_record_of_another_target_is_judged_by_it(submit):
+    medium = {
+        name: text.replace("record 2025-01-26_BatchSize", "record medium_2025-01-18")
+        for name, text in group("m", " --num_layers 16", (2.917, 2.919, 2.921)).items()
+    }
+    p = stats.ttest_1samp([2.917, 2.919, 2.921], 2.92, alternative="less").pvalue
+    readme = submit(medium)[1]
+    assert f"Rule 2 is not met: p = {p:.3f}" in readme and "p(<=2.92)" in readme
+    status, _, error = submit(group("a") | medium, "other")
+    assert status == 1 and "different targets: " in error
+    status, readme, _ = submit(medium, "third", "--target", 2.95)
+    assert status == 0 and "the mean loss is at most 2.95 with p" in readme
 
 
 def test_all_records_of_the_benchmark_keep_to_its_rule_1():

@@ -1,5 +1,6 @@
 """tools/machine.py: GPUs that torch cannot use stop a run, and a report for `./run.sh setup`."""
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import compare
 import launch
 import machine
+import script
 import start
 import train_gpt
 from runs import error_of
@@ -85,6 +87,55 @@ def test_setup_says_that_a_compiler_is_missing(gpus, tool):
     reason = "there is no gcc or clang, which Triton needs: apt-get install gcc"
     assert status == 1 and err.startswith(f"run.sh: error: {reason}") and "ready" not in out
     assert re.search(rf"\ncompiler .*{re.escape(reason)}", out)
+
+
+OWN, LESS = script.OWN, "--seq_len 24576 --batch_seqs 16"
+ONE = "GB on one GPU, by count for"
+
+
+@pytest.mark.parametrize(
+    ("flags", "mib", "said"),
+    [
+        ("--seed 3 --muon_lr 0.1", 81559, f"reserves 21.7 {ONE} an H100; this one has 85.5"),
+        (
+            "",
+            24564,
+            f"reserves 25.1 {ONE} an RTX 4090; this one has 25.8: with {LESS}, it reserves 15.1",
+        ),
+        (LESS, 24564, f"{LESS} reserves 15.1 {ONE} an RTX 4090; this one has 25.8"),
+        ("--seq_len 1024", 81559, ""),
+        ("--kernels off", 81559, ""),
+        ("--grad_clip 1", 81559, ""),
+    ],
+)
+def test_a_run_is_told_what_its_record_reserves(flags, mib, said, node, monkeypatch):
+    """Only for sizes that were counted, scripts of the project, and GPUs whose memory is known."""
+    smi = Path("nvidia-smi").read_text().replace("81559", str(mib))
+    Path("nvidia-smi").write_text(smi)
+    rows = {"": {"small": 25.1, "large": 21.7}, LESS: {"small": 15.1, "large": 16.0}}
+    monkeypatch.setattr(machine, "counted", lambda: {"2025-01-26_BatchSize": rows})
+    asked = script.parse(OWN, ["--record", "2025-01-26", *flags.split()])
+    found = machine.memory_of(OWN, *asked)
+    assert bool(found) == bool(said) and found.endswith(said)
+    assert machine.memory_of(Path("my_copy.py"), *asked) == ""
+    for other in (f'{mib} MiB"; echo "NVIDIA T400, 2048 MiB', "[N/A]"):
+        Path("nvidia-smi").write_text(smi.replace(f"{mib} MiB", other))
+        assert machine.memory_of(OWN, *asked) == ""
+
+
+def test_counted_records_exist_and_need_less_with_their_flags():
+    """All records of train_gpt.py are counted. The flags keep the number of tokens in a batch."""
+    known = {}
+    for path in script.of_project():
+        for record in script.load(path).records.keys() & machine.counted().keys():
+            rows = known[record] = machine.counted()[record]
+            hp, _ = script.parse(path, ["--record", record])
+            for flags, row in rows.items():
+                less, _ = script.parse(path, ["--record", record, *flags.split()])
+                assert less.batch_seqs * less.seq_len == hp.batch_seqs * hp.seq_len
+                most = rows.get("", {})
+                assert all(row[card] <= most.get(card, math.inf) for card in row), (record, flags)
+    assert train_gpt.RECORDS.keys() - {"demo"} <= known.keys() == machine.counted().keys()
 
 
 @pytest.mark.parametrize(

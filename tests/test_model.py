@@ -15,6 +15,7 @@ from train_gpt import GPT, RECORDS, Layer, UserError
 
 RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
 RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], model_dim=64, num_heads=2, head_dim=32)
+MEDIUM = replace(RECORDS["medium_2025-01-18"], model_dim=64, num_heads=2, head_dim=32)
 PUBLISHED = ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup", "2025-01-26_BatchSize"]
 
 
@@ -55,13 +56,15 @@ def compare_with_float64(model, window: int, year: int, **options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hp", "window"), [(RECORD, 256), (RECORD, 1792), (RECORD_2024, 64), (RECORD_2024, 192)]
+    ("hp", "window"),
+    [(RECORD, 256), (RECORD, 1792), (RECORD_2024, 64), (RECORD_2024, 192), (MEDIUM, 256)],
 )
 def test_loss_and_all_gradients_equal_the_float64_reference(
     hp, window, randomize, small_vocabulary
 ):
     model = randomize(GPT(replace(hp, vocab_size=512)))
-    compare_with_float64(model, window, 2025 if hp is RECORD else 2024)
+    layers = reference.MEDIUM if hp is MEDIUM else None
+    compare_with_float64(model, window, 2024 if hp is RECORD_2024 else 2025, layers=layers)
 
 
 def test_any_layer_table_equals_the_float64_reference(randomize, small_vocabulary):
@@ -89,6 +92,15 @@ def test_full_size_model_has_the_published_names_and_shapes():
             expected[f"blocks.{i}.attn.c_proj.weight"] = (768, 768)
     assert shapes == expected
     assert shapes == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+def test_medium_has_the_published_number_of_parameters():
+    """50257 rows of four tables, a head of 50304, matrices of 16 layers but one, and scalars."""
+    with torch.device("meta"):
+        model = GPT(RECORDS["medium_2025-01-18"])
+    matrices = 15 * 4 * 1024**2 + 16 * 8 * 1024**2
+    count = sum(p.numel() for p in model.parameters())
+    assert count == (4 * 50257 + 50304) * 1024 + matrices + 16 * 2 + 15 * 2 + 8 == 454_496_326
 
 
 @pytest.mark.parametrize("hp, bound", [(RECORD, 0.75**0.5), (RECORD_2024, 1.0)])

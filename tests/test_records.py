@@ -41,6 +41,11 @@ SYSTEMS = {
 --rope half --rope_base 1024 --attn_scale 0.12 --init_bound {3**0.5 * 0.5}
 """,
 }
+SYSTEMS["medium_2025-01-18"] = f"""{SYSTEMS["2025-01-26_BatchSize"]}
+--num_iterations 7500 --seq_len 65536 --val_seq_len 65536
+--num_layers 16 --model_dim 1024 --num_heads 8
+--embed_lr 0.3 --head_lr 0.003 --scalar_lr 0.015 --muon_lr 0.025 --w_s 32 --grad_s {2**29}
+"""
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -55,10 +60,11 @@ def test_published_curves_agree_with_the_records_and_the_official_results():
     for name in found.keys() - {"muon", "adamw"}:  # tests/test_track3.py has these
         row = found[name]
         *steps, last = map(int, row["losses"])
-        assert abs(row["losses"][str(last)] - row["mean"]) <= 2 * row["deviation"]
+        assert abs(row["losses"][str(last)] - row["mean"]) <= 2 * row.get("deviation", 0)
         # Until 2026-01-04 the official minutes are the logs' within 0.14 s. Later ones are counted
         # on from record to record, and lie 1.07, 1.29 and -1.13 s above the logs' mean.
-        error = 0.2 if name < "2026-01-05" else 1.3
+        # GPT-2 medium's minutes have one digit.
+        error = 0.2 if name < "2026-01-05" else 3 if name.startswith("medium") else 1.3
         assert row["seconds"][str(last)] == pytest.approx(60 * row["minutes"], abs=error)
         if name in RECORDS:
             hp = RECORDS[name]
@@ -134,7 +140,15 @@ def test_losses_are_beside_the_published_ones_of_their_steps(place, printed, tmp
     _, lines, _ = printed(log)
     assert [line.split() for line in lines[3:5]] == rows
     spread = "3.2800 is outside the published spread, 3.2777 +- 2 x 0.0011"
-    assert lines[5:] == [spread, "other than the record: --muon_lr 0.1"]
+    target = "the target of 3.28 is reached; tools/leaderboard.py prints p(<=3.28) of several runs"
+    assert lines[5:] == [spread, target, "other than the record: --muon_lr 0.1"]
+
+
+def test_medium_is_beside_its_own_target_and_curve(printed, tmp_path):
+    log = write_log(tmp_path / "it.txt", "medium_2025-01-18", {125: (4.5, 25), 1600: (2.921, 400)})
+    _, lines, _ = printed(log)
+    assert [line.split() for line in lines[2:3]] == [["125", "4.5000", "4.5156", "-0.0156"]]
+    assert lines[3].startswith("the target of 2.92 is missed by 0.00100; ")
 
 
 def test_record_92_is_compared_with_the_form_that_it_has(printed, tmp_path):

@@ -1,11 +1,6 @@
-"""Start a program in a process for each GPU; make a run of a script, and note its summary.
-
-`start` starts this file as a program, which is torchrun with its flags, but without its own report:
-no traceback hides what a rank has said in a line.
-"""
+"""Start a program in a process for each GPU; make a run of a script, and note its summary."""
 
 import json
-import logging
 import math
 import os
 import re
@@ -31,7 +26,7 @@ import machine
 import result
 import script
 from gpt2 import is_gpt2
-from logfile import is_live
+from logfile import refuse_live
 from result import STOPS, End
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
 
@@ -104,7 +99,7 @@ def start(
     if count > 1:
         # On CPUs, processes share the cores; on GPUs, one thread each is enough.
         env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
-        torchrun = [__file__, "--standalone", f"--nproc_per_node={count}"]
+        torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", f"--nproc_per_node={count}"]
     command = [sys.executable, *torchrun, *words]
     child, signals, last, reason = None, [], deque(maxlen=200), ""
 
@@ -159,22 +154,6 @@ def start(
     here = [place for place in places if "/site-packages/" not in place[0]] if status else []
     file, line = (here or [(None, None)])[-1]
     return End(status, (named or lines or [""])[-1], file, line and int(line))
-
-
-def torchrun(words: list[str]) -> None:
-    """Be torchrun with these words, and exit as the first rank that failed."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    logging.disable(logging.CRITICAL)  # in this process, not in the ranks
-    try:
-        run(parse_args(words))
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
-    except SignalException as error:
-        sys.exit(128 + error.sigval)
 
 
 # -----------------------------------------------------------------------------
@@ -284,13 +263,15 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
     check_compiler(hp)
+    gpus = os.environ.get("NPROC") or str(gpus_for(hp))
+    if gpus_for(hp) and gpus == "1" and not label and (text := machine.memory_of(path, hp, record)):
+        print(f"run.sh: {text}", file=sys.stderr, flush=True)
     fetch(hp, run_class)
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())
         flags = [*flags, "--run_id", hp.run_id]
     live, begin = Live(path, hp, label), result.Start(path, hp, record, known)
-    if live.log.exists() and is_live(live.log):
-        raise UserError(f"another process is writing {live.log}: choose another --run_id")
+    refuse_live(live.log)
     if begin.log_size and not hp.resume:  # an empty log is of a run that was killed at once
         raise UserError(f"{live.log} exists: choose another --run_id, or --resume on")
     if hp.keep:
@@ -313,7 +294,3 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
         print("read what it writes:", shlex.join(command))
     result.print_result(found)
     return found
-
-
-if __name__ == "__main__":
-    torchrun(sys.argv[1:])

@@ -1,8 +1,13 @@
 """What does this machine offer, and can a run start here? `./run.sh setup` ends with this report.
 
 Its last line says what ./run.sh will train, or why no run can use this machine's GPUs.
+
+memory.json has the GB that records reserve on one GPU, with their own settings and with flags that
+need less. They were counted for an RTX 4090 ("small") and for an H100 ("large"), as BENCHMARKS.md
+says, and not measured on a GPU. With several GPUs, a run needs less.
 """
 
+import json
 import os
 import platform
 import re
@@ -13,16 +18,25 @@ import sysconfig
 import tempfile
 import warnings
 from collections import Counter
+from dataclasses import fields
+from functools import cache
 from glob import glob
 from pathlib import Path
 
+import numpy as np
 import torch
 
+import script
 from console import program
-from train_gpt import FINEWEB, HERE, UserError, fp8_supported
+from train_gpt import FINEWEB, HERE, Hyperparameters, RunSettings, UserError, fp8_supported
 
 # A GPU's line in nvidia-smi's list. Without a memory of its own, as in GB10, it has [N/A].
 GPU = re.compile(r"\S.*, (\d+ MiB|\[.+\])")
+
+SMALL = 0.8e6 * 49152 / 1e9  # GB: runs on cards with less take smaller pieces (memory_is_small)
+# Settings that do not change what a run reserves. Rates and the like do not either.
+FREE = {field.name for field in fields(RunSettings)} - {"compile", "kernels"}
+FREE |= {"seed", "epochs", "num_iterations", "val_tokens"}
 
 # Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
 warnings.filterwarnings("ignore", "CUDA initialization")
@@ -154,6 +168,54 @@ def lacks() -> str:
     return triton_fault() or compiler_fault() or cache_fault()
 
 
+@cache
+def counted() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the table of memory.json: record, flags, card, GB."""
+    return json.loads(Path(__file__).with_name("memory.json").read_text("utf-8"))
+
+
+def has_sizes_of(hp: Hyperparameters, other: Hyperparameters) -> bool:
+    """Return whether two runs of one script reserve the same, as far as their settings say."""
+    for name, value in vars(hp).items():
+        before = getattr(other, name)
+        is_rate = isinstance(value, float | tuple) and np.any(value) == np.any(before)  # 0 is "off"
+        is_free = name in FREE or name.endswith(("_steps", "_from")) or is_rate
+        if value != before and not is_free:
+            return False
+    return True
+
+
+def gigabytes() -> float | None:
+    """Return the memory of a GPU of this machine; None if GPUs differ, or share their memory with
+    the CPU or, as MIG, with each other."""
+    sizes = {re.sub(r".*, ", "", gpu) for gpu in gpus_and_complaints()[0]}
+    if len(sizes) != 1 or "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return None
+    found = re.fullmatch(r"(\d+) MiB", *sizes)
+    return found and int(found[1]) * 2**20 / 1e9
+
+
+def memory_of(path: Path, hp: Hyperparameters, record: str) -> str:
+    """Return what a run with these settings reserves on one GPU, beside what a GPU here has. If it
+    has too little, flags that need less follow. "" for sizes that were not counted, and for scripts
+    outside the project."""
+    has = gigabytes()
+    if path not in script.of_project() or not has:
+        return ""
+    card, name = ("small", "an RTX 4090") if has < SMALL else ("large", "an H100")
+    known = counted().get(record, {})
+    rows = {flags: row[card] for flags, row in known.items() if card in row}
+    for flags, needs in rows.items():
+        if has_sizes_of(hp, script.parse(path, ["--record", record, *flags.split()])[0]):
+            text = f"{record} {flags}".strip()
+            text += f" reserves {needs} GB on one GPU, by count for {name}; this one has {has:.1f}"
+            fits = [other for other in rows if rows[other] < has - 1]  # CUDA itself takes some
+            if needs > has - 1 and fits:
+                text += f": with {fits[0]}, it reserves {rows[fits[0]]}"
+            return text
+    return ""
+
+
 def kernels_here() -> str:
     """Return whether the Triton kernels can run, or why not."""
     if torch.cuda.is_available() and (reason := triton_fault()):
@@ -187,6 +249,8 @@ def rows() -> dict[str, str]:
         works = fp8_supported(torch.device("cuda"))
         found["FP8"] = "works" if works else "wants compute capability 8.9: the head is in bfloat16"
         found["caches"] = cache_fault() or "can be written"
+        if text := memory_of(script.OWN, *script.parse(script.OWN, [])):
+            found["memory"] = text
     if os.path.exists("/dev/shm"):  # not on macOS
         found["shared memory"] = f"{shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB free"
     return found

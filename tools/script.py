@@ -139,7 +139,7 @@ def parse(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
     try:
         return core(run_class).parse_args(flags, run_class)
     except UserError as error:
-        asked = re.match(r"--record (20\S*): must be one of", str(error))
+        asked = re.match(r"--record (\S+): must be one of", str(error))
         if asked and not any(name.startswith(asked[1]) for name in run_class.records):
             for other in of_project():
                 if f'\n    "{asked[1]}' in other.read_text("utf-8"):
