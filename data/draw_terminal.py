@@ -1,8 +1,8 @@
 """Draw what a terminal showed as an SVG, such as README's picture of the demo.
 
-    script -qec "stty cols 96; ./run.sh" run.typescript        # records the terminal (Linux)
+    script -qec "stty cols 100; ./run.sh" run.typescript        # records the terminal (Linux)
     .venv/bin/python data/draw_terminal.py run.typescript data/demo.svg "$ ./run.sh" \\
-        "no GPU" "step:0" "step:64" " 100/128, loss" "step:128" "read what"
+        "no GPU" "parameters:" "step:0" "step:64" " 100/128, loss" "step:128"
 
 It draws the command, and the last line that holds each of the other texts, in their order. A line
 of a progress bar ends where the bar is drawn anew.
@@ -33,8 +33,11 @@ def draw(lines: list[str]) -> str:
 
 def main() -> None:
     """Draw the lines that the command line names. ValueError if one was not shown."""
+    if len(sys.argv) < 5:
+        sys.exit(__doc__)
     typescript, out, command, *texts = sys.argv[1:]
-    shown = re.split(r"[\r\n]+", Path(typescript).read_text("utf-8", errors="replace"))
+    shown = Path(typescript).read_text("utf-8", errors="replace")
+    shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown))  # without colors
     lines = [command]
     for text in texts:
         found = [line for line in shown if text in line]

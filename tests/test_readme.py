@@ -1,5 +1,7 @@
-"""README's fork and README's technique do what README says; its files and flags exist."""
+"""README's fork and the technique of forks/README.md do what the pages say; files and flags that
+pages name exist; published results are the same on all pages."""
 
+import html
 import re
 import sys
 from dataclasses import replace
@@ -8,13 +10,17 @@ from types import ModuleType
 
 import torch
 
+import draw_terminal
 import script
 import train_gpt
+from logfile import published
 from runs import rows
 from test_scripts import launched
 from train_gpt import HERE
 
 README = (HERE / "README.md").read_text("utf-8")
+BENCHMARKS = (HERE / "BENCHMARKS.md").read_text("utf-8")
+PAGES = [README, BENCHMARKS, (HERE / "CONTRIBUTING.md").read_text("utf-8")]
 FORK = re.search(r"```python\n(.*?)```", README, re.S)[1]
 OF_FORKS = (HERE / "forks" / "README.md").read_text("utf-8")
 TECHNIQUE = re.search(r"```diff\n(.*?)```", OF_FORKS, re.S)[1]
@@ -27,8 +33,8 @@ def gelu_mlp(mlp, x):
     return (h * (0.5 + 0.5 * torch.erf(h / 2**0.5))) @ mlp.c_proj.weight.T
 
 
-def test_files_and_flags_that_readme_names_exist():
-    for path in set(re.findall(r"\b(?:forks|tests|tools)/(?!my_)[\w/]+\.\w+", README)):
+def test_files_and_flags_that_pages_name_exist():
+    for path in set(re.findall(r"\b(?:forks|tests|tools)/(?!my_)[\w/]+\.\w+", "\n".join(PAGES))):
         assert (HERE / path).exists(), path
     known = set()
     for path in script.of_project():
@@ -36,8 +42,42 @@ def test_files_and_flags_that_readme_names_exist():
         known |= vars(run.records[run.default_record]).keys()
     for path in (HERE / "train_gpt.py", *HERE.glob("tools/*.py"), *HERE.glob("data/*.py")):
         known |= {*re.findall(r'"--(\w+)', path.read_text("utf-8"))}
-    commands = " ".join(re.findall(r"\./run\.sh[^`\n]*", README))
+    commands = " ".join(re.findall(r"\./run\.sh[^`\n]*", "\n".join(PAGES)))
     assert {*re.findall(r"--(\w+)", commands)} <= known
+
+
+RESULT = r"([\d.]+) min; ([\d.]+)(?: ± ([\d.]+))?(?:, (\d+) runs?)?"  # in README
+SAME = r"(?P<mean>[\d.]+)(?: ± (?P<deviation>[\d.]+))? \((?P<runs>\d+)\), (?P<minutes>[\d.]+)"
+
+
+def test_published_results_on_pages_are_those_that_tools_read():
+    found = {}
+    for line in README.splitlines():
+        if match := re.match(rf"\| (.*?) \| .* \| {RESULT} \|", line):
+            found[re.findall(r"`(.*?)`", match[1])[0]] = match.groups()[1:]
+    found["2026-08-30_ANVIL2 --canonical_mask off"] = found.pop("--canonical_mask off")
+    for name, (minutes, mean, deviation, runs) in found.items():
+        known = published()[name]
+        assert (float(minutes), float(mean)) == (known["minutes"], known["mean"]), name
+        assert int(runs or 1) == known["runs"], name
+        assert deviation is None or float(deviation) == known["deviation"], name
+    assert found.keys() == published().keys() - {"muon", "adamw"}
+
+    for line in BENCHMARKS.splitlines():
+        if match := re.match(rf"\| (\S+) \| {SAME} \|", line):
+            (name,) = (name for name in published() if re.fullmatch(rf"{match[1]}([_-]\w+)?", name))
+            for key in ("mean", "deviation", "runs", "minutes"):
+                assert match[key] is None or float(match[key]) == published()[name][key], name
+            found.pop(name)
+    assert [*found] == ["2026-08-30_ANVIL2 --canonical_mask off"]
+
+
+def test_the_picture_in_readme_is_drawn_by_the_command():
+    """Its lines, drawn again, are the same file."""
+    picture = (HERE / "data" / "demo.svg").read_text("utf-8")
+    lines = [html.unescape(line) for line in re.findall(r"<text.*?>(.*)</text>", picture)]
+    assert draw_terminal.draw(lines) == picture
+    assert lines[0] == "$ ./run.sh" and "step:128/128 val_loss:4.1" in lines[-1]
 
 
 def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_path):
