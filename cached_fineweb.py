@@ -1,7 +1,7 @@
 """Download FineWeb as GPT-2 tokens, in shards of 10^8 tokens (200 MB), from the Hugging Face hub.
 
     python cached_fineweb.py            # validation and 7 train shards: the default record
-    python cached_fineweb.py 10         # 10 train shards: the records of 2024; there are 103
+    python cached_fineweb.py 10         # 10 of 103: the records of 2024; medium reads 40
     python cached_fineweb.py 0          # validation alone
     python cached_fineweb.py --edu      # from FineWeb-Edu, 99 train shards, in data/finewebedu10B
     python cached_fineweb.py --100B     # from the larger sample, 1030, in data/fineweb100B

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 import draw_terminal
+import machine
 import script
 import train_gpt
 from logfile import published
@@ -70,6 +71,24 @@ def test_published_results_on_pages_are_those_that_tools_read():
                 assert match[key] is None or float(match[key]) == published()[name][key], name
             found.pop(name)
     assert [*found] == ["2026-08-30_ANVIL2 --canonical_mask off"]
+
+
+def test_memory_in_benchmarks_is_that_of_which_runs_are_told():
+    """Also in the table of launches, in whose cells it is the third number."""
+    lines = [[cell.strip() for cell in line.split("|")] for line in BENCHMARKS.splitlines()]
+    (start,) = (i for i, cells in enumerate(lines) if cells[1:3] == ["card", "2024-11-24"])
+    titles, _, large, small = (cells[2:-1] for cells in lines[start : start + 4])
+    found = {}
+    for name, known in machine.counted().items():
+        for flags, row in known.items():
+            title = "medium" if name.startswith("medium") else name[:10]
+            title += f", {flags.split()[1]} tokens" if flags else ""
+            found[title] = [str(row.get(card, "")) for card in ("large", "small")]
+    for title, *cells in zip(titles, large, small, strict=True):
+        assert found[title] == cells, title
+    for title, name in (("2025-01-26", "2025-01-26"), ("medium", "medium_2025-01-18")):
+        (of_one_h100,) = (cells[3] for cells in lines if len(cells) == 7 and cells[1] == name)
+        assert of_one_h100.split(", ")[2] == found[title][0]
 
 
 def test_the_picture_in_readme_is_drawn_by_the_command():
