@@ -124,8 +124,8 @@ def print_leaderboard(
 
     aims = {letter: target or runs[0].target for letter, runs in groups.items()}
     for aim in dict.fromkeys(aims.values()):
-        same = {letter: runs for letter, runs in groups.items() if aims[letter] == aim}
-        print_groups(same, aim, known)
+        of_aim = {letter: runs for letter, runs in groups.items() if aims[letter] == aim}
+        print_groups(of_aim, aim, known)
     for letter, runs in groups.items():
         seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
         if len(set(seeds)) < len(seeds):

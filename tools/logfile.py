@@ -175,7 +175,7 @@ def read_trials(
         read_steps(run, lines, whole, at, name)
         for record, known in published().items():
             lies_there = known.get("folder", record) in path.resolve().parts
-            # Its folder may hold runs of the record before, with other steps.
+            # A record's folder may also hold runs of the one before, which have other steps.
             if lies_there and not run.settings and lines and lines[-1][2] == [*known["losses"]][-1]:
                 run.record, run.flags = record, known.get("flags_of_logs", "")
         runs.append(run)
