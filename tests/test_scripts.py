@@ -85,6 +85,16 @@ if __name__ == "__main__":
     assert {path, FRONTIER, Path(SCRIPT)} <= {*script.sources(path)}
 
 
+def test_each_tool_imports_console_before_the_project():
+    """It tells Python where the project is, for any Python that starts a tool from any folder."""
+    modules = {path.stem for path in (*HERE.glob("*.py"), *HERE.glob("tools/*.py"))}
+    for path in HERE.glob("tools/*.py"):
+        source = path.read_text("utf-8")
+        imports = re.findall(r"^(?:import|from) (\w+)", source, re.M)
+        if "__main__" in source and (own := [name for name in imports if name in modules]):
+            assert own[0] == "console", path
+
+
 def test_a_fork_that_replaces_what_no_run_has_is_refused():
     with pytest.raises(UserError, match="test_scripts.Run.model: a Run has no such part"):
         type("Run", (train_gpt.Run,), {"__module__": "test_scripts", "model": train_gpt.GPT})

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import console
 import script
-from console import program
 from train_gpt import FINEWEB, HERE, Hyperparameters, RunSettings, UserError, fp8_supported
 
 # A GPU's line in nvidia-smi's list. Without a memory of its own, as in GB10, it has [N/A].
@@ -256,7 +256,7 @@ def rows() -> dict[str, str]:
     return found
 
 
-@program("run.sh")
+@console.program("run.sh")
 def main(_: list[str]) -> None:
     """Print what this machine has. UserError if it has GPUs that torch, or a run, cannot use."""
     for name, value in rows().items():
