@@ -123,6 +123,22 @@ def test_a_run_is_told_what_its_record_reserves(flags, mib, said, node, monkeypa
         assert machine.memory_of(OWN, *asked) == ""
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nproc", "says"), [(1, "", 1), (8, "1", 1), (8, "", 0), (0, "1", 0)]
+)
+def test_only_a_run_on_one_gpu_is_told(gpus, nproc, says, node, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC", nproc)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launch.say_memory(OWN, *script.parse(OWN, ["--record", "medium"]))
+    err = capsys.readouterr().err
+    assert (
+        err.count("run.sh: medium_2025-01-18 reserves 42.4 GB on one GPU")
+        == says
+        == err.count("\n")
+    )
+
+
 def test_counted_records_exist_and_need_less_with_their_flags():
     """All records of train_gpt.py are counted. The flags keep the number of tokens in a batch."""
     known = {}

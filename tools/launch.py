@@ -170,6 +170,14 @@ def check_compiler(hp: Hyperparameters) -> None:
         print(f"run.sh: {reason}", file=sys.stderr, flush=True)
 
 
+def say_memory(path: Path, hp: Hyperparameters, record: str) -> None:
+    """Say what a run on one GPU reserves, if that was counted."""
+    gpus = gpus_for(hp)
+    is_one = gpus > 0 and (os.environ.get("NPROC") or str(gpus)) == "1"
+    if is_one and (text := machine.memory_of(path, hp, record)):
+        print(f"run.sh: {text}", file=sys.stderr, flush=True)
+
+
 def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
     """Say so if the disk has less room than the run's checkpoints may need. OSError if its folder
     cannot be written: the run would find that out after hours."""
@@ -263,9 +271,8 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
     check_compiler(hp)
-    gpus = os.environ.get("NPROC") or str(gpus_for(hp))
-    if gpus_for(hp) and gpus == "1" and not label and (text := machine.memory_of(path, hp, record)):
-        print(f"run.sh: {text}", file=sys.stderr, flush=True)
+    if not label:
+        say_memory(path, hp, record)
     fetch(hp, run_class)
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=script.new_name())

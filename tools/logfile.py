@@ -311,17 +311,13 @@ def read_metrics(path: Path) -> list[dict]:
     return [rows[step] for step in sorted(rows) if step <= last]
 
 
-def is_live(path: Path) -> bool:
-    """Return whether a process may be writing a log: a run locks its log while it lives."""
+def refuse_live(path: Path) -> None:
+    """Raise UserError if a process may be writing a log: a run locks its log while it lives."""
+    if not path.exists():
+        return
     with regular(path).open() as log:
         try:
             fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
-def refuse_live(path: Path) -> None:
-    """Raise UserError if a process may be writing a log."""
-    if path.exists() and is_live(path):
-        raise UserError(f"another process is writing {path}: choose another --run_id")
+        except OSError as error:
+            reason = f"another process is writing {path}: choose another --run_id"
+            raise UserError(reason) from error

@@ -199,11 +199,11 @@ def memory_of(path: Path, hp: Hyperparameters, record: str) -> str:
     """Return what a run with these settings reserves on one GPU, beside what a GPU here has. If it
     has too little, flags that need less follow. "" for sizes that were not counted, and for scripts
     outside the project."""
-    has = gigabytes()
-    if path not in script.of_project() or not has:
+    known = counted().get(record, {})
+    has = known and path in script.of_project() and gigabytes()  # nvidia-smi may take seconds
+    if not has:
         return ""
     card, name = ("small", "an RTX 4090") if has < SMALL else ("large", "an H100")
-    known = counted().get(record, {})
     rows = {flags: row[card] for flags, row in known.items() if card in row}
     for flags, needs in rows.items():
         if has_sizes_of(hp, script.parse(path, ["--record", record, *flags.split()])[0]):
