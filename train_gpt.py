@@ -77,7 +77,6 @@ DATA = glob.escape(f"{HERE}/data")  # shards are named by patterns
 FINEWEB = f"{DATA}/fineweb10B/fineweb"
 SAMPLE = f"{DATA}/kjv"  # the King James Bible
 BLOCK = 128  # tokens in a block of the attention mask; sequences are whole blocks
-END_OF_TEXT = 50256  # the GPT-2 token that begins every document
 RULE = "=" * 100  # a line of it follows each part of a log's header
 # Torch 2.13 has new names for these.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -106,6 +105,7 @@ class RunSettings:
     resume: bool = False  # go on from the newest checkpoint of --run_id, or begin that run
     train_files: str = f"{FINEWEB}_train_*.bin"  # glob for training shards
     val_files: str = f"{FINEWEB}_val_*.bin"  # glob for validation shards
+    tokenizer: str = "gpt2"  # whose tokens they are: gpt2, a tokenizer.json, or none
     val_loss_every: int = 125  # steps between validations, 0 for the last step only
     save_every: int = 0  # steps between checkpoints, 0 for the last step only
     keep: int = 2  # newest checkpoints of a run to keep, 0 to save nothing
@@ -140,6 +140,7 @@ class Hyperparameters(RunSettings):
     head_dim: int = 128  # channels in a head
     model_dim: int = 768  # channels of the residual stream
     vocab_size: int = 50257  # token ids; the head is padded to a multiple of 128
+    end_of_text: int = 50256  # token that begins a document; of GPT-2's, those before it are used
     init_bound: float = 0.75**0.5  # initial hidden weights are within this / sqrt(fan_in)
     attn_scale: float = 0.12  # factor on the products of q and k; 0: head_dim**-0.5
     rope: Literal["half", "full"] = "half"  # share of the channels that rotate
@@ -219,7 +220,8 @@ RECORDS = {
         w_s=2.0**5,
         grad_s=2.0**29,
     ),
-    # 2025-01-26 at a size that two CPU cores train in a few minutes, on the sample corpus.
+    # 2025-01-26 at a size that two CPU cores train in a minute or two, on the sample corpus. Its
+    # tokens are GPT-2's first 4095: a head of all of them would take nine tenths of a step.
     "demo": Hyperparameters(
         num_iterations=128,
         window_span=256,
@@ -230,6 +232,8 @@ RECORDS = {
         num_heads=2,
         head_dim=64,
         model_dim=128,
+        vocab_size=4096,
+        end_of_text=4095,
         norm_eps=2.0**-23,
         train_files=f"{SAMPLE}_train_*.bin",
         val_files=f"{SAMPLE}_val_*.bin",
@@ -291,6 +295,14 @@ def check(hp: Hyperparameters) -> None:
         value, unit = getattr(hp, name), units.get(name, 1)
         if value == 0 or value % unit:
             raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
+    used = hp.end_of_text + 1  # GPT-2's ids are 256 bytes, then merges in their order
+    fits = 256 < used <= 50257 and used <= hp.vocab_size <= -(-used // 128) * 128
+    if hp.tokenizer == "gpt2" and not fits:
+        found = f"--vocab_size {hp.vocab_size} contradicts --end_of_text {hp.end_of_text}"
+        rule = "all of GPT-2's tokens need 50257 and 50256, the first N of them N + 1 and N"
+        raise UserError(f"{found}: {rule}, and other tokens --tokenizer none")
+    if hp.tokenizer not in ("gpt2", "none") and not os.path.isfile(hp.tokenizer):
+        raise UserError(f"--tokenizer {hp.tokenizer}: must be gpt2, none, or a tokenizer.json")
     largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
     steps, heads = hp.num_iterations, hp.num_layers * hp.num_heads
     if steps > 10**6 or heads > 10**4 or largest > 10**10:
@@ -298,7 +310,7 @@ def check(hp: Hyperparameters) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Data: shards of GPT-2 tokens, and batches that depend on the step alone
+# Data: shards of tokens, and batches that depend on the step alone
 
 
 def regular(path: str | Path) -> Path:
@@ -355,7 +367,9 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
         is_read = any(tokens is other for other, _ in batches)
         if is_read and tokens.max() >= hp.vocab_size:
             found = f"token {tokens.max()} at position {tokens.argmax()}"
-            raise UserError(f"{path}: {found} is outside the vocabulary of {hp.vocab_size}")
+            reason = f"{found} is outside the vocabulary of {hp.vocab_size}"
+            remedy = "all of GPT-2's tokens need --vocab_size 50257 --end_of_text 50256"
+            raise UserError(f"{path}: {reason}: {remedy}")
     return batches
 
 
@@ -544,14 +558,14 @@ class CastedLinear(nn.Linear):
 # Model: masks, attention, layers, and the head with its loss
 
 
-def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:
-    """Return the first token that each token of (T,) sees: (T,) int32, never decreasing. Token i
-    sees j when first[i] <= j <= i. A document begins with END_OF_TEXT, and a token sees only its
-    own document (@KoszarskyB, 2024). `window` () counts tokens, with the token itself. The rule
+def first_visible(begins: Tensor, window: Tensor, rule: str) -> Tensor:
+    """Return the first token that each token sees: (T,) int32, never decreasing. Token i sees j
+    when first[i] <= j <= i. `begins` (T,) says which tokens begin a document, and a token sees only
+    its own document (@KoszarskyB, 2024). `window` () counts tokens, with the token itself. The rule
     "blocks" rounds it down to whole blocks, with the token's own block, which is always seen."""
-    position = torch.arange(len(input_seq), device=input_seq.device, dtype=torch.int32)
-    document_start = torch.where(input_seq == END_OF_TEXT, position, 0).cummax(0).values
-    window = window.clamp(1, len(input_seq) + BLOCK)  # a wider one hides no more, but may overflow
+    position = torch.arange(len(begins), device=begins.device, dtype=torch.int32)
+    document_start = torch.where(begins, position, 0).cummax(0).values
+    window = window.clamp(1, len(begins) + BLOCK)  # a wider one hides no more, but may overflow
     if rule == "blocks":
         blocks = (window // BLOCK).clamp(min=1)
         window_start = (position // BLOCK + (1 - blocks)) * BLOCK
@@ -892,8 +906,9 @@ class GPT(nn.Module):
     @compiled
     def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:
         """Return the masks of input_seq (T,) for both windows (), by Layer.mask."""
-        first_long = first_visible(input_seq, long, self.hp.window_rule)
-        first_short = first_visible(input_seq, short, self.hp.window_rule)
+        begins = input_seq == self.hp.end_of_text
+        first_long = first_visible(begins, long, self.hp.window_rule)
+        first_short = first_visible(begins, short, self.hp.window_rule)
         return {"long": make_mask(first_long), "short": make_mask(first_short)}
 
     @compiled
@@ -1840,8 +1855,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
     if record == "demo" and hp.device == "auto" and not on_gpu:
         log("no GPU found: this is a small demonstration")
-    if END_OF_TEXT not in batches[0][0]:
-        log(f"the first shard has no token {END_OF_TEXT}: its text counts as one document")
+    if hp.end_of_text not in batches[0][0]:
+        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
     if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
         log("there is no FP8 here: the head trains in bfloat16")
     pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""

@@ -8,16 +8,21 @@ An input is a file, a folder (searched recursively, in sorted order) or a glob p
     .txt       one document; with --blank_line_documents, one per block between blank lines
     .jsonl     one document per line, in the field `text`, or in the one that --field names
     .parquet   one document per row, in such a column (needs pyarrow)
-    .bin       GPT-2 tokens as uint16 without a header, as nanoGPT writes them. It must be named,
-               by its path or a pattern: a folder's .bin files are left alone
+    .bin       tokens as uint16 without a header, as nanoGPT writes them. It must be named, by its
+               path or a pattern: a folder's .bin files are left alone
 
 nanoGPT's files need only the header, so their tokens are taken as they are, before all text:
 
     python data/tokenize_text.py train.bin --val val.bin --out data/mine --name mine
 
-Documents keep their order: shuffle them first if neighbours are alike. Each begins with token
-50256; "<|endoftext|>" in a document is ordinary text. Documents of white space only are left out.
-The number of workers does not change the shards. Memory holds one train and one validation shard,
+Text becomes GPT-2's tokens, and each document begins with token 50256. With --end_of_text N, it
+becomes GPT-2's first N tokens, and token N begins a document. With --tokenizer FILE, it becomes
+those of a Hugging Face tokenizer.json, whose token --end_of_text N begins a document. --tokenizer
+none says that the tokens of .bin files have no text, as those of shakespeare_char.
+
+Documents keep their order: shuffle them first if neighbours are alike. "<|endoftext|>" in a
+document is ordinary text. Documents of white space only are left out. The number of workers does
+not change the shards. Memory holds one train and one validation shard,
 and for each worker a few batches or the longest document (a .txt is read in pieces).
 
 DIR is a new or empty folder, which appears when all shards are whole; until then, DIR.unfinished
@@ -52,7 +57,9 @@ import numpy as np
 from tqdm import tqdm
 
 try:
-    from gpt2 import END_OF_TEXT, gpt2_encoding
+    import tiktoken  # noqa: F401 (GPT-2's tokens need it)
+
+    from tokenizer import GPT2_TOKENS, tokenizer_of
 except ModuleNotFoundError as error:
     sys.exit(f"tokenize_text.py: error: {error}: pip install -r data/requirements.txt")
 
@@ -66,7 +73,7 @@ SHORTEST = 130  # tokens that a run needs to train, or to validate: a block of 1
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 unfinished_folders = []  # that this process is writing
 
-encoding = functools.cache(gpt2_encoding)  # once per process
+tokenizer = functools.cache(tokenizer_of)  # once per process
 
 
 def fail(message: object) -> NoReturn:
@@ -94,12 +101,12 @@ def find_files(pattern: str) -> list[str]:
     return files
 
 
-def read_pieces(path: str, blank_line_documents: bool, field: str) -> Iterator[tuple[bool, str]]:
+def read_pieces(path: str, args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """Yield a file's text in pieces, and for each whether it begins a document."""
     try:
-        for document in read_documents(path, blank_line_documents, field):
+        for document in read_documents(path, args.blank_line_documents, args.field):
             begins = True
-            for piece in cut(document):
+            for piece in cut(document) if args.tokenizer == "gpt2" else [document.read()]:
                 if not begins or piece.strip():  # blank pieces before a document are left out
                     yield begins, piece
                     begins = False
@@ -201,23 +208,22 @@ def cut(document: TextIO) -> Iterator[str]:
 Batch = list[tuple[str, bool, str]]  # "train" or "val", whether a document begins, its piece
 
 
-def make_batches(
-    split_of: dict[str, str], val_fraction: Fraction, blank_line_documents: bool, field: str
-) -> Iterator[Batch]:
+def make_batches(split_of: dict[str, str], args: argparse.Namespace) -> Iterator[Batch]:
     """Yield the pieces of the files in order, BATCH characters or a little more at a time.
 
-    A share of the documents in "train" files, val_fraction, becomes validation: the first one and
+    A share of the documents in "train" files, --val_fraction, becomes validation: the first one and
     others at even distances, so that a few documents are enough to have some. `share_the_text`
     mends it where they are too few.
     """
     batch, size, documents = [], 0, 0
     for path, split_of_file in split_of.items():
-        for begins, piece in read_pieces(path, blank_line_documents, field):
+        for begins, piece in read_pieces(path, args):
             if begins:
                 split = split_of_file
                 if split == "train":
-                    before, documents = math.ceil(documents * val_fraction), documents + 1
-                    split = "train" if math.ceil(documents * val_fraction) == before else "val"
+                    before, documents = math.ceil(documents * args.val_fraction), documents + 1
+                    is_val = math.ceil(documents * args.val_fraction) > before
+                    split = "val" if is_val else "train"
             batch.append((split, begins, piece))
             size += len(piece)
             if size >= BATCH:
@@ -226,11 +232,14 @@ def make_batches(
     yield batch
 
 
-def encode(batch: Batch) -> dict[str, np.ndarray]:
+def encode(batch: Batch, args: argparse.Namespace) -> dict[str, np.ndarray]:
     """Return the tokens of each split's text, uint16."""
     tokens = {"val": [], "train": []}
     for split, begins, piece in batch:
-        tokens[split] += [END_OF_TEXT] * begins + encoding().encode_ordinary(piece)
+        ids = tokenizer(args.tokenizer, args.end_of_text).encode(piece)
+        tokens[split] += [args.end_of_text] * begins + ids
+    if max(map(max, filter(None, tokens.values())), default=0) >= 2**16:
+        fail(f"{args.tokenizer} has ids above 65535: shards hold uint16, so use a smaller one")
     return {split: np.array(ids, "<u2") for split, ids in tokens.items()}
 
 
@@ -248,16 +257,16 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def encode_all(batches: Iterable[Batch], workers: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield encode(batch) of each batch, in order, from that many processes."""
-    if workers == 1:
-        yield from map(encode, batches)
+def encode_all(batches: Iterable[Batch], args: argparse.Namespace) -> Iterator[dict]:
+    """Yield encode(batch, args) of each batch, in order, from --workers processes."""
+    if args.workers == 1:
+        yield from (encode(batch, args) for batch in batches)
         return
-    with ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
+    with ProcessPoolExecutor(args.workers, initializer=begin_worker) as pool:
         pending = deque()
         for batch in batches:
-            pending.append(pool.submit(encode, batch))
-            if len(pending) > 2 * workers:  # all are busy: do not read ahead
+            pending.append(pool.submit(encode, batch, args))
+            if len(pending) > 2 * args.workers:  # all are busy: do not read ahead
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -319,14 +328,16 @@ def made_at_once(out: Path, name: str, overwrite: bool) -> Iterator[Path]:
 class Shards:
     """Gathers the tokens of a split, and writes a shard whenever there are enough."""
 
-    def __init__(self, folder: Path, stem: str, first_number: int, shard_size: int):
+    def __init__(self, folder: Path, stem: str, first_number: int, args: argparse.Namespace):
         self.folder, self.stem, self.first_number = folder, stem, first_number
-        self.buffer, self.filled = np.empty(shard_size, "<u2"), 0
+        self.buffer, self.filled = np.empty(args.shard_size, "<u2"), 0
+        self.end_of_text, self.largest = args.end_of_text, 0  # token so far
         self.written = {}  # file name -> tokens
         self.documents = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        self.documents += np.count_nonzero(tokens == END_OF_TEXT)
+        self.documents += np.count_nonzero(tokens == self.end_of_text)
+        self.largest = max(self.largest, tokens.max(initial=0))
         # A document continues in the next shard if one is full, as in FineWeb: each shard but the
         # last holds shard_size tokens.
         while len(tokens):
@@ -383,6 +394,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
     cores = min(os.cpu_count() or 1, 256)
     add("--workers", type=int, default=cores, metavar="N", help="processes [all cores]")
+    help_ = "gpt2, the path of a tokenizer.json, or none [gpt2]"
+    add("--tokenizer", default="gpt2", metavar="FILE", help=help_)
+    help_ = "token that begins a document; of GPT-2's, those before it are used [50256]"
+    add("--end_of_text", type=int, metavar="N", help=help_)
     add("--overwrite", action="store_true", help="replace the shards in DIR")
     words = sys.argv[1:] if argv is None else argv
     for word in words:
@@ -393,6 +408,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(words)
     if args.val_fraction is None:
         args.val_fraction = Fraction(0) if args.val else Fraction("0.05")
+    if args.end_of_text is None and args.tokenizer not in ("gpt2", "none"):
+        remedy = "name its token that begins a document with --end_of_text N"
+        parser.error(f"--tokenizer {args.tokenizer}: {remedy}")
+    if args.end_of_text is None:
+        args.end_of_text = GPT2_TOKENS
+    lowest, highest = (256, GPT2_TOKENS) if args.tokenizer == "gpt2" else (0, 2**16 - 1)
+    if not lowest <= args.end_of_text <= highest:
+        parser.error(f"--end_of_text {args.end_of_text}: must be from {lowest} to {highest}")
     if not 1 <= args.shard_size < 2**31:
         parser.error(f"--shard_size {args.shard_size}: must be from 1 to {2**31 - 1}")
     if not 1 <= args.workers <= 256:
@@ -409,17 +432,26 @@ def tokenize(args: argparse.Namespace) -> None:
     split_of |= {os.path.abspath(f): "val" for i in args.val for f in find_files(i)}
     token_files = [path for path in split_of if path.lower().endswith(TOKENS)]
     texts = {path: split for path, split in split_of.items() if path not in token_files}
+    try:
+        named = tokenizer(args.tokenizer, args.end_of_text)
+    except ValueError as error:
+        fail(error)
+    if texts and named is None:
+        fail(f"{[*texts][0]}: is text, and --tokenizer none is for the tokens of .bin files")
     with made_at_once(args.out, args.name, args.overwrite) as folder:
-        val = Shards(folder, f"{args.name}_val", 0, args.shard_size)
-        train = Shards(folder, f"{args.name}_train", 1, args.shard_size)
-        batches = make_batches(texts, args.val_fraction, args.blank_line_documents, args.field)
+        val = Shards(folder, f"{args.name}_val", 0, args)
+        train = Shards(folder, f"{args.name}_train", 1, args)
+        batches = make_batches(texts, args)
         with tqdm(unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
             for path in token_files:
                 shards = val if split_of[path] == "val" else train
                 for tokens in read_tokens(path):
                     shards.add(tokens)
                     bar.update(len(tokens))
-            for tokens in encode_all(batches, args.workers):
+                if args.tokenizer == "gpt2" and shards.largest > args.end_of_text:
+                    remedy = "if they are not GPT-2's, say so with --tokenizer none"
+                    fail(f"{path}: token {shards.largest} is not one of GPT-2's first: {remedy}")
+            for tokens in encode_all(batches, args):
                 val.add(tokens["val"])
                 train.add(tokens["train"])
                 bar.update(len(tokens["val"]) + len(tokens["train"]))
@@ -438,8 +470,11 @@ def tokenize(args: argparse.Namespace) -> None:
         print(f"{args.out / name}: {count} tokens")
     print(f"documents: {train.documents} for training, {val.documents} for validation")
     if not val.written:
-        print("no validation text: a run validates on the sample's, in data/")
-    print(command_of(args.out / args.name, train.written, val.written))
+        print("no validation text: a run validates on the training text")
+    vocab_size = max(train.largest + 1, val.largest + 1, named.vocab_size if named else 0)
+    words = ["--tokenizer", args.tokenizer] if args.tokenizer != "gpt2" else []
+    words += ["--vocab_size", str(vocab_size), "--end_of_text", str(args.end_of_text)]
+    print(command_of(args.out / args.name, train.written, val.written or train.written, words))
 
 
 def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> None:
@@ -456,17 +491,18 @@ def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> None:
         split.add(part)
 
 
-def command_of(stem: Path, train: dict[str, int], val: dict[str, int]) -> str:
+def command_of(stem: Path, train: dict[str, int], val: dict[str, int], flags: list[str]) -> str:
     """Return a command that trains the demo on shards, given the tokens of each by its name: with
-    the demo's batches and validation, or with as many tokens as a shard has. It is for a shell in
-    the current folder."""
+    the demo's batches and validation, or with as many tokens as a shard has. `flags` say whose
+    tokens they are. The command is for a shell in the current folder."""
     for kind, shards in (("training", train), ("validation", val)):
-        if shards and max(shards.values()) < SHORTEST:
+        if max(shards.values()) < SHORTEST:
             found = f"its longest shard has {max(shards.values())} tokens, a run needs {SHORTEST}"
             return f"the {kind} text is too short: {found}"
     run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
     pattern = glob.escape(str(stem))  # train_gpt.py finds shards by glob
     words = [run_sh, "--record", "demo", "--train_files", f"{pattern}_train_*.bin"]
+    words += flags
     fitting = max(train.values()) - 2
     sequences, length = 8, 256
     if fitting < sequences * length:
@@ -475,12 +511,11 @@ def command_of(stem: Path, train: dict[str, int], val: dict[str, int]) -> str:
         words += ["--seq_len", str(length), "--batch_seqs", str(sequences)]
     if sum((tokens - 2) // (sequences * length) for tokens in train.values()) < 128:  # its steps
         words += ["--epochs", "0"]
-    if val:
-        fitting = max(val.values()) - 2
-        length = min(fitting // 128 * 128, 1024)
-        tokens = min(fitting // length * length, 65536)
-        words += ["--val_files", f"{pattern}_val_*.bin"]
-        words += ["--val_seq_len", str(length), "--val_tokens", str(tokens)]
+    fitting = max(val.values()) - 2
+    length = min(fitting // 128 * 128, 1024)
+    tokens = min(fitting // length * length, 65536)
+    words += ["--val_files", f"{pattern}_{'train' if val is train else 'val'}_*.bin"]
+    words += ["--val_seq_len", str(length), "--val_tokens", str(tokens)]
     return shlex.join(words)
 
 

@@ -42,13 +42,13 @@ class CanonicalMask:
     merge of any rank would have joined p's last piece and x's first piece. A token that contradicts
     this cannot follow. The merges of p alone say what its last piece is at each rank."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, count: int, vocab_size: int):  # the first `count` of GPT-2's tokens
         self.vocab_size = vocab_size
-        names, merges = gpt2_tokens()
+        names, merges = gpt2_tokens(count)
         plain = [ord(name) for name in names[:256] if ord(name) < 256]
         values = [*plain, *sorted({*range(256)} - {*plain})]
         byte_of = dict(zip(names[:256], values, strict=True))
-        self.texts = [bytes(byte_of[c] for c in name) for name in names[:vocab_size]]
+        self.texts = [bytes(byte_of[c] for c in name) for name in names]
         number_of = {name: number for number, name in enumerate(names)}
         # The token that a merge makes is also its rank.
         self.merge = {(number_of[a], number_of[b]): number_of[a + b] for a, b in merges}

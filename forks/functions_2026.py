@@ -95,17 +95,17 @@ def recomputed_if_small(function, x: Tensor, *more):
     return t.recomputed(function, x, *more) if recompute else function(x, *more)
 
 
-def visible_by_distance(input_seq: Tensor, window: Tensor) -> Tensor:
+def visible_by_distance(begins: Tensor, window: Tensor) -> Tensor:
     """Return the first token (T,) that each token sees, as train_gpt.py's first_visible: so many
     tokens before itself, rounded down to whole blocks."""
     blocks = (window // BLOCK).clamp(min=1)
-    return t.first_visible(input_seq, blocks * BLOCK + 1, "tokens")
+    return t.first_visible(begins, blocks * BLOCK + 1, "tokens")
 
 
-def two_places(tokens: Tensor) -> Tensor:
-    """Return the places (2 T,) of paired heads, which have two for each of the tokens (T,): a
+def two_places(begins: Tensor) -> Tensor:
+    """Return `begins` (2 T,) of the places of paired heads, which have two for each of T tokens: a
     document begins at the first. A window counts places, so it sees half as many tokens."""
-    return torch.stack([tokens, torch.full_like(tokens, -1)], dim=1).flatten()
+    return torch.stack([begins, torch.zeros_like(begins)], dim=1).flatten()
 
 
 def offset_keys(k: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ from functions_2026 import (
     weighted_loss,
     yarn,
 )
-from train_gpt import END_OF_TEXT, Group, UserError
+from train_gpt import Group, UserError
 
 Triple = tuple[float, float, float]
 
@@ -430,7 +430,9 @@ RECORDS = {
         num_heads=2,
         head_dim=64,
         model_dim=128,
-        bigram_rows=50304,
+        vocab_size=4096,
+        end_of_text=4095,
+        bigram_rows=4096,
         adam_groups=ADAM_HC.replace("lr=.008+beta1=.5", "lr=.048+beta1=.5"),
         train_files=f"{t.SAMPLE}_train_*.bin",
         val_files=f"{t.SAMPLE}_val_*.bin",
@@ -505,7 +507,7 @@ def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # ove
     step, has_documents = 0, False
     batches = {}  # by all that next_batch depends on
     for tokens in shards:
-        documents = np.flatnonzero(tokens == END_OF_TEXT)
+        documents = np.flatnonzero(tokens == hp.end_of_text)
         has_documents = has_documents or len(documents) > 0
         lengths = np.diff(documents, append=len(tokens))
         position = 0
@@ -520,7 +522,7 @@ def plan(shards: list[np.ndarray], hp, moments: list) -> Iterator[tuple]:  # ove
             yield tokens, pieces
             step += 1
     if hp.align_to_documents and not has_documents:
-        raise UserError(f"a sequence begins with a document, and no token is {END_OF_TEXT}")
+        raise UserError(f"a sequence begins with a document, and no token is {hp.end_of_text}")
 
 
 # -----------------------------------------------------------------------------
@@ -626,11 +628,11 @@ class Moment(t.Moment):
 # Model: paired heads, gates, bigrams, YaRN, several targets a token, a tied head
 
 
-def first_visible(input_seq: Tensor, window: Tensor, rule: str) -> Tensor:  # overrides
+def first_visible(begins: Tensor, window: Tensor, rule: str) -> Tensor:  # overrides
     """Return the mask of train_gpt.py's first_visible, which does not know the rule "distance"."""
     if rule == "distance":
-        return visible_by_distance(input_seq, window)
-    return t.first_visible(input_seq, window, rule)
+        return visible_by_distance(begins, window)
+    return t.first_visible(begins, window, rule)
 
 
 class CausalSelfAttention(nn.Module):
@@ -892,8 +894,9 @@ class GPT(t.GPT):
         masks = {}
         for name in sorted({layer.mask for layer in self.layers} - {"none"}):
             window = long if name.startswith("long") else short
-            tokens = two_places(input_seq) if name.endswith("+pair") else input_seq
-            masks[name] = t.make_mask(first_visible(tokens, window, self.hp.window_rule))
+            begins = input_seq == self.hp.end_of_text
+            begins = two_places(begins) if name.endswith("+pair") else begins
+            masks[name] = t.make_mask(first_visible(begins, window, self.hp.window_rule))
         return masks
 
     def rotary(self, position: Tensor, now: Moment) -> dict[bool, tuple]:  # overrides

@@ -169,9 +169,9 @@ STAGES_89 = (
     "length=3+window=1408+lr=1.73,length=3+window=1664+lr=1.73"
 )
 STAGES_DEMO = (
-    "share=48+length=1+window=256+lr=1+targets=1/.5/.25+prefix=1+candidates=10240,"
-    "share=54+length=2+window=256+lr=1.52+targets=1/.5+prefix=.8/.6/.4/.2+candidates=10240,"
-    "share=64+length=3+window=384+lr=1.73+candidates=14336/14336/24576,"
+    "share=48+length=1+window=256+lr=1+targets=1/.5/.25+prefix=1+candidates=832,"
+    "share=54+length=2+window=256+lr=1.52+targets=1/.5+prefix=.8/.6/.4/.2+candidates=832,"
+    "share=64+length=3+window=384+lr=1.73+candidates=1168/1168/2000,"
     "share=10+length=2+window=384+lr=1.4,length=1+window=384+lr=1"
 )
 STAGES_DEMO_89 = (
@@ -205,6 +205,7 @@ class Hyperparameters(t.RunSettings):
     model_dim: int = 768  # channels of the residual stream
     mlp_width: int = 2816  # hidden channels of an MLP
     vocab_size: int = 50304  # token ids, a multiple of 128
+    end_of_text: int = 50256  # token that begins every document
     seed: int = 0  # seed of the initial weights
     norm_eps: float = 2.0**-23  # RMSNorm's epsilon
     rope_base: float = 1024.0  # rotary frequencies fall from 1 to about 1/rope_base
@@ -323,6 +324,8 @@ SMALL = {
     "num_heads": 2,
     "head_dim": 64,
     "model_dim": 128,
+    "vocab_size": 4096,
+    "end_of_text": 4095,
     "bigram_signs": 512,
     "tied_frac": 2 / 3,
     "momentum_warmup_steps": 300,
@@ -367,7 +370,7 @@ RECORDS = {
         layers=LAYERS_DEMO_89,
         num_layers=4,
         mlp_width=512,
-        bigram_rows=50304,
+        bigram_rows=4096,
     ),
 }
 
@@ -427,9 +430,11 @@ def check(hp: Hyperparameters) -> None:
     bad_counts = hp.sampled_softmax and any(count % 16 or count > size for count in counts)
     bad_groups = hp.mudd_groups and (hp.model_dim % hp.mudd_groups or not hp.mudd_width)
     bad_heads = hp.num_heads % 2 or hp.num_heads * hp.head_dim != hp.model_dim
-    of_gpt2 = 50257 <= size <= 50304
     has_prefix = any(any(stage.prefix) for stage in stages)
     reads_ngrams = any(layer.bigram or layer.mudd for layer in layers)
+    if hp.tokenizer != "gpt2" and (hp.canonical_mask or hp.prefix):
+        remedy = "--canonical_mask off --prefix off, and candidates of their number in --stages"
+        raise UserError(f"--tokenizer {hp.tokenizer}: tokens that are not GPT-2's need {remedy}")
     for name, wrong, rule in (
         ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),
         ("save_every", hp.save_every % 2, "must be a multiple of 2, as Adam's steps are"),
@@ -439,7 +444,6 @@ def check(hp: Hyperparameters) -> None:
         ("mlp_width", not 0 < hp.mlp_width <= 16 * hp.model_dim, "is from 1 to 16 model_dim"),
         ("mudd_groups", bad_groups, "must divide model_dim, and needs --mudd_width above 0"),
         ("logit_sigmoid", not all(hp.logit_sigmoid[::2]), "a and c must be above 0"),
-        ("canonical_mask", hp.canonical_mask and not of_gpt2, "is for --vocab_size 50304"),
         ("stages", bad_counts, f"candidates must be multiples of 16, from 16 to {size}"),
         ("sampled_softmax", hp.sampled_softmax and not counts, "needs candidates in --stages"),
         ("prefix", hp.prefix and not has_prefix, "needs prefix in --stages, which says its shares"),
@@ -491,7 +495,7 @@ def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterat
     sequence with more different targets than its softmax has candidates."""
     step, batches, has_documents = 0, {}, False
     for tokens in shards:
-        starts = np.flatnonzero(tokens == t.END_OF_TEXT)
+        starts = np.flatnonzero(tokens == hp.end_of_text)
         lengths = np.diff(starts, append=len(tokens))
         has_documents = has_documents or len(starts) > 0
         first = 0
@@ -510,7 +514,7 @@ def plan(shards: list[np.ndarray], hp: Hyperparameters, moments: list) -> Iterat
             yield tokens, pieces
             step += 1
     if not has_documents:
-        reason = f"sequences begin with a document, and no token is {t.END_OF_TEXT}"
+        reason = f"sequences begin with a document, and no token is {hp.end_of_text}"
         raise UserError(f"{reason}: data/tokenize_text.py puts it before each document")
 
 
@@ -858,7 +862,7 @@ class Head(t.Head):
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp)
         self.weight.data.normal_(std=0.005)
-        self.form = hp.logit_sigmoid
+        self.form, self.end_of_text = hp.logit_sigmoid, hp.end_of_text
         # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
         self.grad_scale = 1.0
         self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
@@ -873,7 +877,8 @@ class Head(t.Head):
     @cached_property
     def prefixes(self) -> Tensor:
         """The longest token that begins each token (V,), or -1."""
-        return torch.tensor(token_prefixes(self.out_features), device=self.weight.device)
+        prefixes = token_prefixes(self.end_of_text, self.out_features)
+        return torch.tensor(prefixes, device=self.weight.device)
 
     def logits(self, x: Tensor) -> Tensor:  # overrides
         """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
@@ -933,12 +938,12 @@ class Head(t.Head):
         rows.grad = None
 
 
-def with_borders(tokens: Tensor, distance: int) -> Tensor:
-    """Return tokens (T,) with END_OF_TEXT at each such distance from a document's beginning: for
-    masks alone, in which a document then begins there."""
-    position = torch.arange(len(tokens), device=tokens.device)
-    start = torch.where(tokens == t.END_OF_TEXT, position, 0).cummax(0).values
-    return torch.where((position - start) % distance == 0, t.END_OF_TEXT, tokens)
+def with_borders(begins: Tensor, distance: int) -> Tensor:
+    """Return `begins` (T,), which says what tokens begin a document, as if another document began
+    at each such distance from a beginning."""
+    position = torch.arange(len(begins), device=begins.device)
+    start = torch.where(begins, position, 0).cummax(0).values
+    return (position - start) % distance == 0
 
 
 class GPT(nn.Module):
@@ -996,7 +1001,7 @@ class GPT(nn.Module):
     @cached_property
     def canonical(self) -> CanonicalMask:
         """The mask of the last validation, which is made when it is needed first."""
-        return CanonicalMask(len(self.lm_head.weight))
+        return CanonicalMask(self.hp.end_of_text, len(self.lm_head.weight))
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:
         """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64: in
@@ -1111,13 +1116,14 @@ class GPT(nn.Module):
     @t.compiled
     def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:
         """Return the masks of input_seq (T,) for both windows (), by Layer.mask."""
+        begins = input_seq == self.hp.end_of_text
         if self.training and self.hp.attention_border:
-            input_seq = with_borders(input_seq, self.hp.attention_border)
+            begins = with_borders(begins, self.hp.attention_border)
         masks = {}
         for name in sorted({layer.mask for layer in self.layers} - {"none"}):
-            tokens = two_places(input_seq) if name.endswith("+pair") else input_seq
+            places = two_places(begins) if name.endswith("+pair") else begins
             window = long if name.startswith("long") else short
-            masks[name] = t.make_mask(visible_by_distance(tokens, window))
+            masks[name] = t.make_mask(visible_by_distance(places, window))
         return masks
 
     def rotary(self, position: Tensor, now: Moment) -> dict[tuple[bool, bool], tuple]:

@@ -126,6 +126,7 @@ def tiny() -> train_gpt.Hyperparameters:
     return replace(
         train_gpt.RECORDS["demo"],
         vocab_size=VOCAB,
+        end_of_text=VOCAB - 1,
         model_dim=32,
         num_heads=2,
         head_dim=16,
@@ -181,7 +182,8 @@ def randomize():
 
 
 def language(folder: Path) -> list[str]:
-    """Write shards of a made-up language of 512 words into the folder. Return the flags of a run of
+    """Write shards of a made-up language of 512 words, of which the last begins a document, into
+    the folder. Return the flags of a run of
     seconds on them, in float32."""
     rng = np.random.default_rng(0)
     follower = rng.permutation(512)
@@ -190,7 +192,7 @@ def language(folder: Path) -> list[str]:
         words.append(follower[words[-1]] if noise < 0.8 else int(noise * 1e6) % 512)
     shard(folder / "train_1.bin", words[:30000])
     shard(folder / "val_0.bin", words[30000:])
-    flags = "--record demo --device cpu --seed 1 --epochs 0 --vocab_size 512"
+    flags = "--record demo --device cpu --seed 1 --epochs 0 --vocab_size 512 --end_of_text 511"
     flags += " --model_dim 64 --num_heads 2 --head_dim 32 --num_layers 4 --num_iterations 4"
     flags += " --seq_len 128 --val_seq_len 256 --val_tokens 2048 --val_loss_every 2"
     files = ["--train_files", f"{folder}/train_*.bin", "--val_files", f"{folder}/val_*.bin"]

@@ -23,11 +23,11 @@ RATE = 0.05  # TFLOP/s, in place of a measured ceiling
 @pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])
 def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sight(tiny, record):
     layers, rule = train_gpt.RECORDS[record].layers, train_gpt.RECORDS[record].window_rule
-    hp = replace(tiny, seq_len=384, vocab_size=50257, layers=layers, window_rule=rule)
+    hp = replace(tiny, seq_len=384, layers=layers, window_rule=rule)
     model = train_gpt.build(train_gpt.Run, hp, CPU)
     now = at_window(256, hp)
     tokens = torch.randint(0, 500, (1, 384), generator=torch.Generator().manual_seed(0))
-    tokens[:, [0, 37, 300]] = train_gpt.END_OF_TEXT
+    tokens[:, [0, 37, 300]] = hp.end_of_text
     groups = train_gpt.Optimizers.parameter_groups(model, hp)
     matmul, attention = bench.model_flops(model, groups, tokens, now)
     counter = FlopCounterMode(display=False)
@@ -45,7 +45,7 @@ def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sigh
         size = 256 if layer.window == "long" else 128
         document = 0
         for i, token in enumerate(tokens[0].tolist()):
-            document = i if token == train_gpt.END_OF_TEXT else document
+            document = i if token == hp.end_of_text else document
             for j in range(document, i + 1):
                 blocks = i // 128 - j // 128 < size // 128
                 pairs += blocks if rule == "blocks" else i - j < size

@@ -21,12 +21,17 @@ from train_gpt import HERE, UserError, beginning, load_checkpoint, parse_args, s
 OF_RUN = [f.name for f in dataclasses.fields(train_gpt.RunSettings)]
 OF_DEMO = vars(train_gpt.RECORDS["demo"]).keys() - {"init_from"}  # which names a file
 OF_FORK = vars(train_gpt_2026.Hyperparameters()).keys() - vars(train_gpt.Hyperparameters()).keys()
-TEXTS = {"stages": "window=256,window=512", "adam_groups": "scalar+lr=0.02", "adam_rule": "torch"}
+TEXTS = {
+    "tokenizer": "none",
+    "stages": "window=256,window=512",
+    "adam_groups": "scalar+lr=0.02",
+    "adam_rule": "torch",
+}
 SIZES = (
     "--model_dim 32 --num_heads 4 --head_dim 16 --seq_len 128 --val_seq_len 256 --val_tokens 512 "
     "--batch_seqs 2 --num_iterations 2 --epochs 0 --layers long+v0,short --num_layers 2 "
     f"--train_files {HERE}/data/kjv_val_*.bin --val_files {HERE}/data/kjv_train_*.bin "
-    "--vocab_size 50304 --compile off --device cpu --run_id it --keep 1"
+    "--vocab_size 4224 --end_of_text 4200 --compile off --device cpu --run_id it --keep 1"
 )
 
 

@@ -42,8 +42,6 @@ def test_a_run_compiles_nothing_after_warm_up_and_has_no_graph_break(
         graphs.append(counters["stats"]["unique_graphs"])
 
     monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
-    if script is train_gpt_2026_08:  # in which sequences begin with a document
-        monkeypatch.setattr(train_gpt, "END_OF_TEXT", 511)
     compile_with(lambda graph, inputs: graph)
     more = ["--compile", "on", "--batch_seqs", "2", "--keep", "0"]
     train_gpt.main([*language(tmp_path), *words.split(), *more], script.Run)

@@ -16,7 +16,7 @@ import train_gpt_2026
 import train_gpt_2026_08
 from conftest import shard
 from frontier import reference_2026 as exact
-from gpt2 import gpt2_encoding
+from tokenizer import GPT2
 from train_gpt import HERE, UserError, distributed_data_generator, load_data_shard, plan_batches
 from train_gpt_2026 import Hyperparameters, Moment
 
@@ -117,13 +117,14 @@ def test_a_run_longer_than_its_data_is_refused_unless_epochs_allow_it(write_shar
         assert [int(inputs[0, 0]) for inputs, _ in loader] == [0, 16, 32, 48] * 2 + [0]
 
 
-def test_sample_corpus_is_the_bible_in_gpt2_tokens():
+def test_sample_corpus_is_the_bible_in_gpt2_s_first_tokens():
     """1189 chapters, of which 99 are for validation alone."""
     digest = hashlib.sha256((HERE / "data/vocab.bpe").read_bytes()).hexdigest()
     assert digest == "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
     names = "train_000001", "val_000000"
     tokens = [load_data_shard(HERE / f"data/kjv_{name}.bin").tolist() for name in names]
-    train, val = (gpt2_encoding().decode(part).split("<|endoftext|>")[1:] for part in tokens)
+    encoding = GPT2(train_gpt.RECORDS["demo"].end_of_text).encoding
+    train, val = (encoding.decode(part).split("<|endoftext|>")[1:] for part in tokens)
     assert (len(train), len(val)) == (1090, 99) and not {*train} & {*val}
     beginning = "In the beginning God created the heaven and the earth.\nAnd the earth was"
     assert any(chapter.startswith(beginning) for chapter in train)
@@ -147,7 +148,9 @@ def planned(pattern, batch_seqs: int, steps: list[tuple[int, int]], count: int, 
         hp = Hyperparameters(align_to_documents=True)
     else:
         hp = replace(script.RECORDS["demo"], sampled_softmax=False, epochs=1)
-    hp = replace(hp, batch_seqs=batch_seqs, num_iterations=count)
+    hp = replace(
+        hp, vocab_size=50304, end_of_text=END_OF_TEXT, batch_seqs=batch_seqs, num_iterations=count
+    )
     moments = [script.Moment(step, hp) for step in range(count + 1)]
     for now, (length, longest) in zip(moments, itertools.cycle(steps), strict=False):
         now.seq_len, now.longest = length, longest

@@ -11,11 +11,12 @@ import export
 import train_gpt
 import train_gpt_2026
 from frontier.small_runs import ROW, SIZES, D
-from gpt2 import gpt2_encoding
 from runs import console_of
-from train_gpt import END_OF_TEXT, HERE
+from tokenizer import GPT2, gpt2_merges, gpt2_tokens
+from train_gpt import HERE
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
 RECORDS = {
     train_gpt: "--record medium --num_layers 6 --model_dim 32 --num_heads 2 --head_dim 16",
@@ -25,6 +26,7 @@ TEXTS = (
     "<|endoftext|>And<|endoftext|><|endoftext|> God said they'll DON'T  1234 56,789.0 \n\n\ttabs ",
     "naïve Здравствуй 中文字符 हिन्दी e\u0301 🙂👩‍👩‍👧 \x00\ufeff ½ Ⅻ\u00a0\u3000  ",
 )
+END_OF_TEXT = 4095
 PROMPT = [END_OF_TEXT, 818, 262, 3726]
 # What the printed code is followed by.
 USE = f"""
@@ -44,9 +46,10 @@ torch.save(answers, "FOLDER/answers.pt")
 """
 
 
-def write_checkpoint(of, path: Path) -> tuple[torch.nn.Module, train_gpt.Moment]:
+def write_checkpoint(of, path: Path, tokenizer: str) -> tuple[torch.nn.Module, train_gpt.Moment]:
     """Write a checkpoint with random weights, of a script's record. Return its model and moment."""
-    hp, record = train_gpt.parse_args(RECORDS[of].split(), of.Run)
+    words = f"{RECORDS[of]} --tokenizer {tokenizer} --vocab_size 4096 --end_of_text {END_OF_TEXT}"
+    hp, record = train_gpt.parse_args(words.split(), of.Run)
     model = of.Run.GPT(hp)
     torch.manual_seed(0)
     for p in model.parameters():
@@ -57,19 +60,34 @@ def write_checkpoint(of, path: Path) -> tuple[torch.nn.Module, train_gpt.Moment]
     return model.eval(), of.Run.Moment(step, hp)
 
 
-@pytest.mark.parametrize(("of", "folder"), [(train_gpt, HERE), (train_gpt_2026, ".")])
+def write_tokenizer(path: Path) -> None:
+    """Write GPT-2's first tokens as a tokenizer.json."""
+    first = GPT2(END_OF_TEXT)
+    merges = [tuple(line.split(" ")) for line in gpt2_merges(END_OF_TEXT)[1:]]
+    ids = {token: i for i, token in enumerate([*gpt2_tokens(END_OF_TEXT), first.mark])}
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([first.mark])
+    tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize(
+    ("of", "folder", "tokenizer"), [(train_gpt, HERE, "gpt2"), (train_gpt_2026, ".", "own.json")]
+)
 @torch.inference_mode()
-def test_the_printed_code_gives_the_script_s_model_and_gpt2_s_tokenizer(
-    of, folder, elsewhere, tmp_path, monkeypatch
+def test_the_printed_code_gives_the_script_s_model_and_tokenizer(
+    of, folder, tokenizer, elsewhere, tmp_path, monkeypatch
 ):
     """In the project's folder, whose modules it can import, and in one without them."""
+    write_tokenizer(tmp_path / "own.json")
     for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_HOME", str(tmp_path / "hf"))):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("PYTHONPATH")
-    model, now = write_checkpoint(of, tmp_path / "it.pt")
+    model, now = write_checkpoint(of, tmp_path / "it.pt", tokenizer)
     words = ["it.pt", "--export", "hf", "exported", "--device", "cpu"]
     code = console_of(words, tmp_path, export.main).partition("\n")[2]
-    x = torch.randint(50256, (2, 384), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(END_OF_TEXT, (2, 384), generator=torch.Generator().manual_seed(0))
     x[0, :4] = torch.tensor(PROMPT)
     x[0, [30, 40]] = x[1, 100] = END_OF_TEXT
     torch.save(x, "x.pt")
@@ -78,16 +96,16 @@ def test_the_printed_code_gives_the_script_s_model_and_gpt2_s_tokenizer(
     found = torch.load("answers.pt")
 
     expected = torch.stack([model.lm_head.logits(model.hidden(row, now)) for row in x])
-    assert found["logits"].equal(expected[..., :50257])
+    assert found["logits"].equal(expected)
     chances = found["logits"].double().log_softmax(2)[:, :-1].gather(2, x[:, 1:, None])
     assert found["loss"] == pytest.approx(-chances.mean().item(), rel=1e-5)
     written = list(PROMPT)
     for _ in range(9):
         block = torch.tensor(written + [0] * (128 - len(written)))
-        logits = model.lm_head.logits(model.hidden(block, now))[:, :50257]
+        logits = model.lm_head.logits(model.hidden(block, now))
         written.append(logits[len(written) - 1].argmax().item())
     assert found["written"] == written
     assert found["padded"].equal(logits[:4])
-    encoding = gpt2_encoding()
+    encoding = GPT2(END_OF_TEXT).encoding
     assert found["ids"] == [encoding.encode(text, allowed_special="all") for text in TEXTS]
     assert found["texts"] == list(TEXTS)

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import BlockMask
 import train_gpt
 from conftest import at_window
 from test_loss import NewShapes
-from train_gpt import BLOCK, END_OF_TEXT, GPT, attend, block_lists, make_mask
+from train_gpt import BLOCK, GPT, attend, block_lists, make_mask
 from train_gpt_2026 import first_visible  # train_gpt.py's, but for the rule "distance"
 
-LENGTH = 4 * BLOCK
+LENGTH, END_OF_TEXT = 4 * BLOCK, 511
 
 
 def brute_force(tokens: torch.Tensor, window: int, rule: str) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_masks_equal_brute_force(starts, window, rule):
     tokens = torch.zeros(LENGTH, dtype=torch.int32)
     tokens[list(starts)] = END_OF_TEXT
     expected = brute_force(tokens, window, rule)
-    first = first_visible(tokens, torch.tensor(window), rule)
+    first = first_visible(tokens == END_OF_TEXT, torch.tensor(window), rule)
     dense, mask = make_mask(first), flex_mask(first)
     assert set(dense.unique().tolist()) <= {0.0, -float("inf")}
     assert torch.equal(dense == 0, expected)
@@ -111,13 +111,13 @@ def test_masks_equal_brute_force(starts, window, rule):
 
 def check_flex_attention(backend: str, tiny, randomize, monkeypatch) -> None:
     """Compare it with SDPA, in a model, and check that a new window does not recompile."""
-    hp = replace(tiny, vocab_size=50257, num_layers=2, layers="long+v0,short")
+    hp = replace(tiny, vocab_size=512, end_of_text=511, num_layers=2, layers="long+v0,short")
     model, generator = randomize(GPT(hp).eval()), torch.Generator().manual_seed(1)
     torch._dynamo.reset()  # what other tests have compiled
     flexible = torch.compile(attend, dynamic=False, backend=backend)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for starts, window in (((0, 100, 400, 401, 700), 128), ((0,), 640), ((5, 640), 1792)):
-            tokens = torch.randint(0, 50256, (1024,), generator=generator, dtype=torch.int32)
+            tokens = torch.randint(0, END_OF_TEXT, (1024,), generator=generator, dtype=torch.int32)
             tokens[list(starts)] = END_OF_TEXT
             expected = model.hidden(tokens, at_window(window, hp))
             with monkeypatch.context() as on_a_gpu:
@@ -143,7 +143,7 @@ def test_block_mask_needs_no_square_of_tokens(length, rule, blocks):
     tokens = torch.zeros(length, dtype=torch.int32)
     tokens[::5000] = END_OF_TEXT
     with NewShapes() as watch:
-        mask = flex_mask(first_visible(tokens, torch.tensor(1792), rule))
+        mask = flex_mask(first_visible(tokens == END_OF_TEXT, torch.tensor(1792), rule))
     assert max(map(math.prod, watch.shapes)) <= 4 * (length // BLOCK) ** 2
     counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten()
     assert len(counts) == length // BLOCK and counts.max() == blocks and counts[0] == 1

@@ -42,8 +42,6 @@ def start(words: list[str], run: type[train_gpt.Run]) -> None:
         train_gpt.choose_kernels = lambda *_: train_gpt.IN_USE.add("fp8_relu2_mlp")
         train_gpt.gpu_kernels.FusedFP8MLP.apply = plain_fp8_mlp
     NgramTable.CHUNK = 100
-    if run is later.Run:  # a word of the made-up language begins a document
-        train_gpt.END_OF_TEXT = 511
     main = spy.main if "RANK" in os.environ else train_gpt.main
     main(words, run)
 

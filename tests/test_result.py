@@ -9,9 +9,9 @@ import pytest
 import launch
 import result
 import train_gpt
-from gpt2 import gpt2_encoding
 from runs import SCRIPT, Program, rows
 from test_scripts import launch_with
+from tokenizer import GPT2
 from train_gpt import SAMPLE
 
 
@@ -25,7 +25,8 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
     start.log_size = 0
     found = result.result_of(start, result.End(0))
     val = train_gpt.load_data_shard(f"{SAMPLE}_val_000000.bin")[1:1025].tolist()
-    text = gpt2_encoding().decode_bytes([token for token in val if token != 50256])
+    encoding = GPT2(hp.end_of_text).encoding
+    text = encoding.decode_bytes([token for token in val if token != hp.end_of_text])
     loss = found["val_loss"]
     expected = {
         "run": "it",

@@ -98,20 +98,21 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
 def test_each_record_trains_on_the_sample_at_a_reduced_size(record, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = f"--record {record} --train_files {HERE}/data/kjv_train_*.bin"
-    flags += f" --val_files {HERE}/data/kjv_val_*.bin --val_loss_every 4 --epochs 0 --device cpu"
-    flags += " --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32 --batch_seqs 2"
-    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 256 --num_iterations 8 --keep 0"
+    flags = f"--record {record} --train_files {HERE}/data/kjv_train_*.bin --vocab_size 4096"
+    flags += f" --end_of_text 4095 --val_files {HERE}/data/kjv_val_*.bin --val_loss_every 4"
+    flags += " --epochs 0 --device cpu --num_layers 4 --model_dim 32 --num_heads 1 --head_dim 32"
+    flags += " --batch_seqs 2 --seq_len 128 --val_seq_len 256 --val_tokens 256"
+    flags += " --num_iterations 8 --keep 0"
     # GPT-2 medium's own rates are half as large.
     flags += " --head_lr 0.008 --embed_lr 0.6 --scalar_lr 0.04 --muon_lr 0.05"
     main(flags.split())
     losses = val_losses(capsys.readouterr().out)
-    assert losses[0] == round(math.log(50304), 5) and losses[4] < 10.5 and losses[8] < 9.6
+    assert losses[0] == round(math.log(4096), 5) and losses[4] < 8.1 and losses[8] < 7.5
     assert not list(tmp_path.glob("logs/*/*"))
 
 
 @pytest.mark.parametrize(
-    ("run", "first", "last"), [(train_gpt.Run, 10.82584, 10.3), (train_gpt_2026.Run, 10.8258, 9)]
+    ("run", "first", "last"), [(train_gpt.Run, 8.31777, 7.9), (train_gpt_2026.Run, 8.3177, 7.5)]
 )
 def test_without_flags_and_without_a_gpu_the_demo_trains_on_the_sample(
     run, first, last, tmp_path, capsys, monkeypatch
@@ -159,7 +160,8 @@ def counting_page_faults(words: list[str]) -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
 def test_the_memory_of_a_step_serves_the_next_ones(flags):
     """The page faults of four steps are 12,600, and 264,000 if glibc gives back what is freed."""
-    flags += ["--vocab_size", "50257", "--num_iterations", "7", "--val_loss_every", "0"]
+    flags += ["--vocab_size", "50257", "--end_of_text", "50256"]
+    flags += ["--num_iterations", "7", "--val_loss_every", "0"]
     program = Program([*flags, "--keep", "0"], work=counting_page_faults)
     assert program.end() == [0], program.text("err")
     before, after = (int(n) for n in re.findall(r"faults (\d+)", program.text("out")))

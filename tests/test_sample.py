@@ -16,22 +16,24 @@ import train_gpt
 import train_gpt_2026
 from conftest import ROOT, at_window
 from frontier.small_runs import ROW, SIZES, C, D
-from sample import Decoder, choose, gpt2_encoding, text_of
+from sample import Decoder, choose
+from tokenizer import GPT2
 from train_gpt import BLOCK, RECORDS, Moment
 
 END = 63  # begins a document, where tokens are 64
+TOKENIZER = GPT2(RECORDS["demo"].end_of_text)
 
 
 @pytest.fixture(params=["blocks", "tokens", C, D])
 def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
     """Return a model of random weights with all kinds of layers: of train_gpt.py, under either rule
     of windows, or of two records of the fork."""
-    monkeypatch.setattr(train_gpt, "END_OF_TEXT", END)
     if request.param in ROW:
-        words = f"{ROW[request.param]} {SIZES} --vocab_size 64 --tied_frac 0 --num_heads 4"
-        hp, _ = train_gpt.parse_args([*words.split(), "--head_dim", "8"], train_gpt_2026.Run)
+        words = f"{ROW[request.param]} {SIZES} --vocab_size 64 --end_of_text {END} --tied_frac 0"
+        words += " --tokenizer none --num_heads 4 --head_dim 8"
+        hp, _ = train_gpt.parse_args(words.split(), train_gpt_2026.Run)
         return randomize(train_gpt_2026.GPT(hp)).eval()
-    hp = replace(tiny, vocab_size=64)
+    hp = replace(tiny, vocab_size=64, end_of_text=END)
     if request.param == "tokens":
         like = RECORDS["2024-11-24_WindowWarmup"]
         names = ("layers", "window_rule", "rope", "rope_base", "attn_scale", "logit_softcap")
@@ -74,21 +76,21 @@ def test_a_cache_changes_no_logits(window, model):
 
 def test_choices_follow_the_softmax_of_the_likeliest():
     generator = torch.Generator().manual_seed(0)
-    logits, count = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5]), 4000
-    drawn = [choose(logits, 0.5, 3, generator) for _ in range(count)]
+    logits, count = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5, 9.0]), 4000  # the last one is padding
+    drawn = [choose(logits, 5, 0.5, 3, generator) for _ in range(count)]
     weights = {1: 2.0**0, 4: 2.718281828 ** ((2.5 - 3.0) / 0.5), 2: 2.718281828 ** (-1.0 / 0.5)}
     assert set(drawn) == set(weights)
     for token, weight in weights.items():
         p = weight / sum(weights.values())
         assert abs(drawn.count(token) / count - p) < 4 * (p * (1 - p) / count) ** 0.5
-    assert {choose(logits, 0.5, 0, generator) for _ in range(count)} == {0, 1, 2, 3, 4}
-    assert choose(logits, 0.0, 0, generator) == choose(logits, 1e-40, 0, generator) == 1
+    assert {choose(logits, 5, 0.5, 0, generator) for _ in range(count)} == {0, 1, 2, 3, 4}
+    assert choose(logits, 5, 0.0, 0, generator) == choose(logits, 5, 1e-40, 0, generator) == 1
 
 
 def test_pieces_of_text_are_whole_characters():
-    encoding, text = gpt2_encoding(), "naïve 🙂 日本語\n\nend"
-    pieces = list(text_of(encoding.encode(text), encoding))
-    assert "".join(pieces) == text and "🙂" in "".join(pieces[:6])
+    text = "naïve 🙂 日本語\n\nend"
+    pieces = list(TOKENIZER.decode(TOKENIZER.encode(text)))
+    assert "".join(pieces) == text and "🙂" in pieces
 
 
 @torch.inference_mode()
@@ -108,13 +110,12 @@ def test_text_is_that_of_the_seed_or_of_the_likeliest_tokens(trained, capsys, mo
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     model = train_gpt.GPT(saved["hyperparameters"]).eval()
     model.load_state_dict(saved["model"])
-    encoding = gpt2_encoding()
-    tokens = [50256, *encoding.encode("a b c")]
+    tokens = [model.hp.end_of_text, *TOKENIZER.encode("a b c")]
     for _ in range(10):
-        logits = read_at_once(model, tokens, at_window(256, model.hp))[:, :50257]
+        logits = read_at_once(model, tokens, at_window(256, model.hp))
         tokens.append(logits[-1].argmax().item())
     text = written("--n", "1", "--tokens", "10", "--temperature", "0", "--prompt", "a b c")
-    assert text == encoding.decode(tokens[1:]) + "\n"
+    assert text == TOKENIZER.encoding.decode(tokens[1:]) + "\n"
 
 
 FLAGS = "--record demo --model_dim 32 --num_heads 2 --head_dim 16 --num_iterations 8"
@@ -139,8 +140,8 @@ def test_loss_and_bits_per_byte_are_those_of_the_specification(trained, tmp_path
     for start in range(0, 2048, 256):
         x, y = tokens[start : start + 256], tokens[start + 1 : start + 257]
         total += 256 * reference.loss(weights, x, y, 256, 2, 2025, LAYERS).item()
-    text = [token for token in tokens[1:].tolist() if token != 50256]
-    bits = total / math.log(2) / len(gpt2_encoding().decode_bytes(text))
+    text = [token for token in tokens[1:].tolist() if token != TOKENIZER.end_of_text]
+    bits = total / math.log(2) / len(TOKENIZER.encoding.decode_bytes(text))
     loss_word, bits_word, *rest = line.split()
     assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 2048, abs=2e-5)
     assert float(bits_word.removeprefix("bits_per_byte:")) == pytest.approx(bits, abs=2e-5)

@@ -127,7 +127,7 @@ def launch_with(words: list[str]) -> None:
 
 def test_copies_and_forks_train_as_flags_of_the_same_effect_would(flags, copy, fork, tmp_path):
     """The fork's rates are half of the record's."""
-    words = [*flags, *SIZES.split(), "--adam_eps", "1e-6", "--vocab_size", "50257"]
+    words = [*flags, *SIZES.split(), "--adam_eps", "1e-6"]
     faster = launched([*words, "--muon_lr", "0.2"], tmp_path)
     assert launched([copy, *words, "--run_id", "copy"], tmp_path) == faster
     assert Path("logs/copy.txt").read_text().startswith(f"{copy.read_text()}\n{'=' * 100}\n")
@@ -159,13 +159,13 @@ def test_the_newest_checkpoint_is_named_with_its_script(saved, capsys):
     out = capsys.readouterr().out
     assert f"{first}, saved by train_gpt.py\n" in out and f"{lost}, saved by no_l" in out
 
-    saved("words", hyperparameters=saved.settings | {"vocab_size": 512})
+    saved("words", hyperparameters=saved.settings | {"tokenizer": "none"})
     saved("half").write_bytes(used.read_bytes()[:9999])
     for words, message in {
         "logs/none.pt": "No such file or directory: 'logs/none.pt'",
         "--run_id none": "no checkpoint under logs/: train a model first, or name one",
         "--device cpu": "half/state_step000008.pt is not an intact checkpoint",
-        "--run_id words": "words/state_step000008.pt: 512 tokens are not GPT-2's vocabulary",
+        "--run_id words": "its tokens have no text: its run had --tokenizer none",
     }.items():
         tool = sample if "words" in words else evaluate
         status, err = error_of(words.split(), capsys, tool.main)
@@ -191,9 +191,10 @@ def test_a_checkpoint_starts_no_script_of_the_current_folder_and_its_faults_are_
         assert status == 1 and re.search(message, err) and not Path("exported").exists()
 
 
-def test_a_vocabulary_that_is_not_gpt2_s_is_trained_and_evaluated(flags, tmp_path, capsys):
+def test_tokens_without_a_text_are_trained_and_evaluated(flags, tmp_path, capsys):
     """Without bits per byte, and without a command that would write GPT-2's text."""
-    program = Program([*flags, "--run_id", "it", "--num_iterations", "2"], work=launch_with)
+    words = [*flags, "--run_id", "it", "--num_iterations", "2", "--tokenizer", "none"]
+    program = Program([*words, "--end_of_text", "50256"], work=launch_with)
     assert program.end() == [0], program.text("err")
     text = program.text("out")
     said = "\nthe first shard has no token 50256: its text counts as one document\n"

@@ -1,5 +1,6 @@
 """tokenize_text.py against plain calls of tiktoken, and against the committed sample corpus."""
 
+import itertools
 import json
 import os
 import resource
@@ -14,16 +15,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import tokenize_text
 import train_gpt
-from gpt2 import gpt2_encoding
+from tokenizer import GPT2, SPLIT
 from train_gpt import HERE, load_data_shard
 
-ENCODING = gpt2_encoding()
+ENCODING = GPT2().encoding
+SAMPLE = GPT2(train_gpt.RECORDS["demo"].end_of_text)
 DOCUMENTS = ["Once upon a time.\nThe end.", "it's 1611!\n", "äöü 中文 \U0001f600", "  two  ", "<|x"]
 ODD = st.text(st.sampled_from("ab1 \n\r\t'.é中\x1c\x85\xa0\u3000\u200b\U0001f600"), max_size=12)
 UNIT = st.tuples(ODD, st.sampled_from(["x \t", "中\n", "'ll ", "." + "\n" * 9])).map("".join)
@@ -54,10 +58,11 @@ def contents(folder) -> dict[str, bytes]:
 def test_sample_corpus_comes_out_byte_for_byte(tmp_path):
     names = {"train": "kjv_train_000001.bin", "val": "kjv_val_000000.bin"}
     for split, name in names.items():
-        text = ENCODING.decode(load_data_shard(HERE / "data" / name).tolist())
+        text = SAMPLE.encoding.decode(load_data_shard(HERE / "data" / name).tolist())
         write_jsonl(tmp_path / f"{split}.jsonl", text.split("<|endoftext|>")[1:])
     inputs = tmp_path / "train.jsonl", "--val", tmp_path / "val.jsonl"
-    tokenize(*inputs, "--out", tmp_path / "out", "--name", "kjv", workers=2)
+    words = "--out", tmp_path / "out", "--name", "kjv", "--end_of_text", SAMPLE.end_of_text
+    tokenize(*inputs, *words, workers=2)
     committed = {name: (HERE / "data" / name).read_bytes() for name in names.values()}
     assert contents(tmp_path / "out") == committed
 
@@ -125,7 +130,8 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
     assert read(tmp_path / "out", "text_val_*.bin") == reference(DOCUMENTS[:1])
 
 
-TOKENS = list(range(60_000, 50_000, -1))  # END_OF_TEXT and larger ids among them
+TOKENS = list(range(50_256, 40_256, -1))
+OTHERS = list(range(60_000, 50_000, -1))  # ids that GPT-2 does not have
 DOCUMENT = reference(DOCUMENTS[:1])
 
 
@@ -137,13 +143,15 @@ def write_tokens(path, tokens=TOKENS):
     ("words", "train", "val"),
     [
         ("train.bin --val_fraction 0.5", TOKENS, []),
-        ("in.txt *.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
+        ("in.txt [tv]*.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
+        ("others.bin --tokenizer none", OTHERS, []),
     ],
 )
 def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypatch):
     monkeypatch.setattr(tokenize_text, "PIECE", 1000)
     write_tokens("train.bin")
     write_tokens("val.bin", TOKENS[:2000])
+    write_tokens("others.bin", OTHERS)
     Path("in.txt").write_text(DOCUMENTS[0])
     tokenize(*words.split(), "--out", "out")
     assert read(Path("out"), "*_train_*.bin") == train
@@ -153,10 +161,64 @@ def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypat
 def test_other_bin_files_are_refused(elsewhere):
     tokenize_text.write_shard(Path("shard.bin"), np.array(TOKENS, "<u2"))
     Path("odd.bin").write_bytes(b"abc")
-    for name, message in (("shard", "is a shard already: give it to"), ("odd", "an odd number")):
-        with pytest.raises(SystemExit, match=f"{name}.bin: .*{message}"):
-            tokenize(f"{name}.bin", "--out", "out")
+    write_tokens("others.bin", OTHERS)
+    Path("in.txt").write_text(DOCUMENTS[0])
+    for words, message in {
+        "shard.bin": "is a shard already: give it to",
+        "odd.bin": "an odd number",
+        "others.bin": "token 60000 is not one of GPT-2's first: .* --tokenizer none",
+        "in.txt --tokenizer none": "is text, and --tokenizer none is for the tokens of .bin",
+        "in.txt --tokenizer odd.bin --end_of_text 0": "odd.bin is not a tokenizer.json",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            tokenize(*words.split(), "--out", "out")
     assert not Path("out").exists()
+
+
+def boundaries(tokens: list[int], encoding) -> set[int]:
+    """Return where tokens end, in bytes of their text."""
+    return {*itertools.accumulate(map(len, encoding.decode_tokens_bytes(tokens)))}
+
+
+@pytest.mark.parametrize("count", [256, 300, 4095])
+def test_the_first_tokens_are_the_same_merges_and_no_more(count):
+    """All merges of GPT-2 end tokens where the first ones do, too; and no pair that one of the
+    first would join is left."""
+    text = (HERE / "README.md").read_text() + "".join(DOCUMENTS)
+    tokenizer = GPT2(count)
+    tokens, encoding = tokenizer.encode(text), tokenizer.encoding
+    assert max(tokens) < count and encoding.decode(tokens) == text
+    assert boundaries(tokens, encoding) >= boundaries(ENCODING.encode_ordinary(text), ENCODING)
+    words = [ENCODING.encode_ordinary(word) for word in regex.findall(SPLIT, text)]
+    for word in {ENCODING.decode(word) for word in words}:
+        pieces = encoding.decode_tokens_bytes(tokenizer.encode(word))
+        for pair in map(b"".join, itertools.pairwise(pieces)):
+            assert ENCODING._mergeable_ranks.get(pair, count) >= count
+
+
+def test_tokens_of_a_tokenizer_json_are_its_own(elsewhere, capsys):
+    """A document is one text for it; a mark in a text is ordinary text; the printed command says
+    whose tokens they are."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
+    trained.train_from_iterator(["it was the best of times, it was the worst of times"], trainer)
+    trained.save("own.json")
+    texts = ["it was the best", "the <s> worst of times " * 99]
+    write_jsonl(Path("in.jsonl"), texts)
+    words = "in.jsonl --out out --tokenizer own.json --end_of_text 0 --val_fraction 0"
+    tokenize(*words.split(), workers=2)
+    found = read(Path("out"), "*.bin")
+    assert found[0] == 0 and found.count(0) == 2 and trained.get_vocab_size() <= max(found) + 9
+    assert trained.decode(found[1:]).split() == " ".join(texts).split()
+    end = found.index(0, 1)
+    assert found[1:end] == trained.encode(texts[0], add_special_tokens=False).ids
+    _, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)
+    assert (hp.tokenizer, hp.end_of_text) == ("own.json", 0)
+    assert hp.vocab_size == trained.get_vocab_size()
 
 
 def test_existing_shards_stay_or_are_replaced_without_a_rest(tmp_path):

@@ -9,7 +9,6 @@ import torch
 
 import train_gpt
 from console import doing
-from gpt2 import is_gpt2
 from script import OWN, check_name, core, find, load
 from train_gpt import GPT, HERE, Hyperparameters, Moment, UserError, printable, regular
 
@@ -90,7 +89,7 @@ def parse_with_checkpoint(
 ) -> tuple[argparse.Namespace, Checkpoint]:
     """Return a tool's own flags, and the checkpoint: the first word, or else the newest one under
     logs/. All other flags are for the script that saved it. UserError for a tool of text, if the
-    vocabulary is not GPT-2's."""
+    tokens have none."""
     parser.usage = f"{parser.prog} [CHECKPOINT] [--FLAG VALUE ...]"
     parser.add_argument("--script", metavar="FILE", help="what saved it [as the checkpoint says]")
     parser.add_argument("--run_id", default="*", help="take the newest one of this run [of all]")
@@ -104,6 +103,6 @@ def parse_with_checkpoint(
         raise UserError("no checkpoint under logs/: train a model first, or name one")
     saved, run_class = read(path, find(args.script) if args.script else None)
     hp = settings_of(saved, run_class, flags)
-    if of_text and not is_gpt2(hp.vocab_size):
-        raise UserError(f"{path}: {hp.vocab_size} tokens are not GPT-2's vocabulary")
+    if of_text and hp.tokenizer == "none":
+        raise UserError(f"{path}: its tokens have no text: its run had --tokenizer none")
     return args, Checkpoint(path, saved, hp, run_class)

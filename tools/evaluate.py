@@ -3,16 +3,16 @@
     ./run.sh tools/evaluate.py [CHECKPOINT] [--FLAG VALUE ...]    the newest checkpoint under logs/
 
 It reads the data on which the run validated, or --val_files and --val_tokens. Bits per byte do not
-depend on the tokenizer: loss / ln 2 is the bits per token, and a GPT-2 token has the bytes of its
-text. Other flags go to the script that saved the checkpoint. A published checkpoint names no
-record: add --record NAME if it is not the default one.
+depend on the tokenizer: loss / ln 2 is the bits per token, and a token has the bytes of its text.
+Other flags go to the script that saved the checkpoint. A published checkpoint names no record: add
+--record NAME if it is not the default one.
 """
 
 import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
-from gpt2 import bits_per_byte
-from script import core
+from script import core, tokenizer_for
+from tokenizer import bits_per_byte
 
 
 @console.program("evaluate.py")
@@ -21,6 +21,7 @@ def main(words: list[str]) -> None:
     parser = console.parser_of(__doc__)
     _, checkpoint = parse_with_checkpoint(parser, words, of_text=False)
     hp, functions = checkpoint.hp, core(checkpoint.run_class)
+    tokenizer = tokenizer_for(hp)
     device, _, _ = train_gpt.start_device(hp.device)
     print(checkpoint)
     batch = functions.validation_batch(hp, 0, 1, device)
@@ -28,8 +29,10 @@ def main(words: list[str]) -> None:
     with console.doing(f"validating on {hp.val_tokens} tokens"):
         functions.choose_kernels(model, hp, device, train_gpt.all_reduce_, print)
         loss = functions.evaluate(model, batch, checkpoint.now, device)
-    bits = bits_per_byte(loss, batch[1].cpu().numpy(), hp.vocab_size)
-    text = f" bits_per_byte:{bits:.5f}" if bits else ""
+    text = ""
+    if tokenizer:
+        bits = bits_per_byte(loss, batch[1].cpu().numpy().ravel(), tokenizer)
+        text = f" bits_per_byte:{bits:.5f}"
     print(f"val_loss:{loss:.5f}{text} over {hp.val_tokens} tokens")
 
 

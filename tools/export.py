@@ -2,7 +2,7 @@
 
     ./run.sh tools/export.py [CHECKPOINT] --export hf DIR     the newest checkpoint under logs/
 
-DIR then holds weights (safetensors), settings, GPT-2's tokenizer, and the script that saved the
+DIR then holds weights (safetensors), settings, the tokenizer, and the script that saved the
 checkpoint, in one file with all that it imports from the project. The model
 
     transformers.AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
@@ -11,6 +11,7 @@ is the script's own, so it gives the script's logits, with the windows of the ch
 AutoTokenizer does not know this model: without its type, it asks whether it may run DIR's code.
 
     transformers.AutoTokenizer.from_pretrained(DIR, tokenizer_type="gpt2")
+    transformers.PreTrainedTokenizerFast.from_pretrained(DIR)     # of a run with a tokenizer.json
 
 lm-evaluation-harness scores it on HellaSwag and other tasks:
 
@@ -30,14 +31,16 @@ import console
 import train_gpt
 from bundle import bundle
 from checkpoint import Checkpoint, parse_with_checkpoint
-from gpt2 import MERGES, gpt2_tokens
-from train_gpt import END_OF_TEXT, RunSettings, UserError
+from script import tokenizer_for
+from tokenizer import GPT2, HuggingFace, gpt2_merges, gpt2_tokens
+from train_gpt import RunSettings, UserError
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
 
 def hf_config(checkpoint: Checkpoint) -> dict:
     """Return config.json: fields of SpeedrunConfig, and where transformers finds the classes."""
+    end_of_text = checkpoint.hp.end_of_text
     of_run = vars(RunSettings())  # paths on this machine, among others
     settings = {name: value for name, value in vars(checkpoint.hp).items() if name not in of_run}
     return {
@@ -49,12 +52,33 @@ def hf_config(checkpoint: Checkpoint) -> dict:
         },
         "dtype": "float32",
         "tie_word_embeddings": False,
-        "vocab_size": END_OF_TEXT + 1,  # the other rows were never trained
-        "bos_token_id": END_OF_TEXT,
-        "eos_token_id": END_OF_TEXT,
+        "vocab_size": tokenizer_for(checkpoint.hp).vocab_size,  # other rows were never trained
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
         "step": checkpoint.now.step,
         "settings": settings,
     }
+
+
+def json_of(value: dict) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def tokenizer_files(tokenizer: GPT2 | HuggingFace) -> dict[str, str]:
+    """Return the texts of a tokenizer's files by their names."""
+    if isinstance(tokenizer, HuggingFace):
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files = {"tokenizer.json": tokenizer.path.read_text("utf-8")}
+    else:
+        config = {"tokenizer_class": "GPT2Tokenizer", "unk_token": tokenizer.mark}
+        tokens = [*gpt2_tokens(tokenizer.end_of_text), tokenizer.mark]
+        merges = "\n".join(gpt2_merges(tokenizer.end_of_text))
+        files = {
+            "vocab.json": json_of({token: i for i, token in enumerate(tokens)}),
+            "merges.txt": f"{merges}\n",
+        }
+    config |= {"bos_token": tokenizer.mark, "eos_token": tokenizer.mark}
+    return files | {"tokenizer_config.json": json_of(config)}
 
 
 def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
@@ -71,21 +95,18 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
     wrapper = MODELING.read_text("utf-8")
     wrapper = wrapper.replace('import_module("train_gpt")', f'import_module("{path.stem}")')
     code = bundle(path, wrapper)
-    tokens = {token: i for i, token in enumerate([*gpt2_tokens(), "<|endoftext|>"])}
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    generation = {"eos_token_id": checkpoint.hp.end_of_text, "use_cache": False}
     texts = {
-        "config.json": hf_config(checkpoint),
-        "generation_config.json": {"eos_token_id": END_OF_TEXT, "use_cache": False},
-        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **special},
-        "vocab.json": tokens,
+        "config.json": json_of(hf_config(checkpoint)),
+        "generation_config.json": json_of(generation),
+        MODELING.name: code,
+        **tokenizer_files(tokenizer_for(checkpoint.hp)),
     }
     temporary = folder.with_name(f"{folder.name}.tmp")
     temporary.mkdir(parents=True)
     try:
-        for name, value in texts.items():
-            (temporary / name).write_text(json.dumps(value, indent=2, ensure_ascii=False), "utf-8")
-        (temporary / MODELING.name).write_text(code, "utf-8")
-        shutil.copy(MERGES, temporary / "merges.txt")
+        for name, text in texts.items():
+            (temporary / name).write_text(text, "utf-8")
         with console.doing(f"writing {folder}"):
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
@@ -109,9 +130,12 @@ def main(words: list[str]) -> None:
     folder = str(Path(folder).resolve())  # so that the code below runs in any folder
     print(f"{checkpoint}: exported to {folder}")
     print("import transformers")
-    call = "transformers.Auto{}.from_pretrained({!r}, {})"
-    print("model =", call.format("ModelForCausalLM", folder, "trust_remote_code=True"))
-    print("tokenizer =", call.format("Tokenizer", folder, 'tokenizer_type="gpt2"'))
+    call = "transformers.{}.from_pretrained({!r}{})"
+    print("model =", call.format("AutoModelForCausalLM", folder, ", trust_remote_code=True"))
+    if checkpoint.hp.tokenizer == "gpt2":
+        print("tokenizer =", call.format("AutoTokenizer", folder, ', tokenizer_type="gpt2"'))
+    else:
+        print("tokenizer =", call.format("PreTrainedTokenizerFast", folder, ""))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import console
 import machine
 import result
 import script
-from gpt2 import is_gpt2
 from logfile import refuse_live
 from result import STOPS, End
 from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
@@ -271,6 +270,7 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
     check_compiler(hp)
+    script.tokenizer_for(hp)  # the summary needs it
     if not label:
         say_memory(path, hp, record)
     fetch(hp, run_class)
@@ -293,7 +293,7 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     if label:
         return found
     saved = script.core(run_class).checkpoints(Path("logs", hp.run_id))
-    if saved and not found["exit"] and is_gpt2(hp.vocab_size):
+    if saved and not found["exit"] and hp.tokenizer != "none":
         run_sh = "./run.sh" if Path.cwd() == HERE else f"{HERE}/run.sh"
         command = [run_sh, "tools/sample.py", str(saved[0])]
         if path.parent not in (HERE, HERE / "forks"):

@@ -2,9 +2,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-Documents begin with token 50256, and so should prompts: no token attends to what is before the last
-50256. Keys and values are not cached: generate() computes everything again for each token. In this
-process, `import train_gpt` now means the exported script's.
+Documents begin with the token config.bos_token_id, and so should prompts: no token attends to what
+is before the last one. Keys and values are not cached: generate() computes everything again for
+each token. In this process, `import train_gpt` now means the exported script's.
 """
 
 import importlib

@@ -51,7 +51,7 @@ import torch
 
 import logfile
 import script
-from gpt2 import bits_per_byte
+from tokenizer import bits_per_byte
 from train_gpt import Hyperparameters, Run, UserError, to_json
 
 RESULTS = Path("logs", "results.jsonl")
@@ -82,10 +82,12 @@ def digest(path: Path) -> str:
 
 
 def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float | None:
-    """Return a validation loss as bits per byte; None if the tokens are not GPT-2's."""
-    batch = script.core(run_class).validation_batch(hp, 0, 1, torch.device("cpu"))
-    bits = bits_per_byte(val_loss, batch[1].numpy(), hp.vocab_size)
-    return bits and round(bits, 5)
+    """Return a validation loss as bits per byte; None if the tokens have no text."""
+    tokenizer = script.tokenizer_for(hp)
+    if tokenizer is None:
+        return None
+    _, targets = script.core(run_class).validation_batch(hp, 0, 1, torch.device("cpu"))
+    return round(bits_per_byte(val_loss, targets.numpy().ravel(), tokenizer), 5)
 
 
 def flags_of(path: Path, hp: Hyperparameters, record: str) -> str:

@@ -10,11 +10,10 @@ the script that saved the checkpoint, such as --device cpu. A published checkpoi
 record: add --record NAME.
 """
 
-import codecs
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from torch import Tensor
 import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
-from gpt2 import gpt2_encoding
-from train_gpt import BLOCK, END_OF_TEXT, GPT, Moment, UserError, printable
+from script import tokenizer_for
+from train_gpt import BLOCK, GPT, Moment, UserError, printable
 
 # -----------------------------------------------------------------------------
 # Decoding: tokens in, logits (V,) of the next token out
@@ -84,12 +83,14 @@ class Decoder:
 
 
 # -----------------------------------------------------------------------------
-# Tokens, and their text
+# Text, one token after another
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def choose(
+    logits: Tensor, vocab_size: int, temperature: float, top_k: int, generator: torch.Generator
+) -> int:
     """Draw a token from the top_k likeliest (0: from all); at temperature 0, the likeliest."""
-    logits = logits[: END_OF_TEXT + 1]  # the head's last rows are not tokens
+    logits = logits[:vocab_size]  # the head's last rows are not tokens
     if temperature < 1e-6:  # where float32 could not divide by it
         return logits.argmax().item()
     logits, tokens = logits.cpu().topk(min(top_k or len(logits), len(logits)))
@@ -106,15 +107,6 @@ def generate(feed: Callable, prompt: list[int], count: int, *how) -> Iterator[in
         yield token
         if i + 1 < count:
             logits = feed([token])
-
-
-def text_of(tokens: Iterable[int], encoding) -> Iterator[str]:
-    """Yield each token's text; a character of several tokens comes with the last of them."""
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-    for token in tokens:
-        piece = decode(encoding.decode_single_token_bytes(token))
-        yield f"{piece}\n" if token == END_OF_TEXT else piece
-    yield decode(b"", final=True)
 
 
 @console.program("sample.py")
@@ -136,12 +128,13 @@ def main(words: list[str]) -> None:
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must be from 0 to {2**63 - 1}")
 
-    encoding = gpt2_encoding()
-    prompt = [END_OF_TEXT, *encoding.encode(args.prompt, allowed_special="all")]
+    tokenizer = tokenizer_for(checkpoint.hp)
+    prompt = [tokenizer.end_of_text, *tokenizer.encode_prompt(args.prompt)]
     device, _, _ = train_gpt.start_device(checkpoint.hp.device)
     model = checkpoint.model(device, compile="off")
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for each number of keys
-    how = args.temperature, args.top_k, torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    how = tokenizer.vocab_size, args.temperature, args.top_k, generator
     print(f"{checkpoint}; --seed {args.seed}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     for i in range(args.n):
@@ -149,7 +142,7 @@ def main(words: list[str]) -> None:
             print("-" * 80)
         print(args.prompt, end="")
         tokens = generate(Decoder(model, checkpoint.now), prompt, args.tokens, *how)
-        for text in text_of(tokens, encoding):
+        for text in tokenizer.decode(tokens):
             print(printable(text), end="", flush=True)
         print()
     rate = args.n * args.tokens / (time.perf_counter() - start)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import train_gpt
+from tokenizer import GPT2, HuggingFace, tokenizer_of
 from train_gpt import HERE, Hyperparameters, UserError, show
 
 OWN = Path(train_gpt.__file__).resolve()  # the default script
@@ -145,6 +146,15 @@ def parse(path: Path, flags: list[str]) -> tuple[Hyperparameters, str]:
                 if f'\n    "{asked[1]}' in other.read_text("utf-8"):
                     raise UserError(f"--record {asked[1]}: {show(other)} has it") from error
         raise
+
+
+def tokenizer_for(hp: Hyperparameters) -> GPT2 | HuggingFace | None:
+    """Return the tokenizer of a run; None if its tokens have no text. UserError if it cannot be
+    read."""
+    try:
+        return tokenizer_of(hp.tokenizer, hp.end_of_text)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def new_name() -> str:

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import reference
-import train_gpt
-import train_gpt_2026
 from frontier import reference_2026
 from frontier.small_runs import small_flags
 
@@ -19,7 +17,7 @@ def elsewhere(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def vocabulary_of_512(monkeypatch) -> None:
     """Let the last of 512 words begin a document."""
-    for module in (train_gpt, train_gpt_2026, reference, reference_2026):
+    for module in (reference, reference_2026):
         monkeypatch.setattr(module, "END_OF_TEXT", 511)
 
 

@@ -3,7 +3,6 @@
 import functools
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -13,7 +12,6 @@ from conftest import language
 from ngram_table import NgramTable
 from train_gpt_2026 import Run
 from train_gpt_2026_08 import LAYERS_DEMO, RECORDS
-from train_gpt_2026_08 import Run as Run2026_08
 
 main = functools.partial(train_gpt.main, run=Run)  # of forks/train_gpt_2026.py
 outcome = functools.partial(runs.outcome, run=Run)
@@ -44,12 +42,10 @@ for name, table in LAYERS.items():
         f"--stages {STAGES} --extension_frac .125 --tied_frac .5 --last_window 384 "
         "--bigram_rows 301"  # an odd number: ranks own unequal shares
     )
-# On the made-up language no token begins a document. Adam's epsilon is that at which rounding
-# noise stays noise, with gradients of a sequence's sum.
-PLAIN = f"{SIZES} --vocab_size 512 --adam_eps 2e-4 --batch_seqs 8 --save_every 2 --val_loss_every 2"
+# Adam's epsilon is that at which rounding noise stays noise, with gradients of a sequence's sum.
+PLAIN = f"{SIZES} --adam_eps 2e-4 --batch_seqs 8 --save_every 2 --val_loss_every 2"
 WORDS = f"{PLAIN} --align_to_documents off"
-# In train_gpt_2026_08.py sequences begin with a document: see main_2026_08. In July with composed
-# heads and what mixers make.
+# In July with composed heads and what mixers make.
 LATER = (
     f"{PLAIN} --num_layers 5 --extension_frac .125 --tied_frac .5 --last_window 384 "
     "--bigram_signs 37 --fp8 off"
@@ -97,12 +93,6 @@ def small_flags(folder: Path) -> dict[str, list[str]]:
     the folder."""
     words = [*language(folder), *WORDS.split()]
     return {record: [*words, *row.split()] for record, row in ROW.items()}
-
-
-def main_2026_08(words: list[str]) -> None:
-    """Run main, for the made-up language, of which a word begins a document."""
-    with mock.patch.object(train_gpt, "END_OF_TEXT", 511):
-        train_gpt.main(words, Run2026_08)
 
 
 def table_of(folder: Path, step: int) -> dict[str, torch.Tensor]:

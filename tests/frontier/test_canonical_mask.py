@@ -12,15 +12,15 @@ import train_gpt
 import train_gpt_2026_08 as script
 from canonical_mask import CanonicalMask
 from frontier.test_rows import SMALL, WORDS, drawn, sequence
-from gpt2 import gpt2_encoding
+from tokenizer import GPT2
 from train_gpt import HERE, load_data_shard
 
-ENCODING = gpt2_encoding()
+ENCODING = GPT2().encoding
 
 
 @pytest.fixture(scope="module")
 def mask() -> CanonicalMask:
-    return CanonicalMask(50304)
+    return CanonicalMask(50256, 50304)
 
 
 def hidden_after(mask: CanonicalMask, token: int) -> np.ndarray:

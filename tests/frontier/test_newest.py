@@ -51,8 +51,7 @@ def test_composed_heads_of_new_tokens_are_the_last_rows_of_all(new, vocabulary_o
 @torch.inference_mode()
 def test_a_cache_changes_no_logits(name, sizes, randomize, monkeypatch):
     """Nor do blocks that have left it."""
-    monkeypatch.setattr(train_gpt, "END_OF_TEXT", 63)
-    hp = replace(august.RECORDS[name], **sizes | {"vocab_size": 128})
+    hp = replace(august.RECORDS[name], **sizes | {"vocab_size": 128, "end_of_text": 63})
     model = drawn(hp, randomize).eval()
     tokens = torch.randint(63, (420,), generator=torch.Generator().manual_seed(0)).tolist()
     for place in (0, 40, 41, 130, 400):
@@ -71,7 +70,7 @@ def test_signs_and_prefixes_are_the_published_ones():
     numbers = SimpleNamespace(signs=torch.arange(8192.0)[:, None])  # each row is its number
     rows = [0, 1408, 3338, 3556, 63, 1361, 1174, 1174]
     assert august.GPT.signed(numbers, torch.ones(8, 1), tokens).flatten().tolist() == rows
-    found = token_prefixes(50304)
+    found = token_prefixes(50256, 50304)
     assert sum(found[:50256]) == 548403649 and found[:50256] == newest.prefixes(WORDS)
     assert set(found[50256:]) == {-1}
 

@@ -2,6 +2,7 @@
 checkpoints."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -19,10 +20,13 @@ import train_gpt
 from frontier import reference_2026 as exact
 from frontier import small_runs
 from frontier.small_runs import AUGUST
-from frontier.small_runs import main_2026_08 as main
 from ngram_table import NgramTable, find_pieces, ngram_hashes, remove_pieces
 from train_gpt import UserError
 from train_gpt_2026_08 import RECORDS, Moment, Run
+
+main = functools.partial(train_gpt.main, run=Run)
+
+main = functools.partial(train_gpt.main, run=Run)
 
 RECORD = RECORDS["2026-08-30_ANVIL2"]
 # By the published program: for each token its bigram's and its trigram's row, and those of signs.
@@ -181,7 +185,6 @@ def test_pieces_are_saved_after_old_ones_are_removed_and_before_the_checkpoint(
 def test_tools_read_the_pieces(whole, tmp_path, monkeypatch, capsys):
     runs.begin_from(whole, 8, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt, "END_OF_TEXT", 511)
     evaluate.main([small_runs.checkpoint(8)])
     loss = float(re.search(r"val_loss:([\d.]+)", capsys.readouterr().out)[1])
     assert loss == pytest.approx(whole.rows[-1]["val_loss"], abs=2e-5)

@@ -17,7 +17,7 @@ import train_gpt_track3 as track3
 from frontier import reference_2026 as exact
 from frontier import reference_2026_07 as newest
 from frontier import reference_2026_08 as reading
-from gpt2 import gpt2_encoding
+from tokenizer import GPT2
 
 RECORDS = {
     "A": (train_gpt_2026, "2025-08-23_SparseAttnGate"),
@@ -37,7 +37,7 @@ LATER = [*ROW, "August"]
 # What small MLPs make.
 MADE = {"May": newest.MADE, "July": newest.MADE, "August": reading.MADE}
 LAYERS = {name: row.layers for name, row in ROW.items()} | {"August": reading.LAYERS}
-SIZES = {"model_dim": 96, "num_heads": 6, "head_dim": 16, "vocab_size": 512}
+SIZES = {"model_dim": 96, "num_heads": 6, "head_dim": 16, "vocab_size": 512, "end_of_text": 511}
 SMALL = {name: replace(hp, **SIZES) for name, hp in FULL.items()}
 for name in ("A", "B"):
     SMALL[name] = replace(SMALL[name], model_dim=64, num_heads=2, head_dim=32)
@@ -53,7 +53,7 @@ SMALL["August"] = replace(
     stages=re.sub("10240|14336|24576", lambda found: COUNTS[found[0]], FULL["August"].stages),
     fp8=False,
 )
-ENCODING = gpt2_encoding()
+ENCODING = GPT2().encoding
 WORDS = [ENCODING.decode_single_token_bytes(i) for i in range(50256)]
 
 # -----------------------------------------------------------------------------
