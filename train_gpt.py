@@ -223,11 +223,12 @@ RECORDS = {
     # 2025-01-26 at a size that two CPU cores train in a minute or two, on the sample corpus. Its
     # tokens are GPT-2's first 4095: a head of all of them would take nine tenths of a step.
     "demo": Hyperparameters(
-        num_iterations=128,
+        num_iterations=320,
         window_span=256,
+        batch_seqs=4,
         seq_len=256,
         val_seq_len=1024,
-        val_tokens=65536,
+        val_tokens=16384,
         num_layers=4,
         num_heads=2,
         head_dim=64,
@@ -237,7 +238,7 @@ RECORDS = {
         norm_eps=2.0**-23,
         train_files=f"{SAMPLE}_train_*.bin",
         val_files=f"{SAMPLE}_val_*.bin",
-        val_loss_every=64,
+        val_loss_every=80,
     ),
 }
 

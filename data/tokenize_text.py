@@ -504,16 +504,16 @@ def command_of(stem: Path, train: dict[str, int], val: dict[str, int], flags: li
     words = [run_sh, "--record", "demo", "--train_files", f"{pattern}_train_*.bin"]
     words += flags
     fitting = max(train.values()) - 2
-    sequences, length = 8, 256
+    sequences, length = 4, 256
     if fitting < sequences * length:
         length = min(fitting // 128 * 128, length)
         sequences = fitting // length
         words += ["--seq_len", str(length), "--batch_seqs", str(sequences)]
-    if sum((tokens - 2) // (sequences * length) for tokens in train.values()) < 128:  # its steps
+    if sum((tokens - 2) // (sequences * length) for tokens in train.values()) < 320:  # its steps
         words += ["--epochs", "0"]
     fitting = max(val.values()) - 2
     length = min(fitting // 128 * 128, 1024)
-    tokens = min(fitting // length * length, 65536)
+    tokens = min(fitting // length * length, 16384)
     words += ["--val_files", f"{pattern}_{'train' if val is train else 'val'}_*.bin"]
     words += ["--val_seq_len", str(length), "--val_tokens", str(tokens)]
     return shlex.join(words)

@@ -433,7 +433,7 @@ def check(hp: Hyperparameters) -> None:
     has_prefix = any(any(stage.prefix) for stage in stages)
     reads_ngrams = any(layer.bigram or layer.mudd for layer in layers)
     if hp.tokenizer != "gpt2" and (hp.canonical_mask or hp.prefix):
-        remedy = "--canonical_mask off --prefix off, and candidates of their number in --stages"
+        remedy = "--canonical_mask off --prefix 0, and candidates of their number in --stages"
         raise UserError(f"--tokenizer {hp.tokenizer}: tokens that are not GPT-2's need {remedy}")
     for name, wrong, rule in (
         ("extension_frac", hp.scheduled_steps < 1, "leaves no step before the extension"),

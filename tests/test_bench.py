@@ -56,7 +56,8 @@ def test_runs_take_turns_and_rates_are_those_of_their_times(tmp_path, monkeypatc
     shard(tmp_path / "shard", np.arange(9000) % 500)
     own = "--json --steps 5 --trace 2 --batch_seqs 1"
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
-    flags = f"{own} --record demo --device cpu {sizes} --vocab_size 500 --train_files shard"
+    sizes += " --vocab_size 512 --end_of_text 511"
+    flags = f"{own} --record demo --device cpu {sizes} --train_files shard"
     monkeypatch.setattr(bench, "matmul_tflops", lambda *_: RATE)
     made, step_of = [], bench.Timed.step
 
@@ -69,7 +70,7 @@ def test_runs_take_turns_and_rates_are_those_of_their_times(tmp_path, monkeypatc
     report = json.loads(console_of(flags, tmp_path, bench.main))
     assert made == 18 * [4, 2] + 2 * [4]  # the last ones are traced
     a, b = report["windows"][::2], report["windows"][1::2]
-    assert [w["step"] for w in a] == [0, 64, 127] and [w["window"] for w in b] == [128, 128, 256]
+    assert [w["step"] for w in a] == [0, 160, 319] and [w["window"] for w in b] == [128, 128, 256]
     for w in a + b:
         assert w["ms_per_step"] == sorted(w["blocks"])[2]
         assert w["tokens_per_s"] == pytest.approx(128e3 / w["ms_per_step"])

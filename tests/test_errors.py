@@ -44,7 +44,7 @@ TABLE = [
     ("--train_files uint32.bin", "begin with [20240801, 7, 500], not [20240520, 1, 1000]: "),
     ("--train_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
     ("--val_files high.bin", "high.bin: token 512 at position 7 is outside the vocabulary"),
-    ("--epochs 1 --num_iterations 30", "batches of 8 x 128 tokens, but the run needs 30: add"),
+    ("--epochs 1 --num_iterations 60", "batches of 4 x 128 tokens, but the run needs 60: add"),
     ("--resume on", "--resume on: say which run with --run_id NAME"),
     ("--resume on --run_id it --seed 2", "and this is train_gpt.py "),
     ("--init_from logs/it/state_step000001.pt --model_dim 32", "is not one of this model: "),

@@ -21,8 +21,9 @@ from runs import Program, assert_close, assert_same, begin_from, console_of, out
 # Adam's epsilon does not amplify rounding noise. Of 4 sequences in validation, 8 ranks have none.
 OF_DEMO = (
     "--num_iterations 8 --val_loss_every 2 --adam_eps 1e-6 --num_layers 6 --model_dim 32 "
-    "--num_heads 1 --run_id it --val_tokens 1024"
+    "--num_heads 1 --run_id it --val_tokens 1024 --batch_seqs 8"
 )
+OF_ADAMW = "--context_len 128 --adam_eps 1e-3 --warmup_steps 6"
 SAVED = f"{OF_DEMO} --save_every 2 --keep 9"
 # Of each script a Run, a small run's words, and the steps after which one rank goes on: within a
 # stage, at its end, where the head has left the embedding, within a cycle of the n-gram table.
@@ -31,7 +32,7 @@ RUNS = {
     "2026-03": (train_gpt_2026.Run, f"{WORDS} {ROW[D]}", [2, 6]),
     "2026-07": (later.Run, JULY, [6]),
     "2026-08": (later.Run, AUGUST, [4, 6]),
-    "adamw": (track3.Run, f"{SAVED} --context_len 128 --record adamw-demo --adam_eps 1e-3", [4]),
+    "adamw": (track3.Run, f"{SAVED} --record adamw-demo {OF_ADAMW}", [4]),
 }
 
 

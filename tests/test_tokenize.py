@@ -310,7 +310,7 @@ def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_
     assert shares[0] >= (0 if "fraction 0" in flags else max(130, 0.049 * sum(shares)))
     _, *words = shlex.split(lines[-1])
     hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)
-    assert hp.seq_len * hp.batch_seqs >= min(2048, 0.5 * shares[1])
+    assert hp.seq_len * hp.batch_seqs >= min(1024, 0.5 * shares[1])
     batches = train_gpt.plan_batches(hp.train_files, hp, hp.num_iterations, train_gpt.consecutive)
     assert len(batches) == hp.num_iterations
     _, targets = train_gpt.validation_batch(hp, 0, 1, "cpu")

@@ -110,8 +110,8 @@ def test_both_records_have_the_benchmarks_number_of_parameters():
 
 def test_demos_have_their_share_of_steps():
     demo = RECORDS["adamw-demo"]
-    assert (demo.num_iterations, demo.warmup_steps) == (128, 6)  # 250 / 5625 of 128
-    assert RECORDS["row_floor-demo"].momentum_warmup_steps == 15  # 300 / 2690 of 128
+    assert (demo.num_iterations, demo.warmup_steps) == (320, 15)  # 250 / 5625 of 320
+    assert RECORDS["row_floor-demo"].momentum_warmup_steps == 36  # 300 / 2690 of 320
 
 
 def test_runs_validate_every_125_steps_and_every_25_from_nine_tenths_on():

@@ -12,7 +12,8 @@ from frontier.small_runs import C
 from runs import error_of
 from train_gpt_2026 import LAYERS_HC
 
-BAD_2026 = f"""save_every 3;grad_clip 1;tied_frac .5 --vocab_size 500;key_offset on --rope full
+BAD_2026 = f"""save_every 3;grad_clip 1;tied_frac .5 --vocab_size 500 --end_of_text 499
+key_offset on --rope full
 layers {LAYERS_HC} --num_layers 8;extension_frac 1;gate_by_values on --value_gate off
 stages length=1+widow=2;stages length=two;stages cap=100 --align_to_documents off
 adam_groups heads+lr=1;adam_groups head+rate=1;adam_groups head+decay=1 --adam_rule torch"""
@@ -32,8 +33,8 @@ BAD_LATER = {
     "stages length=1+window=128+prefix=1+candidates=.5": "candidates must be multiples of 16",
     "save_every 3": "must be a multiple of 2",
     "mudd_groups 5": "must divide model_dim",
-    "vocab_size 512": "is for --vocab_size 50304",
-    "stages length=1+candidates=10240+window=128": "--prefix 0.25: needs prefix in --stages",
+    "tokenizer none": "tokens that are not GPT-2's need --canonical_mask off",
+    "stages length=1+candidates=1024+window=128": "--prefix 0.25: needs prefix in --stages",
     "stages length=1+window=128": "needs candidates in --stages",
     "bigram_rows 100": "must be 0 with the table of --ngram_rows",
     "ngram_slow_from 6": "must be a multiple of 4",

@@ -25,7 +25,7 @@ from test_sample import at_windows, read_at_once
 from train_gpt_2026_08 import Optimizers
 
 SIZES = {"vocab_size": 512, "model_dim": 32, "num_heads": 4, "head_dim": 8, "batch_seqs": 2}
-SIZES |= {"bigram_rows": 1234, "bigram_signs": 37}
+SIZES |= {"end_of_text": 511, "bigram_rows": 1234, "bigram_signs": 37}
 WITH_TABLE = SIZES | {"bigram_rows": 0, "ngram_rows": 1234}
 
 
@@ -35,7 +35,7 @@ def test_composed_heads_of_new_tokens_are_the_last_rows_of_all(new, vocabulary_o
     tokens, _ = sequence(384)
     q, k, v = (randn(1, 6, 384, 16, seed=i).double() for i in range(3))
     w1, w2 = (randn(1, 384, 6, seed=i).double() for i in (3, 4))
-    first = visible_by_distance(tokens, torch.tensor(256))
+    first = visible_by_distance(tokens == 511, torch.tensor(256))
     unit = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     case = unit[:, -new:], w2[:, -new:], q[:, :, -new:], k, v
     q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
@@ -84,6 +84,7 @@ TINY = replace(
     mudd_groups=4,
     mlp_width=112,
     vocab_size=256,
+    end_of_text=256,
     muon_mul=(reading.TALL, 2 * reading.TALL, 1.0),
     canonical_mask=False,
 )

@@ -99,7 +99,7 @@ def read(name: str, model, inputs, targets, step: int) -> tuple:
         case = w, tokens, targets, exact.windows_a(step)[0], heads
         mean = reference.loss(*case, year=2025, epsilon=exact.EPSILON)
         return w, len(tokens) * mean, mean
-    before = torch.tensor(newest.prefixes(WORDS[:512]))
+    before = torch.tensor([*newest.prefixes(WORDS[:511]), -1])
     if name != "August":
         if name in MADE:
             w["signs"] = model.signs.double()

@@ -63,12 +63,12 @@ def test_candidates_are_the_published_ones():
 def test_later_passes_over_the_shards_repeat_the_batches_of_earlier_ones():
     """They are what passes over copies of the shards would be, also where a stage begins; and the
     same arrays, so that nothing is searched for twice."""
-    hp = replace(RECORDS["demo"], batch_seqs=2, num_iterations=120)
+    hp = replace(RECORDS["demo"], batch_seqs=2, num_iterations=120, end_of_text=2000)
     moments = [Moment(step, hp) for step in range(121)]
     rng = np.random.default_rng(0)
     shards = [rng.integers(1000, size=size, dtype=np.uint16) for size in (3000, 4000)]
     for tokens in shards:
-        tokens[rng.integers(len(tokens), size=40)] = 50256
+        tokens[rng.integers(len(tokens), size=40)] = hp.end_of_text
     batches, expected = (
         list(islice(script.plan(read, hp, moments), 120))
         for read in (shards * 40, [tokens.copy() for tokens in shards * 40])
@@ -82,10 +82,10 @@ def test_later_passes_over_the_shards_repeat_the_batches_of_earlier_ones():
 def test_a_sequence_with_more_different_targets_than_candidates_is_refused():
     """Before the run, which names the step. A warm-up's made-up tokens are not refused."""
     hp = replace(RECORDS["demo"], seq_len=256, batch_seqs=2, vocab_size=1024, extension_frac=0)
-    hp = replace(hp, stages="length=1+window=128+candidates=128")
+    hp = replace(hp, end_of_text=1000, stages="length=1+window=128+candidates=128")
     moments = [Moment(step, hp) for step in range(4)]
     tokens = np.arange(2000) % 100
-    tokens[::300] = 50256  # each document makes a sequence
+    tokens[::300] = hp.end_of_text  # each document makes a sequence
     assert len(list(script.plan([tokens], hp, moments))) == 3
     tokens[601:900] = np.arange(299)  # in the first sequence of step 1
     with pytest.raises(UserError, match="different targets in a sequence of step 1, but 128"):

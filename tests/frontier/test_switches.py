@@ -11,7 +11,6 @@ import train_gpt
 import train_gpt_2026
 import train_gpt_2026_08
 from frontier.small_runs import A
-from frontier.test_rows import COUNTS
 from train_gpt_2026 import Hyperparameters, Run
 
 CPU = torch.device("cpu")
@@ -46,12 +45,11 @@ OFF += [("demo", words) for words in re.split("[;\n]", OFF_AUGUST)]
 # What the first steps on a CPU do not show.
 LATE = {"momentum_cooldown_steps 0", "fp8_mlp off", "lr_final .1", "tail_average off"}
 LATE |= {"anvil_share 1", "stages -falls=1"}
-STAGES = re.sub(
-    "10240|14336|24576", lambda found: COUNTS[found[0]], train_gpt_2026_08.RECORDS["demo"].stages
-)
-SIZES = (
-    "--vocab_size 512 --model_dim 32 --num_heads 4 --head_dim 8 --batch_seqs 2 --bigram_signs 37 "
-)
+COUNTS = {"832": "400", "1168": "416", "2000": "480"}  # candidates, of 512 tokens
+STAGES = train_gpt_2026_08.RECORDS["demo"].stages
+STAGES = re.sub("|".join(COUNTS), lambda found: COUNTS[found[0]], STAGES)
+SIZES = "--vocab_size 512 --end_of_text 511 --model_dim 32 --num_heads 4 --head_dim 8"
+SIZES += " --batch_seqs 2 --bigram_signs 37"
 SIZES = {
     "demo-89": f"{SIZES} --mlp_width 128 --bigram_rows 1234",
     "demo": f"{SIZES} --ngram_rows 1234 --mlp_width 120 --canonical_mask off --stages {STAGES}",
@@ -67,7 +65,9 @@ def small(tiny) -> Hyperparameters:
 def with_flags(hp: Hyperparameters, text: str) -> Hyperparameters:
     """Return the settings with those of a text: "name value, name value"."""
     flags = [f"--{pair.strip()}".split() for pair in text.split(", ") if pair.strip()]
-    words = f"--record {A} --vocab_size 512 --layers {LAYERS} --num_layers 4".split()
+    words = (
+        f"--record {A} --vocab_size 512 --end_of_text 511 --layers {LAYERS} --num_layers 4".split()
+    )
     words += sum(flags, [])
     settings, _ = train_gpt.parse_args(words, Run)
     return replace(hp, **{name[2:]: getattr(settings, name[2:]) for name, *_ in flags})

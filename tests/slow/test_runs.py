@@ -24,14 +24,14 @@ def test_twenty_stops_of_each_kind_change_no_bit():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("script", "last"), [(SCRIPT, 128), (FORK, 180)])
-def test_the_demo_learns_from_10_83_to_below_4_3(script, last, tmp_path):
+@pytest.mark.parametrize(("script", "last"), [(SCRIPT, 320), (FORK, 180)])
+def test_the_demo_learns_from_8_32_to_below_3_7(script, last, tmp_path):
     """The head of train_gpt.py begins at zero, that of the fork does not."""
     flags = ["--record", "demo", "--device", "cpu"]
     done = run(flags, script=script, cwd=tmp_path, env=OWN, check=True, timeout=3600)
     losses = val_losses(done.stdout)
-    assert losses[0] == pytest.approx(10.82584, abs=0 if script == SCRIPT else 0.01)
-    assert losses[last] < 4.3
+    assert losses[0] == pytest.approx(8.31777, abs=0 if script == SCRIPT else 0.01)
+    assert losses[last] < 3.7
 
 
 def test_a_run_that_is_started_again_goes_on(flags, tmp_path):
