@@ -342,7 +342,7 @@ RECORDS = {
     ),
     "2026-07-17_FP8DownProjection": RECORD_89,
     "2026-08-30_ANVIL2": RECORD_92,
-    # Both demos have all techniques of their record. Fewer candidates end higher (BENCHMARKS.md).
+    # Both demos have all techniques of their record, and the same share of candidates.
     "demo": replace(
         RECORD_92,
         **SMALL,

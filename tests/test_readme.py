@@ -96,7 +96,7 @@ def test_the_picture_in_readme_is_drawn_by_the_command():
     picture = (HERE / "data" / "demo.svg").read_text("utf-8")
     lines = [html.unescape(line) for line in re.findall(r"<text.*?>(.*)</text>", picture)]
     assert draw_terminal.draw(lines) == picture
-    assert lines[0] == "$ ./run.sh" and "step:128/128 val_loss:4.1" in lines[-1]
+    assert lines[0] == "$ ./run.sh" and "step:320/320 val_loss:3.3" in lines[-1]
 
 
 def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_path):
