@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import ctypes
 import difflib
+import errno
 import fcntl
 import functools
 import gc
@@ -38,6 +39,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -321,26 +323,33 @@ def regular(path: str | Path) -> Path:
     return Path(path)
 
 
-def load_data_shard(path: str | Path) -> np.ndarray:
-    """Return the tokens of a shard, (n,) uint16, memory-mapped. The format is llm.c's: 256
-    little-endian int32 (20240520, version 1, n, zeros), then n uint16. UserError for another."""
-    file = regular(path).open("rb")
-    size = os.fstat(file.fileno()).st_size
-    header = np.fromfile(file, "<i4", 3).tolist()
+class Shard(np.ndarray):
+    """The tokens (n,) uint16 of the file `path`, whose `stat` was taken when they were mapped."""
+
+
+def load_data_shard(path: str | Path) -> Shard:
+    """Return the tokens of a shard, memory-mapped. The format is llm.c's: 256 little-endian int32
+    (20240520, version 1, n, zeros), then n uint16. UserError for another."""
+    with regular(path).open("rb") as file:
+        stat = os.fstat(file.fileno())
+        header = np.fromfile(file, "<i4", 3).tolist()
+    size = stat.st_size
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
         reason = f"is not a whole shard: its {size} bytes begin with {header}, not {expected}"
         remedy = "fetch it again, or give uint16 tokens a header by data/tokenize_text.py"
         raise UserError(f"{path} {reason}: {remedy}")
-    tokens = np.memmap(file, "<u2", mode="r", offset=1024)
-    tokens.file = file  # for distributed_data_generator
+    # Torch's map holds no open file, unlike numpy's: a run may have more shards than that allows.
+    words = torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
+    tokens = words[512:].numpy().view(Shard)
+    tokens.path, tokens.stat = path, stat
     return tokens
 
 
 def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
-    """Plan batches: yield one of the shards (n,) and pieces of it, each from a start to a stop. One
-    after the other they make batch_seqs sequences of seq_len + 1 tokens. The last token of a
-    sequence is only a target, and begins the next one. Validation always uses this plan."""
+    """Plan the batches of training: yield one of the shards and its pieces (start, stop). Joined,
+    the pieces are batch_seqs sequences of seq_len + 1 tokens. The last token of a sequence is only
+    a target, and begins the next one."""
     batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
         for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
@@ -348,11 +357,21 @@ def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
             yield tokens, [(start, start + hp.seq_len + 1) for start in starts]
 
 
+def in_order(shards, hp: Hyperparameters, moments=()) -> Iterator[tuple]:
+    """Plan validation, whatever plan training has: one sequence after another, as batches. What
+    is left at the end of a shard is left out, if it is shorter than a sequence."""
+    for tokens in shards:
+        for start in range(0, len(tokens) - hp.seq_len - 1, hp.seq_len):
+            yield tokens, [(start, start + hp.seq_len + 1)]
+
+
 def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Callable, moments=()):
     """Return the first num_batches batches of a plan such as `consecutive`. It reads the shards of
     a pattern at most hp.epochs times (0: no limit). A fork's plan also depends on the batches'
     moments. UserError for shards that are missing, damaged, too short or have other tokens."""
     paths = sorted(glob.glob(pattern))
+    if os.path.isdir(pattern):
+        raise UserError(f"{pattern} is a folder: give a pattern of its shards, such as *.bin")
     if not paths:
         remedy = "cached_fineweb.py fetches FineWeb; a pattern has [[] for [, no braces or commas"
         raise UserError(f"no shard matches {pattern}: {remedy}")
@@ -362,7 +381,11 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     batches = list(itertools.islice(plan(in_turn, hp, moments), num_batches))
     if len(batches) < num_batches:
         found = f"{pattern} has {len(batches)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
-        remedy = "add longer shards (cached_fineweb.py N), or try --epochs 0, or less --val_tokens"
+        remedy = "add longer shards, or make sequences shorter"
+        if batches and plan is in_order:
+            remedy = "add shards, or make --val_tokens smaller"
+        elif batches:  # with --epochs 0, they would be enough
+            remedy = "add shards (cached_fineweb.py N), or read them again with --epochs 0"
         raise UserError(f"{found}, but the run needs {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         is_read = any(tokens is other for other, _ in batches)
@@ -377,16 +400,21 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
 def distributed_data_generator(batches, hp, rank, world_size, device, start_step=0) -> Iterator:
     """Yield this rank's part of each batch of plan_batches from start_step on, on its way to the
     device: inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences.
-    UserError if a shard has changed."""
+    UserError if a shard has become shorter, or has a token outside the vocabulary."""
+    open_shard, file = None, None  # one at a time
     for shard, pieces in batches[start_step:]:
+        if shard is not open_shard:
+            if file:
+                file.close()
+            open_shard, file = shard, open(shard.path, "rb")  # noqa: SIM115
         batch = []
         for start, stop in pieces:
-            # From the open file: if that has become shorter, its memory map would kill the process.
-            data = os.pread(shard.file.fileno(), 2 * (stop - start), 1024 + 2 * start)
+            # From the file: if that has become shorter, its memory map would kill the process.
+            data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
             tokens = np.frombuffer(data, "<u2", len(data) // 2)
             if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
                 reason = f"its tokens from {start} on are missing or wrong"
-                raise UserError(f"{shard.file.name} has changed: {reason}")
+                raise UserError(f"{shard.path} has changed: {reason}")
             batch.append(tokens)
         rows = np.concatenate(batch).reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
@@ -394,6 +422,20 @@ def distributed_data_generator(batches, hp, rank, world_size, device, start_step
         if device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def changed_shards(batches: list) -> list[str]:
+    """Return a line for each file of the batches that is not as it was when it was mapped."""
+    lines = []
+    for shard in {id(shard): shard for shard, _ in batches}.values():
+        try:
+            now = os.stat(shard.path)
+            same = (now.st_size, now.st_mtime_ns) == (shard.stat.st_size, shard.stat.st_mtime_ns)
+        except OSError:
+            same = False
+        if not same:
+            lines.append(f"{shard.path} has changed since the run began: so may have its batches")
+    return lines
 
 
 # -----------------------------------------------------------------------------
@@ -1226,7 +1268,11 @@ class Optimizers:
             rows.wait()
             rows.grad.mul_(grad_scale)
             # A rule returns None, or an update and a function that applies it: see above muon.
+            version = rows.weights._version  # counts changes in place, also those of rows.own
             update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
+            if apply is not None and rows.weights._version != version:
+                reason = "its rule returns an update, so it may not change rows.own, too"
+                raise UserError(f"{rows.name}: {reason}: other ranks would not have the change")
             sent.append((rows, rows.gather(update), apply))
         for rows, update, apply in sent:
             rows.wait()
@@ -1251,6 +1297,8 @@ class Optimizers:
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients.
         KeyError or RuntimeError if it cannot be the state of these groups."""
+        if saved and saved.keys() != {rows.name for _, rows in self.groups}:
+            raise RuntimeError(f"its groups are {', '.join(saved)}")
         for _, rows in self.groups:
             rows.clear()
             before, rows.state = rows.state, {}
@@ -1287,7 +1335,13 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
     if os.environ.get("WORLD_SIZE", "1") == "1":
+        alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+        if any(os.environ.get(name, value) != value for name, value in alone.items()):
+            raise UserError("each task of srun or mpirun would train alone: let it start torchrun")
         return device, 0, 1
+    found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
+        raise UserError(f"RANK {found[0]} of WORLD_SIZE {found[1]}: let torchrun set both")
     try:
         store, rank, world_size = next(dist.rendezvous("env://"))
     except ValueError as error:
@@ -1315,6 +1369,8 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+# Slurm's --signal and time limits send the last three.
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT
 stop_signals: list[tuple[int, float]] = []  # those received so far, with their times
 
 
@@ -1324,19 +1380,36 @@ def note_signal(number: int, frame) -> None:
     now = time.monotonic()
     if stop_signals and number == signal.SIGINT and now > stop_signals[0][1] + 1:
         os._exit(130)
-    if not stop_signals and os.environ.get("RANK", "0") == "0":
+    if not stop_signals and rank_here() == "0":
         with contextlib.suppress(OSError):  # no print(), which may be running
             os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
     stop_signals.append((number, now))
 
 
+def note_signals() -> None:
+    """Let note_signal handle the signals to stop, but for those that are ignored, as by nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python lets no other thread handle signals
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, note_signal)
+
+
 class Console(io.FileIO):
     """Standard output or error. When it is lost (a closed terminal, `| head`, a full disk), what is
-    written goes nowhere, and no error ends the run, which has its log."""
+    written goes nowhere, and no error ends the run, which has its log. A full disk is told on the
+    other stream, and by the status at the end."""
+
+    is_full = False
 
     def write(self, data) -> int:
-        with contextlib.suppress(OSError):
+        try:
             return super().write(data) or len(data)  # None: the reader of a pipe is too slow
+        except OSError as error:
+            if error.errno == errno.ENOSPC and not Console.is_full:
+                Console.is_full = True
+                with contextlib.suppress(OSError):
+                    os.write(3 - self.fileno(), b"no space left for the output: it is lost\n")
         return len(data)
 
 
@@ -1360,16 +1433,23 @@ def printable(text: str) -> str:
     return re.sub(odd, lambda match: ascii(match[0])[1:-1], text)
 
 
+def rank_here() -> str:
+    """Return the RANK that torchrun has set; "0" if this process is alone."""
+    return os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+
+
 def as_program(name: str, work: Callable) -> None:
     """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
     once; torchrun then ends the other ranks, which wait. A rank that lost another one also waits,
     so that the one that failed reports first."""
-    rank = os.environ.get("RANK", "0")
+    rank = rank_here()
     open_console(rank)
     try:
         work()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if Console.is_full:
+            sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, ImportError, SyntaxError, OSError, RuntimeError, MemoryError) as error:
@@ -1378,12 +1458,14 @@ def as_program(name: str, work: Callable) -> None:
         if lost:
             message = f"another rank has stopped or hangs: {message}"
         elif isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "t allocate" in message:
-            message = f"out of memory, make --seq_len and --val_seq_len smaller: {message}"
+            sizes = "--seq_len, --val_seq_len, --vocab_size, --model_dim or --num_layers"
+            message = f"out of memory, make the largest of {sizes} smaller: {message}"
         elif re.search(r"Failed to find C compiler|No working C\+\+ compiler", message):
             message = f"torch.compile needs gcc and g++, or set CC and CXX to others: {message}"
         elif isinstance(error, RuntimeError):
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends a rank that waits
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends a waiting rank
         if lost and stop_signals:
             signal.raise_signal(signal.SIGTERM)  # torchrun has asked for it already
         time.sleep(10 if rank != "0" or lost else 0)
@@ -1396,26 +1478,38 @@ def to_json(value, **options) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)
 
 
-def open_log(path: Path, resume: bool) -> tuple:
-    """Open a run's log and its metrics, to append to them. The log is locked while the process
-    lives. A line that a killed process, or a full disk, has cut off is removed, and a header that
-    is not whole. UserError if the log is in use, or exists without `resume`."""
+def open_log(path: Path, resume: bool, source: str) -> tuple:
+    """Open a run's log, which begins with the script's source, and its metrics, to append to them.
+    Return both, and the log's text so far. The log is locked while the process lives. A line that a
+    killed process, or a full disk, has cut off is removed, and a header that is not whole.
+    UserError if the log is in use, or exists without `resume`, or if files are there without it."""
     path.parent.mkdir(exist_ok=True)
     log = regular(path).open("a", buffering=1, encoding="utf-8")
     metrics = regular(path.with_suffix(".jsonl")).open("a", buffering=1)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        reason = f"another process is writing {path} ({error})"
-        raise UserError(f"{reason}: choose another --run_id") from error
-    before = path.read_bytes()
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            reason = f"another process is writing {path} ({error})"
+            raise UserError(f"{reason}: choose another --run_id") from error
+        tqdm.write(f"{path} cannot be locked ({error.strerror}): start this run only once")
+    before = path.read_text("utf-8", errors="replace")
     if before and not resume:
         raise UserError(f"{path} exists: choose another --run_id, or --resume on")
-    has_header = f"\n{RULE}\nrecord ".encode() in before
+    has_header = f"\n{RULE}\nrecord " in before
+    if not has_header:
+        theirs = [] if resume else checkpoints(path.with_suffix(""))
+        if os.path.getsize(metrics.name):
+            theirs.append(metrics.name)
+        if not (before.startswith(source) or source.startswith(before)):
+            theirs.append(path)
+        if theirs:
+            reason = f"{theirs[0]} is there, and no log that it belongs to"
+            raise UserError(f"{reason}: choose another --run_id, or move it away")
     for file in (log, metrics):
         size = Path(file.name).read_bytes().rfind(b"\n") + 1  # of whole lines
         file.truncate(size if has_header else 0)
-    return log, metrics
+    return log, metrics, before if has_header else ""
 
 
 class Log:
@@ -1425,7 +1519,7 @@ class Log:
     before reached the host; tokens_per_s; and with grad_clip grad_norm. Another object has a step's
     val_loss. If a step comes twice, later fields count."""
 
-    def __init__(self, hp: Hyperparameters, rank: int):
+    def __init__(self, run: type["Run"], hp: Hyperparameters, rank: int):
         self.hp = hp
         names = [hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()]
         if dist.is_initialized():
@@ -1433,8 +1527,11 @@ class Log:
         self.run_id = names[0]
         self.path = Path("logs", f"{self.run_id}.txt")
         self.file = self.metrics = sys.stdout  # which goes nowhere but on rank 0
+        self.before = ""  # what earlier starts of the run have written
         if rank == 0:
-            self.file, self.metrics = open_log(self.path, hp.resume)
+            self.file, self.metrics, self.before = open_log(
+                self.path, hp.resume, sources_of(run)[0]
+            )
             if hp.keep:
                 self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
         # A terminal that says that it has no columns gets lines, as a pipe does.
@@ -1446,20 +1543,25 @@ class Log:
             disable=not has_bar,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
         )
+        self.lost = False  # whether a line could not be written
         self.result = self.arrival = None  # of the last step, on its way to the host
         self.stop = False  # whether a rank had a signal to stop, before that step
         self.ended = 0.0  # when the step before ended, in seconds
         self.seconds = 0.0  # of all steps
+        self.highest = math.log(hp.vocab_size)  # loss of equal chances; or, if lower, the first one
         self.times = "train_time:0ms step_avg:0.00ms"  # the same, as a line says it
 
     def __call__(self, line: str, row: dict | None = None, shown: bool = True) -> None:
-        """Write a line to the log, and show it on the console. Write a row of the metrics."""
+        """Write a line to the log, and show it on the console. Write a row of the metrics. A full
+        disk costs lines, not the run."""
         try:
             print(line, file=self.file)
             if row:
                 print(to_json(row), file=self.metrics)
-        except OSError as error:  # such as a full disk
-            raise UserError(f"could not write {self.path}: {error.strerror}") from error
+        except OSError as error:
+            if not self.lost:
+                self.bar.write(f"could not write {self.path}, and goes on: {error.strerror}")
+            self.lost = True
         if shown:
             self.bar.write(line)
 
@@ -1510,33 +1612,44 @@ def check_loss(loss: float, step: int) -> None:
 
 
 def script_of(run: type["Run"]) -> Path:
-    """Return the file that defines a Run: train_gpt.py, or a fork."""
-    return Path(inspect.getfile(run)).resolve()
+    """Return the file that defines a Run: train_gpt.py, or a fork. UserError if none does."""
+    try:
+        return Path(inspect.getfile(run)).resolve()
+    except (OSError, TypeError) as error:  # in a notebook
+        raise UserError("save the class Run as a script, and start that: logs hold it") from error
 
 
-def header(run: type["Run"], hp: Hyperparameters) -> str:
-    """Return how a log begins: the source of the started script alone, then versions, machine,
-    settings, and the project's files that it imports. A RULE follows each part."""
+def sources_of(run: type["Run"]) -> list[str]:
+    """Return the source of the started script, and of the project's files that it imports."""
     script = script_of(run)
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     imported = {Path(name).resolve() for name in names if name} - {script}
     folders = [script.parent, HERE, HERE / "forks"]
     folders += [folder / "optimizers" for folder in folders]
-    sources = sorted(path for path in imported if path.parent in folders and path.is_file())
+    files = sorted(path for path in imported if path.parent in folders and path.is_file())
+    others = [f"{path.name}:\n{path.read_text('utf-8')}" for path in files]
+    return [script.read_text("utf-8", errors="replace"), *others]
+
+
+def header(run: type["Run"], hp: Hyperparameters, sources: list[str]) -> str:
+    """Return how a log begins: the source of the started script alone, then versions, machine,
+    settings, and other sources. A RULE follows each part."""
     command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
+    name = f"script: {script_of(run).name}"
     sections = [
-        script.read_text("utf-8", errors="replace"),
+        sources[0],
         f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
         subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout,
-        "\n".join([f"script: {script.name}", *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
-        *(f"{path.name}:\n{path.read_text('utf-8')}" for path in sources),
+        "\n".join([name, *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
+        *sources[1:],
     ]
     return "\n".join(f"{section}\n{RULE}" for section in sections)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, newest first."""
-    return sorted(folder.glob("state_step*.pt"), reverse=True)
+    """Return the checkpoints in the folder of a run, newest first. Other names are not ours."""
+    found = [path for path in folder.glob("*") if re.fullmatch(r"state_step\d{6,}\.pt", path.name)]
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("state_step")), reverse=True)
 
 
 @contextlib.contextmanager
@@ -1575,8 +1688,9 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
     before = [old for old in checkpoints(folder) if old != path]
     for old in before[keep - 1 :]:
         old.unlink()
-    for piece in folder.glob("state_step*.pt.*"):
-        if piece.is_file() and not piece.with_suffix("").exists():
+    for piece in folder.glob("*"):
+        is_ours = re.fullmatch(r"state_step\d{6,}\.pt\.\d+of\d+", piece.name)
+        if is_ours and not piece.with_suffix("").exists():
             piece.unlink()
 
 
@@ -1598,8 +1712,7 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
     except (OSError, MemoryError, UserError):
         raise
     except Exception as error:  # without its text: torch's own advice is an unsafe load
-        reason = f"{path} is not an intact checkpoint ({type(error).__name__})"
-        raise UserError(f"{reason}; delete it, and the run goes on from the one before") from error
+        raise UserError(f"{path} is not an intact checkpoint ({type(error).__name__})") from error
 
 
 # -----------------------------------------------------------------------------
@@ -1729,10 +1842,10 @@ def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> f
 
 def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Tensor]:
     """Return this rank's inputs and targets (n, T) for `evaluate`: every world_size-th sequence."""
-    count = hp.val_tokens // hp.val_seq_len
-    of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=count, epochs=1)
-    batches = plan_batches(hp.val_files, of_val, 1, consecutive)  # all sequences are one batch
-    inputs, targets = next(distributed_data_generator(batches, of_val, 0, 1, torch.device("cpu")))
+    of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=1, epochs=1)
+    batches = plan_batches(hp.val_files, of_val, hp.val_tokens // hp.val_seq_len, in_order)
+    pairs = distributed_data_generator(batches, of_val, 0, 1, torch.device("cpu"))
+    inputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
 
 
@@ -1747,7 +1860,9 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
         optimizers.add_gradients()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
+    optimizers.made = None  # an error within the update leaves it half made
     norms = optimizers.step(now)
+    optimizers.made = now.step + 1
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
     return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
 
@@ -1781,6 +1896,9 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
 def load_weights(model: GPT, saved: dict) -> None:
     """Load a checkpoint's weights. UserError if they do not fit."""
     try:
+        for name, weight in saved["model"].items():
+            if weight.dtype not in (torch.float32, torch.bfloat16):
+                raise RuntimeError(f"{name} is {weight.dtype}")
         model.load_state_dict(saved["model"])
     except RuntimeError as error:
         raise UserError(f"the checkpoint is not one of this model: {error}") from error
@@ -1808,7 +1926,11 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
         weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
         return {"model": weights, "optimizers": {}}
     path = paths[0]
-    saved = load_checkpoint(path, run) | {"path": path}
+    try:
+        saved = load_checkpoint(path, run) | {"path": path}
+    except UserError as error:
+        remedy = "delete it, and the run resumes from the one before" if paths[1:] else "delete it"
+        raise UserError(f"{error}; {remedy}") from error
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
     then = replace(saved.get("hyperparameters", hp), **may_change)
@@ -1818,9 +1940,100 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
         yours = shlex.join([script_of(run).name, *changed])
         remedy = f"--run_id OTHER --init_from {path} begins a new run from its weights, if they fit"
         raise UserError(f"{path} was saved by {theirs}, and this is {yours}: {remedy}")
-    if saved.get("step") not in range(1, hp.num_iterations + 1):
-        raise UserError(f"{path} is of step {saved.get('step')!r}, which is none of this run")
+    step, seconds = saved.get("step"), saved.get("seconds", 0.0)
+    if type(step) is not int or not 1 <= step <= hp.num_iterations:
+        raise UserError(f"{path} is of step {step!r}, which is none of this run")
+    if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
+        raise UserError(f"{path}: its {seconds!r} seconds of training are impossible")
+    if step < hp.num_iterations and not saved.get("optimizers"):
+        raise UserError(f"{path} has no optimizer's state: --init_from takes its weights alone")
     return saved
+
+
+def introduce(log: Log, run, hp, record: str, model: GPT, batches: list, place: str) -> None:
+    """Write the header of a new log, and say what runs, and where."""
+    sources = sources_of(run)
+    if not log.before:
+        log(header(run, hp, sources), shown=False)
+    elif not all(source in log.before for source in sources):
+        log("the source is not the one with which this run began")
+    log(shlex.join(["record", record, *flags_of(hp, run.records[record])]))
+    log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    if record == "demo" and hp.device == "auto" and not on_gpu:
+        log("no GPU found: this is a small demonstration")
+    if hp.end_of_text not in batches[0][0]:
+        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
+    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
+        log("there is no FP8 here: the head trains in bfloat16")
+    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
+    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
+
+
+def flags_of(hp: Hyperparameters, usual: Hyperparameters) -> list[str]:
+    """Return the flags that make these settings of the usual ones, without the run's name."""
+    return changed_flags(replace(hp, run_id="", resume=False), usual)
+
+
+def validate(log: Log, model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> None:
+    """Write the validation loss of a moment. UserError if it is not finite."""
+    hp, step = model.hp, now.step
+    log.bar.set_postfix_str("validating")
+    loss = evaluate(model, batch, now, device)
+    log(
+        f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}",
+        {"step": step, "val_loss": loss},
+    )
+    check_loss(loss, step)
+    if step == 0:
+        log.highest = min(log.highest, loss)
+    if step == hp.num_iterations and loss > log.highest:
+        log(f"the run has diverged: its last loss is above {log.highest:.4f}")
+
+
+def save(log: Log, run: type[Run], record: str, model: GPT, optimizers, step: int) -> None:
+    """Save a checkpoint after a step. All ranks must call this. UserError if a weight is not
+    finite, or if it cannot be written."""
+    hp = model.hp
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"a weight is not finite after step {step}: lower the rates")
+    # No run goes on from the last step. All ranks must call state_dict.
+    states = {} if step == hp.num_iterations else optimizers.state_dict()
+    path = Path("logs", log.run_id, f"state_step{step:06}.pt")
+    model.save_pieces(path)
+    if optimizers.rank == 0:
+        state = {
+            "script": script_of(run).name,
+            "record": record,
+            "hyperparameters": dict(vars(hp)),
+            "step": step,
+            "seconds": log.seconds,
+            # Weights are views: torch.save would write all that they are views of.
+            "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
+            "optimizers": states,
+        }
+        save_checkpoint(path, state, hp.keep)
+
+
+def save_after_error(log: Log, run: type[Run], record: str, model: GPT, optimizers) -> None:
+    """If one process trains, and the error came between two updates: save the last step. Of several
+    ranks, the others wait for the one that has failed, and cannot give it their state."""
+    step = optimizers.made
+    if optimizers.world_size > 1 or not model.hp.keep or not step or step % optimizers.period:
+        return
+    try:
+        save(log, run, record, model, optimizers, step)
+        log(f"saved after step {step}; after a remedy, {command_to_resume(log, run, record)}")
+    except Exception as error:  # the first error is the one to report
+        log(str(error))
+
+
+def command_to_resume(log: Log, run: type[Run], record: str) -> str:
+    """Return the words of a message: the command that resumes this run."""
+    words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record]
+    words += [*flags_of(log.hp, run.records[record]), "--run_id", log.run_id, "--resume", "on"]
+    return f"go on with cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
 
 
 def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
@@ -1839,7 +2052,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     model = build(run, hp, device)
 
     saved = beginning(run, hp, model)
-    log = Log(hp, rank)
+    log = Log(run, hp, rank)
     first_step = saved.get("step", 0)
     log.seconds = saved.get("seconds", 0.0)
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
@@ -1848,26 +2061,15 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         return log(f"the run {log.run_id} is finished")
     optimizers = run.Optimizers(model, hp, rank, world_size)
 
-    if rank == 0 and log.path.stat().st_size == 0:
-        log(header(run, hp), shown=False)
-    flags = changed_flags(replace(hp, run_id="", resume=False), run.records[record])
-    log(shlex.join(["record", record, *flags]))
     place = f"{world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-    log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
-    if record == "demo" and hp.device == "auto" and not on_gpu:
-        log("no GPU found: this is a small demonstration")
-    if hp.end_of_text not in batches[0][0]:
-        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
-    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
-        log("there is no FP8 here: the head trains in bfloat16")
-    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
-    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
+    introduce(log, run, hp, record, model, batches, place)
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
     warm_up(model, optimizers, moments, device, log)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     restore(model, optimizers, saved)
+    optimizers.made = None  # no step yet that is not saved
     saved.clear()  # frees more than the model's size
     if first_step or hp.init_from:
         log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
@@ -1875,66 +2077,41 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
-            signal.signal(number, note_signal)
+    note_signals()
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
-    highest = math.log(hp.vocab_size)  # the loss of equal chances, or the first one
     log.ended = clock(device)
-    for now in moments[first_step:]:
-        step = now.step  # steps made so far
-        last = step == hp.num_iterations
-        leave = last or (log.stop and step % optimizers.period == 0)
-        is_new = step > first_step  # else its checkpoint is there
-        validate = now.validate and (is_new or step == 0)
-        save = hp.keep and is_new and (leave or (hp.save_every and step % hp.save_every == 0))
-        if validate or save or leave:
-            log.end_step()
-            if validate:
-                log.bar.set_postfix_str("validating")
-                loss = evaluate(model, val_batch, now, device)
-                line = f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}"
-                log(line, {"step": step, "val_loss": loss})
-                check_loss(loss, step)
-                if step == 0:
-                    highest = min(highest, loss)
-                if last and loss > highest:
-                    log(f"the run has diverged: its last loss is above {highest:.4f}")
-            if save:
-                if not all(p.isfinite().all() for p in model.parameters()):
-                    raise UserError(f"a weight is not finite after step {step}: lower the rates")
-                # No run goes on from the last step. All ranks must call state_dict.
-                states = {} if last else optimizers.state_dict()
-                path = Path("logs", log.run_id, f"state_step{step:06}.pt")
-                model.save_pieces(path)
-                if rank == 0:
-                    state = {
-                        "script": script_of(run).name,
-                        "record": record,
-                        "hyperparameters": dict(vars(hp)),
-                        "step": step,
-                        "seconds": log.seconds,
-                        # Weights are views: torch.save would write all that they are views of.
-                        "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
-                        "optimizers": states,
-                    }
-                    save_checkpoint(path, state, hp.keep)
+    try:
+        for now in moments[first_step:]:
+            step = now.step  # steps made so far
+            leave = step == hp.num_iterations or (log.stop and step % optimizers.period == 0)
+            if step > first_step or step == 0:  # else its validation and checkpoint are there
+                due = leave or (hp.save_every and step % hp.save_every == 0)
+                saves = hp.keep and step > 0 and due
+                if now.validate or saves or leave:
+                    log.end_step()
+                if now.validate:
+                    validate(log, model, val_batch, now, device)
+                if saves:
+                    save(log, run, record, model, optimizers, step)
+                if now.validate or saves:
+                    log.ended = clock(device)
             if leave:
                 break
-            log.ended = clock(device)
 
-        batch = next(train_loader)  # while a GPU computes the step before
-        result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
-        log.begin_step(now, result)
+            batch = next(train_loader)  # while a GPU computes the step before
+            result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
+            log.begin_step(now, result)
+    except Exception:
+        save_after_error(log, run, record, model, optimizers)
+        raise
 
     log.bar.close()
+    for line in changed_shards(batches[first_step:step]):
+        log(line)
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
-    if not last:  # a signal has stopped the run
+    if step < hp.num_iterations:  # a signal has stopped the run
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record, *flags]
-        words += ["--run_id", log.run_id, "--resume", "on"]
-        command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
-        remedy = f"saved; go on with {command}" if hp.keep else "not saved"
+        remedy = f"saved; {command_to_resume(log, run, record)}" if hp.keep else "not saved"
         log(f"stopped by {number.name} after step {step}: {remedy}")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -1948,7 +2125,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:
     """Run the command line of this file, or of a fork whose Run is given."""
     run = run or Run
-    as_program(script_of(run).name, lambda: train(run, *parse_args(argv, run)))
+    file = getattr(sys.modules[run.__module__], "__file__", "notebook")
+    as_program(Path(file).name, lambda: train(run, *parse_args(argv, run)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -137,6 +138,10 @@ def with_state(state: dict, change) -> dict:
     return state | {"optimizers": state["optimizers"] | {HEAD: head}}
 
 
+def of_type(state: dict, dtype: torch.dtype) -> dict:
+    return {name: weight.to(dtype) for name, weight in state["model"].items()}
+
+
 def without(state: dict, group: str) -> dict:
     return {name: of for name, of in state["optimizers"].items() if name != group}
 
@@ -145,8 +150,15 @@ def without(state: dict, group: str) -> dict:
     ("change", "message"),
     [
         (lambda s: s | {"step": 99}, "is of step 99, which is none of this run"),
+        (lambda s: s | {"step": True}, "is of step True, which is none of this run"),
+        (lambda s: s | {"seconds": math.nan}, "its nan seconds of training are impossible"),
+        (lambda s: s | {"optimizers": {}}, "has no optimizer's state: --init_from takes its"),
+        (lambda s: s | {"optimizers": None}, "has no optimizer's state: --init_from takes its"),
+        (lambda s: s | {"optimizers": s["optimizers"] | {"new": {}}}, "not one of this model: its"),
+        (lambda s: s | {"model": of_type(s, torch.complex64)}, "skip_weights is torch.complex64"),
+        (lambda s: s | {"model": of_type(s, torch.float16)}, "skip_weights is torch.float16"),
         (lambda s: s | {"model": s["model"] | {"new": torch.ones(1)}}, "model: Error(s) in"),
-        (lambda s: s | {"optimizers": without(s, HEAD)}, f"not one of this model: '{HEAD}'"),
+        (lambda s: s | {"optimizers": without(s, HEAD)}, "not one of this model: its groups"),
         (lambda s: with_state(s, lambda value: value[:, :1]), f"{HEAD}: exp_avg is .* [512, 1]"),
     ],
 )

@@ -140,6 +140,11 @@ def hung_up():
     return functools.partial(signal.raise_signal, signal.SIGHUP)
 
 
+def asked_by_slurm():
+    """By its --signal=USR1."""
+    return functools.partial(signal.raise_signal, signal.SIGUSR1)
+
+
 def hung_up_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return hung_up()
@@ -179,7 +184,11 @@ def losing(words: list[str], lose) -> None:
     main(words)
 
 
-STOPS = {hung_up: signal.SIGHUP, ctrl_c_ends_the_reader: signal.SIGINT}
+STOPS = {
+    hung_up: signal.SIGHUP,
+    asked_by_slurm: signal.SIGUSR1,
+    ctrl_c_ends_the_reader: signal.SIGINT,
+}
 
 
 @pytest.mark.parametrize("lose", [*STOPS, hung_up_under_nohup, reader_gone, closed])
@@ -195,6 +204,19 @@ def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
     found = outcome(Path.cwd(), LAST)
     assert all(torch.equal(found.tensors[name], whole.tensors[name]) for name in whole.tensors)
     assert found.rows == whole.rows
+
+
+def to_a_full_disk(words: list[str]) -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    main(words)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_of_the_output_is_told_once_and_by_the_status(flags):
+    run = Program(flags, work=to_a_full_disk)
+    assert run.end() == [1]
+    assert run.text("err") == "no space left for the output: it is lost\n"
+    assert Path(f"logs/it/state_step{LAST:06}.pt").exists()
 
 
 def test_two_ranks_that_lose_their_console_save(flags, whole):

@@ -3,6 +3,7 @@ begin with documents against documents dealt out one by one."""
 
 import hashlib
 import itertools
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -128,6 +129,28 @@ def test_sample_corpus_is_the_bible_in_gpt2_s_first_tokens():
     assert (len(train), len(val)) == (1090, 99) and not {*train} & {*val}
     beginning = "In the beginning God created the heaven and the earth.\nAnd the earth was"
     assert any(chapter.startswith(beginning) for chapter in train)
+
+
+def test_validation_reads_all_shards_in_order_and_no_sequence_crosses_them(tmp_path):
+    """Whatever plan training has; and no shard stays open."""
+    before = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    expected = []
+    for i, size in enumerate((1000, 300, 700)):
+        tokens = np.arange(size) + 1000 * i
+        shard(tmp_path / f"v{i}.bin", tokens)
+        expected += [tokens[k : k + 129].tolist() for k in range(0, size - 129, 128)]
+    flags = {"val_files": f"{tmp_path}/v*.bin", "val_seq_len": 128, "val_tokens": 128 * 14}
+    hp = train_gpt.Hyperparameters(**flags)
+    for ranks in (1, 3):
+        found = {}
+        for rank in range(ranks):
+            inputs, targets = train_gpt.validation_batch(hp, rank, ranks, CPU)
+            rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+            found |= dict(zip(range(rank, 14, ranks), rows, strict=True))
+        assert [found[i] for i in range(14)] == expected
+    with pytest.raises(UserError, match="14 batches .* needs 15: .* make --val_tokens smaller"):
+        train_gpt.validation_batch(replace(hp, val_tokens=128 * 15), 0, 1, CPU)
+    assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
 # -----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Bad input ends with a status, one line that helps, and no half-written file, on all ranks."""
 
+import errno
 import functools
 import math
 import os
@@ -8,6 +9,8 @@ import resource
 import shlex
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -120,7 +123,11 @@ def on_a_small_disk(words: list[str], size: int) -> None:
 def fill_the_disk() -> None:
     """Leave room for 20 more bytes of the log."""
     size = os.path.getsize("logs/it.txt") + 20
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def empty_the_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +145,112 @@ def test_a_run_that_ends_above_its_first_loss_or_that_of_chance_says_so(
     assert ("\nthe run has diverged: its last loss is above " in out) == diverged
 
 
-def test_a_log_that_a_full_disk_has_cut_is_whole_when_the_run_goes_on(flags, tmp_path):
-    words = [*flags, "--save_every", "1", "--run_id", "it", "--resume", "on"]
-    program = Program(words, work=functools.partial(acting, actions={2: fill_the_disk}))
-    assert program.end() == [1]
-    message = "train_gpt.py: error: could not write logs/it.txt: File too large"
-    assert message in program.text("err") and "Traceback" not in program.text("err")
-    out = console_of(words, tmp_path)
-    assert "resumed at step 2" in out
-    found = read_log(Path("logs/it.txt"))
-    assert found.loss == val_losses(out)[4] and found.source == Path(SCRIPT).read_text().strip()
+@pytest.mark.parametrize("last", [3, 9])
+def test_a_full_disk_costs_lines_of_the_log_and_no_run(last, flags, tmp_path):
+    """At the end it has room again, or not; then the checkpoint is not there either."""
+    words = [*flags, "--num_iterations", "5", "--val_loss_every", "0", "--run_id", "it"]
+    actions = {2: fill_the_disk, last: empty_the_disk}
+    program = Program(words, work=functools.partial(acting, actions=actions))
+    assert program.end() == [int(last == 9)] and "Traceback" not in program.text("err")
+    out = program.text("out")
+    assert out.count("could not write logs/it.txt, and goes on: File too large") == 1
+    if last == 3:
+        found = read_log(Path("logs/it.txt"))
+        assert found.loss == val_losses(out)[5] and found.source == Path(SCRIPT).read_text().strip()
+
+
+def fail() -> None:
+    raise RuntimeError("a fork's mistake")
+
+
+def fail_in_an_update() -> None:
+    train_gpt.Optimizers.step = lambda self, now: fail()
+
+
+@pytest.mark.parametrize("mistake", [fail, fail_in_an_update])
+def test_a_run_that_fails_between_updates_saves_its_last_step(mistake, flags, tmp_path):
+    flags += ["--run_id", "it", "--num_iterations", "5", "--val_loss_every", "0"]
+    program = Program(flags, work=functools.partial(acting, actions={3: mistake}))
+    assert program.end() == [1] and "a fork's mistake" in program.text("err")
+    saved = [path.name for path in tmp_path.glob("logs/it/*")]
+    if mistake is fail_in_an_update:
+        assert not saved
+        return
+    assert saved == ["state_step000003.pt"]
+    assert "saved after step 3; after a remedy, go on with cd " in program.text("out")
+    console_of([*flags, "--resume", "on"], tmp_path)
+    console_of([*flags, "--run_id", "whole"], tmp_path)
+    found, whole = (
+        train_gpt.load_checkpoint(f"logs/{run}/state_step000005.pt", train_gpt.Run)["model"]
+        for run in ("it", "whole")
+    )
+    assert all(torch.equal(found[name], weight) for name, weight in whole.items())
+
+
+ENVIRONMENTS = {
+    "WORLD_SIZE=-1": "RANK of WORLD_SIZE -1: let torchrun set both",
+    "WORLD_SIZE=2 RANK=5": "RANK 5 of WORLD_SIZE 2: let torchrun set both",
+    "SLURM_PROCID=1 SLURM_NTASKS=2": "each task of srun or mpirun would train alone",
+    "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2": "each task of srun or mpirun would train alone",
+    "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0": "each task of srun or mpirun would train",
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_ranks_that_torchrun_has_not_made_are_refused(environment, flags, capsys, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for pair in environment.split():
+        monkeypatch.setenv(*pair.split("="))
+    assert ENVIRONMENTS[environment] in error_of(flags, capsys)[1]
+
+
+def test_a_rank_without_others_is_none(flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert len(val_losses(console_of(flags, tmp_path))) == 3
+
+
+FILES = {
+    "logs/it.jsonl": ("", "logs/it.jsonl is there, and no log that it belongs to"),
+    "logs/it.txt": ("--resume on", "logs/it.txt is there, and no log that it belongs to"),
+    "logs/it/state_step000008.pt": ("", "logs/it/state_step000008.pt is there, and no log that"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_run_s_stay_as_they_are(name, flags, tmp_path, capsys):
+    words, message = FILES[name]
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("mine")
+    assert message in error_of([*flags, "--run_id", "it", *words.split()], capsys)[1]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_only_checkpoints_of_a_run_are_removed(flags, tmp_path):
+    """Neither copies that a user made, nor files beside them."""
+    flags += ["--run_id", "it", "--save_every", "1", "--keep", "1"]
+    folder = tmp_path / "logs/it"
+    folder.mkdir(parents=True)
+    theirs = ["_good.pt", "000009.pt.bak", "000009.pt.sha256", "000001.pt.0of2.old", "1.pt"]
+    theirs = [f"state_step{name}" for name in theirs]
+    for name in (*theirs, "state_step000001.pt.0of2"):
+        (folder / name).touch()
+    console_of(flags, tmp_path)
+    assert {path.name for path in folder.iterdir()} == {*theirs, "state_step000004.pt"}
+
+
+def test_a_file_system_without_locks_is_said_and_a_thread_may_train(flags, tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(train_gpt.fcntl, "flock", refuse)
+    out = console_of([*flags, "--run_id", "it"], tmp_path)
+    expected = val_losses(out)
+    assert "logs/it.txt cannot be locked (Function not implemented)" in out
+    found = []
+    thread = threading.Thread(target=lambda: found.append(console_of(flags, tmp_path)))
+    thread.start()
+    thread.join()
+    assert val_losses(found[0]) == expected
 
 
 def test_a_full_disk_while_saving_leaves_no_half_written_file(flags, tmp_path, monkeypatch):
@@ -211,16 +314,23 @@ def test_a_shard_that_changes_during_a_run_is_named(content, stops, flags, tmp_p
     assert program.end() == [1]
     message = r"train_1.bin has changed: its tokens from \d+ on are missing or wrong\n$"
     assert re.search(message, program.text("err"))
+    assert "saved after step 3; after a remedy" in program.text("out")
 
 
-def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(flags, tmp_path):
+@pytest.mark.parametrize("kind", ["another file", "written anew"])
+def test_a_shard_that_is_replaced_during_a_run_is_read_to_the_end(kind, flags, tmp_path):
+    """And it is told of at the end."""
     expected = val_losses(console_of([*flags, "--run_id", "whole"], tmp_path))
     (tmp_path / "another").write_bytes(b"another")
-    replace = functools.partial(os.replace, "another", "train_1.bin")
-    work = functools.partial(acting, actions={2: replace})
+    action = functools.partial(os.replace, "another", "train_1.bin")
+    if kind == "written anew":
+        content = (tmp_path / "train_1.bin").read_bytes()
+        action = functools.partial(Path("train_1.bin").write_bytes, content)
+    work = functools.partial(acting, actions={2: action})
     program = Program([*flags, "--run_id", "it"], work=work)
     assert program.end() == [0], program.text("err")
     assert val_losses(program.text("out")) == expected
+    assert "train_1.bin has changed since the run began" in program.text("out")
 
 
 def lose_folder(place: str) -> None:

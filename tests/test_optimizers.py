@@ -24,6 +24,7 @@ from train_gpt import (
     Moment,
     Optimizers,
     Rows,
+    UserError,
     adam,
     muon,
     zeropower_via_newtonschulz5,
@@ -108,6 +109,20 @@ def test_parameters_begin_at_multiples_of_16_bytes(tiny):
     Optimizers(model, hp, rank=1, world_size=3)
     for name, p in model.named_parameters():
         assert p.data_ptr() % 16 == 0 and torch.equal(p, before[name]), name
+
+
+def test_a_rule_that_changes_its_rows_and_returns_an_update_is_refused(tiny, monkeypatch):
+    """Other ranks would not have the change. It is seen on one rank, in the warm-up."""
+
+    def decayed_muon(rows, lr, now, hp):
+        rows.own.mul_(1 - 0.1 * lr)
+        return muon(rows, lr, now, hp)
+
+    monkeypatch.setattr(train_gpt, "muon", decayed_muon)
+    model = GPT(tiny)
+    moments = [Moment(step, tiny) for step in range(3)]
+    with pytest.raises(UserError, match="muon .*: its rule returns an update, so it may not"):
+        train_gpt.warm_up(model, Optimizers(model, tiny), moments, torch.device("cpu"))
 
 
 def test_a_rebound_parameter_is_refused(tiny):
