@@ -14,8 +14,10 @@ demo. Settings and ideas come from github.com/KellerJordan/modded-nanogpt. The s
     Numerics         compiled functions, FP8 matmuls, the linear layer
     Model            masks, attention, layers, and the head with its loss
     Optimizers       Muon and Adam as update rules, and how ranks share them
-    Machine          devices, ranks, errors, the log, checkpoints
-    Run              flags, warm-up, the timed loop: `train` is the whole program
+    Training         steps, validation, warm-up, the timed loop: `train` is the whole program
+    Machine          devices, ranks, errors, the log, checkpoints, flags
+
+Who wants the recipe alone can stop before the last section.
 """
 
 import argparse
@@ -1316,7 +1318,278 @@ class Optimizers:
 
 
 # -----------------------------------------------------------------------------
-# Machine: devices, ranks, errors, the log, checkpoints
+# Training: steps, validation, warm-up and the timed loop: `train` is the whole program
+
+
+class Run:
+    """What a fork may replace. It subclasses Run and sets, for example, GPT = MyGPT. These names
+    are looked up when they are called, so a fork may also assign train_gpt.GPT."""
+
+    records: dict[str, Hyperparameters] = RECORDS
+    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
+    GPT = staticmethod(lambda hp: GPT(hp))
+    Optimizers = staticmethod(lambda *arguments: Optimizers(*arguments))
+    Moment = staticmethod(lambda step, hp: Moment(step, hp))
+    check = staticmethod(lambda hp: check(hp))
+    plan = staticmethod(lambda shards, hp, moments: consecutive(shards, hp, moments))
+    read_per_token = staticmethod(lambda hp: 1.0)  # tokens read, at most, for each that trains
+
+    def __init_subclass__(cls):
+        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
+        if unknown:
+            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
+
+
+def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
+    """Return the model on its device, with initial weights. Decide what @compiled does."""
+    compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    if compiled.allowed:  # the first mention of torch._dynamo imports it, which takes a second
+        torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
+        # Otherwise, layers with an autograd.Function would be compiled anew at each start.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        for function in (memory_is_small, bfloat16_is_fast):  # constants for compiled code
+            torch.compiler.assume_constant_result(function)
+    # glibc gives the memory of each chunk of logits back to the system, and page faults fetch it
+    # again. Let it keep what is freed: without this, a step of the demo takes 2 to 3 times as long.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt and device.type == "cpu":
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes
+    torch.manual_seed(hp.seed)
+    model = run.GPT(hp).to(device)
+    for table in model.tables():
+        table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model
+
+
+def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
+    """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
+    (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
+    grad_clip the gradient's norm. Dividing by batch_seqs comes last: grad_s is for one sequence."""
+    loss = torch.zeros((), device=inputs.device)
+    for input_seq, target_seq in zip(inputs, targets, strict=True):
+        micro_loss = model(input_seq, target_seq, now)
+        micro_loss.backward()
+        optimizers.add_gradients()
+        loss += micro_loss.detach()
+        del micro_loss  # and its graph's memory, before the next one is made
+    optimizers.made = None  # an error within the update leaves it half made
+    norms = optimizers.step(now)
+    optimizers.made = now.step + 1
+    result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
+    return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> float:
+    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T)."""
+    model.eval()
+    total = torch.zeros(2, device=device)  # losses, sequences
+    for inputs, targets in zip(*batch, strict=True):
+        total[0] += model(inputs, targets, now)
+        total[1] += 1
+    all_reduce_(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Tensor]:
+    """Return this rank's inputs and targets (n, T) for `evaluate`: every world_size-th sequence."""
+    of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=1, epochs=1)
+    batches = plan_batches(hp.val_files, of_val, hp.val_tokens // hp.val_seq_len, in_order)
+    pairs = distributed_data_generator(batches, of_val, 0, 1, torch.device("cpu"))
+    inputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
+
+
+def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) -> None:
+    """Choose kernels, and make a step for each graph_key of the moments, on made-up tokens. Weights
+    and state are to be loaded afterwards. Compilation leaves cycles that hold gigabytes: they are
+    collected, and more steps reserve the memory that the run needs."""
+    hp = model.hp
+    choose_kernels(model, hp, device, all_reduce_, log)
+    kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
+    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
+    size = max(longest.seq_len, hp.val_seq_len)
+    tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
+    # The last steps are in a row: as many as let all groups learn, and for compiled code twice as
+    # many, because after a step, memory is divided in another way than after a validation.
+    count = optimizers.period * (2 if compiled.allowed else 1)
+    in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
+    alone = [[now] for now in kinds.values()] if compiled.allowed else []
+    for steps in [*alone, in_a_row]:
+        optimizers.load_state_dict({})  # the steps before these do not precede them in a run
+        gc.collect()
+        torch.cuda.empty_cache()
+        val = tokens[:, : hp.val_seq_len]
+        evaluate(model, (val.int(), val), steps[-1], device)  # first: its blocks are larger
+        for now in steps:
+            x = tokens[:, : now.seq_len]
+            train_step(model, optimizers, x.int(), x, now)
+
+
+def introduce(log: "Log", run, hp, record: str, model: GPT, batches: list, place: str) -> None:
+    """Write the header of a new log, and say what runs, and where."""
+    sources = sources_of(run)
+    if not log.before:
+        log(header(run, hp, sources), shown=False)
+    elif not all(source in log.before for source in sources):
+        log("the source is not the one with which this run began")
+    log(shlex.join(["record", record, *flags_of(hp, run.records[record])]))
+    log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    if record == "demo" and hp.device == "auto" and not on_gpu:
+        log("no GPU found: this is a small demonstration")
+    if hp.end_of_text not in batches[0][0]:
+        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
+    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
+        log("there is no FP8 here: the head trains in bfloat16")
+    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
+    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
+
+
+def validate(log: "Log", model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> None:
+    """Write the validation loss of a moment. UserError if it is not finite."""
+    hp, step = model.hp, now.step
+    log.bar.set_postfix_str("validating")
+    loss = evaluate(model, batch, now, device)
+    log(
+        f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}",
+        {"step": step, "val_loss": loss},
+    )
+    check_loss(loss, step)
+    if step == 0:
+        log.highest = min(log.highest, loss)
+    if step == hp.num_iterations and loss > log.highest:
+        log(f"the run has diverged: its last loss is above {log.highest:.4f}")
+
+
+def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: int) -> None:
+    """Save a checkpoint after a step. All ranks must call this. UserError if a weight is not
+    finite, or if it cannot be written."""
+    hp = model.hp
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"a weight is not finite after step {step}: lower the rates")
+    # No run goes on from the last step. All ranks must call state_dict.
+    states = {} if step == hp.num_iterations else optimizers.state_dict()
+    path = Path("logs", log.run_id, f"state_step{step:06}.pt")
+    model.save_pieces(path)
+    if optimizers.rank == 0:
+        state = {
+            "script": script_of(run).name,
+            "record": record,
+            "hyperparameters": dict(vars(hp)),
+            "step": step,
+            "seconds": log.seconds,
+            # Weights are views: torch.save would write all that they are views of.
+            "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
+            "optimizers": states,
+        }
+        save_checkpoint(path, state, hp.keep)
+
+
+def save_after_error(log: "Log", run: type[Run], record: str, model: GPT, optimizers) -> None:
+    """If one process trains, and the error came between two updates: save the last step. Of several
+    ranks, the others wait for the one that has failed, and cannot give it their state."""
+    step = optimizers.made
+    if optimizers.world_size > 1 or not model.hp.keep or not step or step % optimizers.period:
+        return
+    try:
+        save(log, run, record, model, optimizers, step)
+        log(f"saved after step {step}; after a remedy, {command_to_resume(log, run, record)}")
+    except Exception as error:  # the first error is the one to report
+        log(str(error))
+
+
+def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
+    """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
+    leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
+    reads a step's values during the next step. An .item() in a step would break this."""
+    device, rank, world_size = start_device(hp.device)
+    on_gpu = device.type == "cuda"
+    if hp.batch_seqs % world_size:
+        raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
+
+    # Data, model and weights come before the log: a mistake in them does not use up the run's name.
+    moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
+    val_batch = validation_batch(hp, rank, world_size, device)
+    batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
+    model = build(run, hp, device)
+
+    saved = beginning(run, hp, model)
+    log = Log(run, hp, rank)
+    first_step = saved.get("step", 0)
+    log.seconds = saved.get("seconds", 0.0)
+    if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
+        raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
+    if first_step == hp.num_iterations:
+        return log(f"the run {log.run_id} is finished")
+    optimizers = run.Optimizers(model, hp, rank, world_size)
+
+    place = f"{world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
+    introduce(log, run, hp, record, model, batches, place)
+    if compiled.allowed:
+        log("compiling: this takes minutes at first, and less when the caches are full")
+    start = clock(device)
+    warm_up(model, optimizers, moments, device, log)
+    log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
+    restore(model, optimizers, saved)
+    optimizers.made = None  # no step yet that is not saved
+    saved.clear()  # frees more than the model's size
+    if first_step or hp.init_from:
+        log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
+    note_signals()
+    gc.freeze()  # garbage collection skips what exists now: it stays to the end
+    log.ended = clock(device)
+    try:
+        for now in moments[first_step:]:
+            step = now.step  # steps made so far
+            leave = step == hp.num_iterations or (log.stop and step % optimizers.period == 0)
+            if step > first_step or step == 0:  # else its validation and checkpoint are there
+                due = leave or (hp.save_every and step % hp.save_every == 0)
+                saves = hp.keep and step > 0 and due
+                if now.validate or saves or leave:
+                    log.end_step()
+                if now.validate:
+                    validate(log, model, val_batch, now, device)
+                if saves:
+                    save(log, run, record, model, optimizers, step)
+                if now.validate or saves:
+                    log.ended = clock(device)
+            if leave:
+                break
+
+            batch = next(train_loader)  # while a GPU computes the step before
+            result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
+            log.begin_step(now, result)
+    except Exception:
+        save_after_error(log, run, record, model, optimizers)
+        raise
+
+    log.bar.close()
+    for line in changed_shards(batches[first_step:step]):
+        log(line)
+    all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
+    if step < hp.num_iterations:  # a signal has stopped the run
+        number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
+        remedy = f"saved; {command_to_resume(log, run, record)}" if hp.keep else "not saved"
+        log(f"stopped by {number.name} after step {step}: {remedy}")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit(128 + number)
+    if on_gpu:
+        allocated = torch.cuda.max_memory_allocated() >> 20
+        reserved = torch.cuda.max_memory_reserved() >> 20
+        log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+
+
+# -----------------------------------------------------------------------------
+# Machine: devices, ranks, errors, the log, checkpoints, flags
 
 
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
@@ -1519,7 +1792,7 @@ class Log:
     before reached the host; tokens_per_s; and with grad_clip grad_norm. Another object has a step's
     val_loss. If a step comes twice, later fields count."""
 
-    def __init__(self, run: type["Run"], hp: Hyperparameters, rank: int):
+    def __init__(self, run: type[Run], hp: Hyperparameters, rank: int):
         self.hp = hp
         names = [hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()]
         if dist.is_initialized():
@@ -1611,7 +1884,7 @@ def check_loss(loss: float, step: int) -> None:
         raise UserError(f"the loss is {loss} at step {step}: {remedy}")
 
 
-def script_of(run: type["Run"]) -> Path:
+def script_of(run: type[Run]) -> Path:
     """Return the file that defines a Run: train_gpt.py, or a fork. UserError if none does."""
     try:
         return Path(inspect.getfile(run)).resolve()
@@ -1619,7 +1892,7 @@ def script_of(run: type["Run"]) -> Path:
         raise UserError("save the class Run as a script, and start that: logs hold it") from error
 
 
-def sources_of(run: type["Run"]) -> list[str]:
+def sources_of(run: type[Run]) -> list[str]:
     """Return the source of the started script, and of the project's files that it imports."""
     script = script_of(run)
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
@@ -1631,7 +1904,7 @@ def sources_of(run: type["Run"]) -> list[str]:
     return [script.read_text("utf-8", errors="replace"), *others]
 
 
-def header(run: type["Run"], hp: Hyperparameters, sources: list[str]) -> str:
+def header(run: type[Run], hp: Hyperparameters, sources: list[str]) -> str:
     """Return how a log begins: the source of the started script alone, then versions, machine,
     settings, and other sources. A RULE follows each part."""
     command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
@@ -1694,7 +1967,7 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
             piece.unlink()
 
 
-def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
+def load_checkpoint(path: str | Path, run: type[Run]) -> dict:
     """Return a checkpoint, on the CPU: what `train` saves, or only `model` of a published one.
     UserError if the file is damaged, no checkpoint, or of a script with other settings."""
     try:
@@ -1715,27 +1988,61 @@ def load_checkpoint(path: str | Path, run: type["Run"]) -> dict:
         raise UserError(f"{path} is not an intact checkpoint ({type(error).__name__})") from error
 
 
-# -----------------------------------------------------------------------------
-# Run: flags, warm-up, the timed loop
+def load_weights(model: GPT, saved: dict) -> None:
+    """Load a checkpoint's weights. UserError if they do not fit."""
+    try:
+        for name, weight in saved["model"].items():
+            if weight.dtype not in (torch.float32, torch.bfloat16):
+                raise RuntimeError(f"{name} is {weight.dtype}")
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
 
-class Run:
-    """What a fork may replace. It subclasses Run and sets, for example, GPT = MyGPT. These names
-    are looked up when they are called, so a fork may also assign train_gpt.GPT."""
+def restore(model: GPT, optimizers, saved: dict) -> None:
+    """Load a checkpoint's weights and state, if it has state. UserError if they do not fit."""
+    load_weights(model, saved)
+    try:
+        optimizers.load_state_dict(saved["optimizers"])
+        model.load_pieces(saved.get("path"), weights_only=not saved["optimizers"])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
-    records: dict[str, Hyperparameters] = RECORDS
-    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    GPT = staticmethod(lambda hp: GPT(hp))
-    Optimizers = staticmethod(lambda *arguments: Optimizers(*arguments))
-    Moment = staticmethod(lambda step, hp: Moment(step, hp))
-    check = staticmethod(lambda hp: check(hp))
-    plan = staticmethod(lambda shards, hp, moments: consecutive(shards, hp, moments))
-    read_per_token = staticmethod(lambda hp: 1.0)  # tokens read, at most, for each that trains
 
-    def __init_subclass__(cls):
-        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
-        if unknown:
-            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
+def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
+    """Return what a run begins from: its newest checkpoint, given weights, or those of the model.
+    They are on the CPU. UserError for the checkpoint of another program."""
+    paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
+    if not paths and hp.init_from:
+        saved = {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
+        load_weights(model, saved)
+        return saved | {"path": Path(hp.init_from)}
+    if not paths:  # a copy, because the warm-up changes the weights
+        weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+        return {"model": weights, "optimizers": {}}
+    path = paths[0]
+    try:
+        saved = load_checkpoint(path, run) | {"path": path}
+    except UserError as error:
+        remedy = "delete it, and the run resumes from the one before" if paths[1:] else "delete it"
+        raise UserError(f"{error}; {remedy}") from error
+    author = saved.get("script", "another program")
+    may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
+    then = replace(saved.get("hyperparameters", hp), **may_change)
+    changed = changed_flags(hp, then)
+    if changed or author != script_of(run).name:
+        theirs = f"{author} {shlex.join(changed_flags(then, hp))}"
+        yours = shlex.join([script_of(run).name, *changed])
+        remedy = f"--run_id OTHER --init_from {path} begins a new run from its weights, if they fit"
+        raise UserError(f"{path} was saved by {theirs}, and this is {yours}: {remedy}")
+    step, seconds = saved.get("step"), saved.get("seconds", 0.0)
+    if type(step) is not int or not 1 <= step <= hp.num_iterations:
+        raise UserError(f"{path} is of step {step!r}, which is none of this run")
+    if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
+        raise UserError(f"{path}: its {seconds!r} seconds of training are impossible")
+    if step < hp.num_iterations and not saved.get("optimizers"):
+        raise UserError(f"{path} has no optimizer's state: --init_from takes its weights alone")
+    return saved
 
 
 def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:
@@ -1805,321 +2112,16 @@ def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
     return words
 
 
-def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
-    """Return the model on its device, with initial weights. Decide what @compiled does."""
-    compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
-    if compiled.allowed:  # the first mention of torch._dynamo imports it, which takes a second
-        torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
-        # Otherwise, layers with an autograd.Function would be compiled anew at each start.
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-        for function in (memory_is_small, bfloat16_is_fast):  # constants for compiled code
-            torch.compiler.assume_constant_result(function)
-    # glibc gives the memory of each chunk of logits back to the system, and page faults fetch it
-    # again. Let it keep what is freed: without this, a step of the demo takes 2 to 3 times as long.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt and device.type == "cpu":
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes
-    torch.manual_seed(hp.seed)
-    model = run.GPT(hp).to(device)
-    for table in model.tables():
-        table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return model
-
-
-@torch.no_grad()
-def evaluate(model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> float:
-    """Return the mean loss of all ranks' sequences. `batch` is this rank's, two tensors (n, T)."""
-    model.eval()
-    total = torch.zeros(2, device=device)  # losses, sequences
-    for inputs, targets in zip(*batch, strict=True):
-        total[0] += model(inputs, targets, now)
-        total[1] += 1
-    all_reduce_(total)
-    model.train()
-    return (total[0] / total[1]).item()
-
-
-def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Tensor]:
-    """Return this rank's inputs and targets (n, T) for `evaluate`: every world_size-th sequence."""
-    of_val = replace(hp, seq_len=hp.val_seq_len, batch_seqs=1, epochs=1)
-    batches = plan_batches(hp.val_files, of_val, hp.val_tokens // hp.val_seq_len, in_order)
-    pairs = distributed_data_generator(batches, of_val, 0, 1, torch.device("cpu"))
-    inputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
-
-
-def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
-    """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
-    (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
-    grad_clip the gradient's norm. Dividing by batch_seqs comes last: grad_s is for one sequence."""
-    loss = torch.zeros((), device=inputs.device)
-    for input_seq, target_seq in zip(inputs, targets, strict=True):
-        micro_loss = model(input_seq, target_seq, now)
-        micro_loss.backward()
-        optimizers.add_gradients()
-        loss += micro_loss.detach()
-        del micro_loss  # and its graph's memory, before the next one is made
-    optimizers.made = None  # an error within the update leaves it half made
-    norms = optimizers.step(now)
-    optimizers.made = now.step + 1
-    result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
-    return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
-
-
-def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) -> None:
-    """Choose kernels, and make a step for each graph_key of the moments, on made-up tokens. Weights
-    and state are to be loaded afterwards. Compilation leaves cycles that hold gigabytes: they are
-    collected, and more steps reserve the memory that the run needs."""
-    hp = model.hp
-    choose_kernels(model, hp, device, all_reduce_, log)
-    kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
-    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
-    size = max(longest.seq_len, hp.val_seq_len)
-    tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
-    # The last steps are in a row: as many as let all groups learn, and for compiled code twice as
-    # many, because after a step, memory is divided in another way than after a validation.
-    count = optimizers.period * (2 if compiled.allowed else 1)
-    in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
-    alone = [[now] for now in kinds.values()] if compiled.allowed else []
-    for steps in [*alone, in_a_row]:
-        optimizers.load_state_dict({})  # the steps before these do not precede them in a run
-        gc.collect()
-        torch.cuda.empty_cache()
-        val = tokens[:, : hp.val_seq_len]
-        evaluate(model, (val.int(), val), steps[-1], device)  # first: its blocks are larger
-        for now in steps:
-            x = tokens[:, : now.seq_len]
-            train_step(model, optimizers, x.int(), x, now)
-
-
-def load_weights(model: GPT, saved: dict) -> None:
-    """Load a checkpoint's weights. UserError if they do not fit."""
-    try:
-        for name, weight in saved["model"].items():
-            if weight.dtype not in (torch.float32, torch.bfloat16):
-                raise RuntimeError(f"{name} is {weight.dtype}")
-        model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        raise UserError(f"the checkpoint is not one of this model: {error}") from error
-
-
-def restore(model: GPT, optimizers, saved: dict) -> None:
-    """Load a checkpoint's weights and state, if it has state. UserError if they do not fit."""
-    load_weights(model, saved)
-    try:
-        optimizers.load_state_dict(saved["optimizers"])
-        model.load_pieces(saved.get("path"), weights_only=not saved["optimizers"])
-    except (KeyError, RuntimeError) as error:
-        raise UserError(f"the checkpoint is not one of this model: {error}") from error
-
-
-def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
-    """Return what a run begins from: its newest checkpoint, given weights, or those of the model.
-    They are on the CPU. UserError for the checkpoint of another program."""
-    paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
-    if not paths and hp.init_from:
-        saved = {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
-        load_weights(model, saved)
-        return saved | {"path": Path(hp.init_from)}
-    if not paths:  # a copy, because the warm-up changes the weights
-        weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
-        return {"model": weights, "optimizers": {}}
-    path = paths[0]
-    try:
-        saved = load_checkpoint(path, run) | {"path": path}
-    except UserError as error:
-        remedy = "delete it, and the run resumes from the one before" if paths[1:] else "delete it"
-        raise UserError(f"{error}; {remedy}") from error
-    author = saved.get("script", "another program")
-    may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
-    then = replace(saved.get("hyperparameters", hp), **may_change)
-    changed = changed_flags(hp, then)
-    if changed or author != script_of(run).name:
-        theirs = f"{author} {shlex.join(changed_flags(then, hp))}"
-        yours = shlex.join([script_of(run).name, *changed])
-        remedy = f"--run_id OTHER --init_from {path} begins a new run from its weights, if they fit"
-        raise UserError(f"{path} was saved by {theirs}, and this is {yours}: {remedy}")
-    step, seconds = saved.get("step"), saved.get("seconds", 0.0)
-    if type(step) is not int or not 1 <= step <= hp.num_iterations:
-        raise UserError(f"{path} is of step {step!r}, which is none of this run")
-    if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
-        raise UserError(f"{path}: its {seconds!r} seconds of training are impossible")
-    if step < hp.num_iterations and not saved.get("optimizers"):
-        raise UserError(f"{path} has no optimizer's state: --init_from takes its weights alone")
-    return saved
-
-
-def introduce(log: Log, run, hp, record: str, model: GPT, batches: list, place: str) -> None:
-    """Write the header of a new log, and say what runs, and where."""
-    sources = sources_of(run)
-    if not log.before:
-        log(header(run, hp, sources), shown=False)
-    elif not all(source in log.before for source in sources):
-        log("the source is not the one with which this run began")
-    log(shlex.join(["record", record, *flags_of(hp, run.records[record])]))
-    log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
-    device = next(model.parameters()).device
-    on_gpu = device.type == "cuda"
-    if record == "demo" and hp.device == "auto" and not on_gpu:
-        log("no GPU found: this is a small demonstration")
-    if hp.end_of_text not in batches[0][0]:
-        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
-    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
-        log("there is no FP8 here: the head trains in bfloat16")
-    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
-    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
-
-
 def flags_of(hp: Hyperparameters, usual: Hyperparameters) -> list[str]:
     """Return the flags that make these settings of the usual ones, without the run's name."""
     return changed_flags(replace(hp, run_id="", resume=False), usual)
 
 
-def validate(log: Log, model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> None:
-    """Write the validation loss of a moment. UserError if it is not finite."""
-    hp, step = model.hp, now.step
-    log.bar.set_postfix_str("validating")
-    loss = evaluate(model, batch, now, device)
-    log(
-        f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}",
-        {"step": step, "val_loss": loss},
-    )
-    check_loss(loss, step)
-    if step == 0:
-        log.highest = min(log.highest, loss)
-    if step == hp.num_iterations and loss > log.highest:
-        log(f"the run has diverged: its last loss is above {log.highest:.4f}")
-
-
-def save(log: Log, run: type[Run], record: str, model: GPT, optimizers, step: int) -> None:
-    """Save a checkpoint after a step. All ranks must call this. UserError if a weight is not
-    finite, or if it cannot be written."""
-    hp = model.hp
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"a weight is not finite after step {step}: lower the rates")
-    # No run goes on from the last step. All ranks must call state_dict.
-    states = {} if step == hp.num_iterations else optimizers.state_dict()
-    path = Path("logs", log.run_id, f"state_step{step:06}.pt")
-    model.save_pieces(path)
-    if optimizers.rank == 0:
-        state = {
-            "script": script_of(run).name,
-            "record": record,
-            "hyperparameters": dict(vars(hp)),
-            "step": step,
-            "seconds": log.seconds,
-            # Weights are views: torch.save would write all that they are views of.
-            "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
-            "optimizers": states,
-        }
-        save_checkpoint(path, state, hp.keep)
-
-
-def save_after_error(log: Log, run: type[Run], record: str, model: GPT, optimizers) -> None:
-    """If one process trains, and the error came between two updates: save the last step. Of several
-    ranks, the others wait for the one that has failed, and cannot give it their state."""
-    step = optimizers.made
-    if optimizers.world_size > 1 or not model.hp.keep or not step or step % optimizers.period:
-        return
-    try:
-        save(log, run, record, model, optimizers, step)
-        log(f"saved after step {step}; after a remedy, {command_to_resume(log, run, record)}")
-    except Exception as error:  # the first error is the one to report
-        log(str(error))
-
-
-def command_to_resume(log: Log, run: type[Run], record: str) -> str:
+def command_to_resume(log: "Log", run: type[Run], record: str) -> str:
     """Return the words of a message: the command that resumes this run."""
     words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record]
     words += [*flags_of(log.hp, run.records[record]), "--run_id", log.run_id, "--resume", "on"]
     return f"go on with cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
-
-
-def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
-    """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
-    leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
-    reads a step's values during the next step. An .item() in a step would break this."""
-    device, rank, world_size = start_device(hp.device)
-    on_gpu = device.type == "cuda"
-    if hp.batch_seqs % world_size:
-        raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
-
-    # Data, model and weights come before the log: a mistake in them does not use up the run's name.
-    moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
-    val_batch = validation_batch(hp, rank, world_size, device)
-    batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
-    model = build(run, hp, device)
-
-    saved = beginning(run, hp, model)
-    log = Log(run, hp, rank)
-    first_step = saved.get("step", 0)
-    log.seconds = saved.get("seconds", 0.0)
-    if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
-        raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
-    if first_step == hp.num_iterations:
-        return log(f"the run {log.run_id} is finished")
-    optimizers = run.Optimizers(model, hp, rank, world_size)
-
-    place = f"{world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-    introduce(log, run, hp, record, model, batches, place)
-    if compiled.allowed:
-        log("compiling: this takes minutes at first, and less when the caches are full")
-    start = clock(device)
-    warm_up(model, optimizers, moments, device, log)
-    log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
-    restore(model, optimizers, saved)
-    optimizers.made = None  # no step yet that is not saved
-    saved.clear()  # frees more than the model's size
-    if first_step or hp.init_from:
-        log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-
-    train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
-    note_signals()
-    gc.freeze()  # garbage collection skips what exists now: it stays to the end
-    log.ended = clock(device)
-    try:
-        for now in moments[first_step:]:
-            step = now.step  # steps made so far
-            leave = step == hp.num_iterations or (log.stop and step % optimizers.period == 0)
-            if step > first_step or step == 0:  # else its validation and checkpoint are there
-                due = leave or (hp.save_every and step % hp.save_every == 0)
-                saves = hp.keep and step > 0 and due
-                if now.validate or saves or leave:
-                    log.end_step()
-                if now.validate:
-                    validate(log, model, val_batch, now, device)
-                if saves:
-                    save(log, run, record, model, optimizers, step)
-                if now.validate or saves:
-                    log.ended = clock(device)
-            if leave:
-                break
-
-            batch = next(train_loader)  # while a GPU computes the step before
-            result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
-            log.begin_step(now, result)
-    except Exception:
-        save_after_error(log, run, record, model, optimizers)
-        raise
-
-    log.bar.close()
-    for line in changed_shards(batches[first_step:step]):
-        log(line)
-    all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
-    if step < hp.num_iterations:  # a signal has stopped the run
-        number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        remedy = f"saved; {command_to_resume(log, run, record)}" if hp.keep else "not saved"
-        log(f"stopped by {number.name} after step {step}: {remedy}")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.exit(128 + number)
-    if on_gpu:
-        allocated = torch.cuda.max_memory_allocated() >> 20
-        reserved = torch.cuda.max_memory_reserved() >> 20
-        log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
 
 
 def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:
