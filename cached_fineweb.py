@@ -21,6 +21,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 from train_gpt import HERE, UserError, as_program, load_data_shard
 
 try:

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import console
 import launch
 import script

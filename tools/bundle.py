@@ -6,7 +6,10 @@ OUT.py must be new, or an older bundle. It holds each source unchanged, the scri
 the others run when they are imported. Its log begins with all the code that trained.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import script

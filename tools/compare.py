@@ -59,6 +59,7 @@ import json
 import math
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -69,6 +70,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import launch

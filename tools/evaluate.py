@@ -8,6 +8,11 @@ Other flags go to the script that saved the checkpoint. A published checkpoint n
 --record NAME if it is not the default one.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import console
 import train_gpt
 from checkpoint import parse_with_checkpoint

@@ -12,6 +12,7 @@ steps take them from the first one, by --like.
 import math
 import os
 import shlex
+import sys
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -20,6 +21,8 @@ from tempfile import NamedTemporaryFile
 import numpy as np
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import launch
