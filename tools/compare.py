@@ -151,6 +151,9 @@ class Side:
                 raise KeyboardInterrupt
             if found["exit"]:
                 raise UserError(f"the run {log.stem} {found['status']}: {found['reason']}")
+            if not log.exists():
+                remedy = f"the same command with --run_id {name} makes it again"
+                raise UserError(f"{found['reason']}: {remedy}")
         found = read_log(log)
         text = f"{self.name} seed {seed}: loss {found.loss:.5f} in {found.seconds:.1f} s"
         print(f"{label}, {text}", flush=True)
@@ -265,9 +268,12 @@ def plan_of(name: str) -> dict:
         return {}
     try:
         plan = json.loads(regular(path).read_bytes())
-        if {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]:
+        numbers = [plan["ended"]] if "ended" in plan else []
+        numbers += [plan["steps"]] if "steps" in plan else []
+        is_whole = {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]
+        if is_whole and all(type(number) is int for number in numbers + plan["plans"]):
             return plan
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         pass
     remedy = "remove it, and the same command reads the runs that are finished"
     raise UserError(f"{path} is not a whole plan of a comparison: {remedy}")
