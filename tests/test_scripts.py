@@ -208,7 +208,9 @@ def test_tokens_without_a_text_are_trained_and_evaluated(flags, tmp_path, capsys
     assert text.count(said) == 1 and "sample.py" not in text and "sample corpus" not in text
     assert result.noted()[-1]["bits_per_byte"] is None
     evaluate.main(["--device", "cpu"])
-    assert re.search(r"\nval_loss:\d+\.\d{5} over 2048 tokens\n$", capsys.readouterr().out)
+    assert re.search(
+        r"\nval_loss:\d+\.\d{5} perplexity:\S+ over 2048 tokens\n$", capsys.readouterr().out
+    )
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:
