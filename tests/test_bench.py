@@ -57,6 +57,7 @@ def test_runs_take_turns_and_rates_are_those_of_their_times(tmp_path, monkeypatc
     own = "--json --steps 5 --trace 2 --batch_seqs 1"
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
     flags = f"{own} --record demo --device cpu {sizes} --vocab_size 500 --train_files shard"
+    flags += " --tokenizer none"
     monkeypatch.setattr(bench, "matmul_tflops", lambda *_: RATE)
     made, step_of = [], bench.Timed.step
 
