@@ -75,7 +75,7 @@ def download(names: list[str], repository: str, folder: Path) -> None:
         if size > free:
             raise UserError(f"{text}; make room or choose another folder with --dir")
         print(text, flush=True)
-    incoming = folder / ".incoming"  # here, a shard has its name before its checksum is known
+    incoming = folder / ".incoming_of_cached_fineweb"  # shards whose checksum is not yet known
     try:
         for name in missing:
             hf_hub_download(repository, name, repo_type="dataset", local_dir=incoming)

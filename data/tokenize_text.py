@@ -132,7 +132,7 @@ def read_documents(path: str, args: argparse.Namespace) -> Iterator[TextIO]:
         if path.lower().endswith(".jsonl"):
             yield from map(io.StringIO, read_jsonl(path, file, args.field))
         elif args.split_at:
-            yield from map(io.StringIO, split(file, args.split_at))
+            yield from map(io.StringIO, split_at_marks(file, args.split_at))
         elif args.blank_line_documents:
             for is_blank, lines in itertools.groupby(file, str.isspace):
                 if not is_blank:
@@ -141,7 +141,7 @@ def read_documents(path: str, args: argparse.Namespace) -> Iterator[TextIO]:
             yield file
 
 
-def split(file: TextIO, mark: str) -> Iterator[str]:
+def split_at_marks(file: TextIO, mark: str) -> Iterator[str]:
     """Yield the texts between marks, without line breaks at their ends."""
     parts, tail = [], ""  # of the text so far
     while piece := file.read(PIECE):
@@ -253,8 +253,8 @@ def make_batches(split_of: dict[str, str], args: argparse.Namespace) -> Iterator
 
     A share of the documents in "train" files, --val_fraction, becomes validation: the first one and
     others at even distances, so that a few documents are enough to have some. `share_the_text`
-    mends it where they are too few. At the end, it is said how often a mark between documents was
-    read as text.
+    mends it where they are too few. The last line says how often a mark between documents was read
+    as text.
     """
     batch, size, documents, marks = [], 0, 0, 0
     for path, split_of_file in split_of.items():

@@ -72,6 +72,7 @@ def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(tr
     ("status", "last", "saved", "expected"),
     [
         (0, {"step": 8, "train_loss": 2.0, "val_loss": 3.0}, False, ("finished", 0, 8, 3.0)),
+        (0, {"step": 8, "train_loss": 2.0, "val_loss": 13.0}, False, ("diverged", 0, 8, 13.0)),
         (0, {"step": 7, "train_loss": 2.0}, False, ("finished", 0, 8, None)),
         (0, {}, True, ("finished", 0, 8, None)),
         (0, {}, False, ("failed", 1, None, None)),
@@ -95,7 +96,7 @@ def test_a_run_whose_log_is_gone_ended_as_its_program_did(status, last, saved, e
     found = result.result_of(start, result.End(status, "an error" if status else ""), live.last)
     assert tuple(found[key] for key in ("status", "exit", "steps", "val_loss")) == expected
     assert found["log"] is None
-    assert ("it.txt was moved or removed" in found["reason"]) == (expected[0] == "finished")
+    assert ("it.txt was moved or removed" in found["reason"]) == (expected[1] == 0)
 
 
 TRACEBACK = """Traceback (most recent call last):

@@ -144,7 +144,7 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
 def test_a_mark_is_found_wherever_pieces_of_a_text_end(piece, monkeypatch):
     monkeypatch.setattr(tokenize_text, "PIECE", piece)
     texts = ["", "one", "=", "=\n==\ntwo", "three = four", ""]
-    found = tokenize_text.split(io.StringIO("\n===\r\n".join(texts)), "===")
+    found = tokenize_text.split_at_marks(io.StringIO("\n===\r\n".join(texts)), "===")
     assert [*found] == texts
 
 

@@ -268,8 +268,7 @@ def plan_of(name: str) -> dict:
         return {}
     try:
         plan = json.loads(regular(path).read_bytes())
-        numbers = [plan["ended"]] if "ended" in plan else []
-        numbers += [plan["steps"]] if "steps" in plan else []
+        numbers = [plan[name] for name in ("ended", "steps") if name in plan]
         is_whole = {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]
         if is_whole and all(type(number) is int for number in numbers + plan["plans"]):
             return plan

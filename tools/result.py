@@ -156,6 +156,8 @@ def what_is_known_without_log(start: Start, end: End, last: dict) -> dict:
     found |= {"status": "finished", "reason": reason, "steps": hp.num_iterations}
     if last.get("step") == hp.num_iterations:
         found |= {key: last.get(key) for key in ("train_loss", "val_loss")}
+    if (found.get("val_loss") or 0.0) > math.log(hp.vocab_size):
+        found["status"] = "diverged"
     return found
 
 
