@@ -21,6 +21,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 from train_gpt import HERE, UserError, as_program, load_data_shard
 
 try:
@@ -48,8 +50,15 @@ def sha256_of(path: Path) -> str:
 def list_files(repository: str) -> dict:
     """Return what the hub lists, by file name. `size` is in bytes, `lfs.sha256` the checksum."""
     print(f"asking {constants.ENDPOINT} for the shards of {repository}", flush=True)
-    listing = HfApi().list_repo_tree(repository, repo_type="dataset")
-    return {file.path: file for file in listing if getattr(file, "lfs", None)}
+    try:
+        listing = HfApi().list_repo_tree(repository, repo_type="dataset")
+        listed = {file.path: file for file in listing if getattr(file, "lfs", None)}
+        sum(file.size for file in listed.values())  # a TypeError if one is no number
+    except (AttributeError, KeyError, TypeError) as error:
+        found = f"{constants.ENDPOINT} lists {repository} in another form than Hugging Face's hub"
+        remedy = "set HF_ENDPOINT to another mirror, or unset it"
+        raise UserError(f"{found} ({type(error).__name__}: {error}): {remedy}") from error
+    return listed
 
 
 def download(names: list[str], repository: str, folder: Path) -> None:
@@ -66,7 +75,7 @@ def download(names: list[str], repository: str, folder: Path) -> None:
         if size > free:
             raise UserError(f"{text}; make room or choose another folder with --dir")
         print(text, flush=True)
-    incoming = folder / ".incoming"  # here, a shard has its name before its checksum is known
+    incoming = folder / ".incoming_of_cached_fineweb"  # shards whose checksum is not yet known
     try:
         for name in missing:
             hf_hub_download(repository, name, repo_type="dataset", local_dir=incoming)

@@ -27,10 +27,22 @@
 # NPROC=n uses n GPUs. PYTHON=path names another Python (3.11 or later): run.sh starts it if it has
 # torch, or else makes an environment from it. run.sh uses a .venv that it did not make if nothing
 # is missing in it, and never changes it.
-set -euo pipefail
+if [ -z "${BASH_VERSION-}" ]; then # another shell, as by `sh run.sh`
+    echo "run.sh: this is a script of bash: start it by bash $0, or by its path alone" >&2
+    exit 1
+fi
+set -euo pipefail +o posix # bash started as sh reads less than bash
 
 unset CDPATH # cd would look for folders elsewhere
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+file="${BASH_SOURCE[0]}"
+while [ -L "$file" ]; do # macOS may lack readlink -f
+    link="$(readlink "$file")"
+    case "$link" in
+    /*) file="$link" ;;
+    *) file="$(dirname "$file")/$link" ;;
+    esac
+done
+here="$(cd -P "$(dirname "$file")" && pwd)"
 python="${PYTHON:-python3}"
 case "$python" in
 [!/]*/*) python="$PWD/$python" ;; # so that it is still found after a cd
@@ -38,9 +50,9 @@ esac
 venv="$here/.venv"
 
 # Python reads our files, and prints, as UTF-8 in any locale. PYTHONOPTIMIZE would strip docstrings
-# and assertions, which tools and this script need.
+# and assertions, which tools and this script need. PYTHONSAFEPATH would hide what lies beside them.
 export PYTHONUTF8=1
-unset PYTHONOPTIMIZE
+unset PYTHONOPTIMIZE PYTHONSAFEPATH
 
 # Compiled code is cached in the project, because /tmp is often emptied by a reboot.
 if [ -w "$here" ]; then
@@ -176,7 +188,12 @@ lock() {
     [ -w "$here" ] || return 0
     exec 9>"$here/.run.lock"
     # If Python is too old, make_venv stops.
-    "$python" -P -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true
+    "$python" -P -c 'import fcntl
+try:
+    fcntl.flock(9, fcntl.LOCK_EX)
+except OSError as error:
+    print(f"run.sh: no lock ({error.strerror}): start no other run.sh until this has installed")
+' >&2 2>/dev/null || true
 }
 
 unlock() {
@@ -210,8 +227,9 @@ pip_install() { # pip_install FLAGS: errors are shown, the rest is for say_progr
         >"$venv/pip.log"
 }
 
-# Each requirements.txt is installed once: .venv keeps a copy to see whether it has changed.
-marked() { cmp -s "$1" "$venv/.installed-$2" && is_named; }
+# Each requirements.txt is installed once: .venv keeps a copy to see whether it has changed. If the
+# Python of which .venv was made is gone, its python is a link to nothing.
+marked() { cmp -s "$1" "$venv/.installed-$2" && [ -x "$venv/bin/python" ] && is_named; }
 mark() { cp "$1" "$venv/.installed-$2"; }
 
 venv_has_torch() {

@@ -1,6 +1,6 @@
 """Draw what a terminal showed as an SVG, such as README's picture of the demo.
 
-    script -qec "stty cols 100 rows 30; ./run.sh" run.typescript        # records the terminal (Linux)
+    script -qec "stty cols 100 rows 30; ./run.sh" run.typescript    # records the terminal (Linux)
     .venv/bin/python data/draw_terminal.py run.typescript data/demo.svg "$ ./run.sh" \\
         "no GPU" "parameters:" "step:0" "step:160" " 200/320, loss" "step:320"
 

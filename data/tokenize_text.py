@@ -5,13 +5,15 @@
 
 An input is a file, a folder (searched recursively, in sorted order) or a glob pattern of these:
 
-    .txt       one document; with --blank_line_documents, one per block between blank lines
+    .txt       one document; with --blank_line_documents, one per block between blank lines; with
+               --split_at TEXT, one per text between these marks, such as "<|endoftext|>"
     .jsonl     one document per line, in the field `text`, or in the one that --field names
     .parquet   one document per row, in such a column (needs pyarrow)
-    .bin       tokens as uint16 without a header, as nanoGPT writes them. It must be named, by its
-               path or a pattern: a folder's .bin files are left alone
+    .bin       tokens as uint16 without a header, as nanoGPT writes them
+    .npy       tokens as a numpy array of integers, as build-nanogpt writes them
 
-nanoGPT's files need only the header, so their tokens are taken as they are, before all text:
+Files of tokens must be named, by their path or a pattern: a folder's are left alone. They need only
+the header, so their tokens are taken as they are, before all text:
 
     python data/tokenize_text.py train.bin --val val.bin --out data/mine --name mine
 
@@ -23,7 +25,7 @@ none says that the tokens of .bin files have no text, as those of shakespeare_ch
 Documents keep their order: shuffle them first if neighbours are alike. "<|endoftext|>" in a
 document is ordinary text. Documents of white space only are left out. The number of workers does
 not change the shards. Memory holds one train and one validation shard,
-and for each worker a few batches or the longest document (a .txt is read in pieces).
+and for each worker a few batches or the longest document (a .txt that is one is read in pieces).
 
 DIR is a new or empty folder, which appears when all shards are whole; until then, DIR.unfinished
 holds them. With --overwrite, DIR may hold shards of the same NAME: the new ones replace them.
@@ -56,6 +58,7 @@ from typing import NoReturn, TextIO
 import numpy as np
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 try:
     import tiktoken  # noqa: F401 (GPT-2's tokens need it)
 
@@ -65,8 +68,10 @@ except ModuleNotFoundError as error:
 
 HERE = Path(__file__).resolve().parents[1]  # the project
 SUFFIXES = ".txt", ".jsonl", ".parquet"  # of text
-TOKENS = ".bin"  # suffix of tokens without a header
+TOKENS = ".bin", ".npy"  # of tokens without a shard's header
 MAGIC = 20240520  # begins a shard's header
+NPY = b"\x93NUMPY"  # begins a .npy
+MADE = "made_by_tokenize_text"  # the file that marks a folder of unfinished shards as ours
 PIECE = 2**18  # characters that are encoded at once; longer documents are cut
 BATCH = 2**20  # characters that a worker gets at once
 SHORTEST = 130  # tokens that a run needs to train, or to validate: a block of 128 and its targets
@@ -92,19 +97,21 @@ def find_files(pattern: str) -> list[str]:
         if os.path.isdir(path):
             inside = sorted(glob.glob(f"{glob.escape(path)}/**", recursive=True))
             files += [p for p in inside if p.lower().endswith(SUFFIXES) and os.path.isfile(p)]
-        elif path.lower().endswith((*SUFFIXES, TOKENS)):
-            files.append(path)
+        elif not path.lower().endswith(SUFFIXES + TOKENS):
+            fail(f"{path}: unknown extension, expected one of {', '.join(SUFFIXES + TOKENS)}")
+        elif not os.path.isfile(path):  # reading a pipe may never end
+            fail(f"{path}: not a regular file: write the text or the tokens to one first")
         else:
-            fail(f"{path}: unknown extension, expected one of {', '.join(SUFFIXES)}, {TOKENS}")
+            files.append(path)
     if not files:
-        fail(f"no {', '.join(SUFFIXES)} or named {TOKENS} file matches {pattern}")
+        fail(f"no {', '.join(SUFFIXES)} or named {' or '.join(TOKENS)} file matches {pattern}")
     return files
 
 
 def read_pieces(path: str, args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """Yield a file's text in pieces, and for each whether it begins a document."""
     try:
-        for document in read_documents(path, args.blank_line_documents, args.field):
+        for document in read_documents(path, args):
             begins = True
             for piece in cut(document) if args.tokenizer == "gpt2" else [document.read()]:
                 if not begins or piece.strip():  # blank pieces before a document are left out
@@ -116,20 +123,35 @@ def read_pieces(path: str, args: argparse.Namespace) -> Iterator[tuple[bool, str
             fail(f"{path}:{next(bad)}: not UTF-8: convert the file, for example with iconv")
 
 
-def read_documents(path: str, blank_line_documents: bool, field: str) -> Iterator[TextIO]:
+def read_documents(path: str, args: argparse.Namespace) -> Iterator[TextIO]:
     """Yield the documents of a file. Each must be read before the next one is asked for."""
     if path.lower().endswith(".parquet"):
-        yield from map(io.StringIO, read_parquet(path, field))
+        yield from map(io.StringIO, read_parquet(path, args.field))
         return
     with open(path, encoding="utf-8-sig", newline="\n") as file:
         if path.lower().endswith(".jsonl"):
-            yield from map(io.StringIO, read_jsonl(path, file, field))
-        elif blank_line_documents:
+            yield from map(io.StringIO, read_jsonl(path, file, args.field))
+        elif args.split_at:
+            yield from map(io.StringIO, split_at_marks(file, args.split_at))
+        elif args.blank_line_documents:
             for is_blank, lines in itertools.groupby(file, str.isspace):
                 if not is_blank:
                     yield io.StringIO("".join(lines).rstrip("\r\n"))
         else:
             yield file
+
+
+def split_at_marks(file: TextIO, mark: str) -> Iterator[str]:
+    """Yield the texts between marks, without line breaks at their ends."""
+    parts, tail = [], ""  # of the text so far
+    while piece := file.read(PIECE):
+        *ends, tail = (tail + piece).split(mark)
+        for end in ends:
+            yield "".join([*parts, end]).strip("\r\n")
+            parts = []
+        parts.append(tail[: -len(mark)])
+        tail = tail[-len(mark) :]  # a mark may begin here, and end in the next piece
+    yield "".join([*parts, tail]).strip("\r\n")
 
 
 def read_jsonl(path: str, file: TextIO, field: str) -> Iterator[str]:
@@ -174,16 +196,34 @@ def text_of(row: object, field: str, where: str) -> str:
 
 def read_tokens(path: str) -> Iterator[np.ndarray]:
     """Yield the tokens of a file that holds only them, uint16, in pieces."""
-    if not os.path.isfile(path):
-        fail(f"{path}: not a regular file: write the tokens to one first")
     with open(path, "rb") as file:
-        if int.from_bytes(file.read(4), "little") == MAGIC:
-            fail(f"{path}: is a shard already: give it to --train_files or --val_files")
-        if file.seek(0, os.SEEK_END) % 2:
-            fail(f"{path}: has an odd number of bytes, expected uint16: copy or make it again")
-        file.seek(0)
-        while len(tokens := np.fromfile(file, "<u2", PIECE)):
-            yield tokens
+        begins = file.read(len(NPY))
+        size = file.seek(0, os.SEEK_END)
+    if int.from_bytes(begins[:4], "little") == MAGIC:
+        fail(f"{path}: is a shard already: give it to --train_files or --val_files")
+    if begins == NPY or path.lower().endswith(".npy"):
+        tokens = read_npy(path)
+    elif size % 2:
+        fail(f"{path}: has an odd number of bytes, expected uint16: copy or make it again")
+    else:
+        tokens = np.memmap(path, "<u2", mode="r") if size else np.empty(0, "<u2")
+    for start in range(0, len(tokens), PIECE):
+        piece = tokens[start : start + PIECE]
+        if piece.min() < 0 or piece.max() >= 2**16:
+            fail(f"{path}: has ids from {piece.min()} to {piece.max()}: shards hold 0 to 65535")
+        yield piece.astype("<u2")
+
+
+def read_npy(path: str) -> np.ndarray:
+    """Return the array of a .npy, memory-mapped: integers of one dimension."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (EOFError, ValueError):
+        fail(f"{path}: not a whole .npy of numbers: copy or make it again")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        found = f"{tokens.dtype} of {tokens.ndim} dimensions"
+        fail(f"{path}: holds {found}, expected integers of one dimension: make it again")
+    return tokens
 
 
 def cut(document: TextIO) -> Iterator[str]:
@@ -213,11 +253,15 @@ def make_batches(split_of: dict[str, str], args: argparse.Namespace) -> Iterator
 
     A share of the documents in "train" files, --val_fraction, becomes validation: the first one and
     others at even distances, so that a few documents are enough to have some. `share_the_text`
-    mends it where they are too few.
+    mends it where they are too few. The last line says how often a mark between documents was read
+    as text.
     """
-    batch, size, documents = [], 0, 0
+    batch, size, documents, marks = [], 0, 0, 0
     for path, split_of_file in split_of.items():
+        mark = tokenizer(args.tokenizer, args.end_of_text).mark
         for begins, piece in read_pieces(path, args):
+            if path.lower().endswith(".txt"):
+                marks += piece.count(mark)
             if begins:
                 split = split_of_file
                 if split == "train":
@@ -230,6 +274,9 @@ def make_batches(split_of: dict[str, str], args: argparse.Namespace) -> Iterator
                 yield batch
                 batch, size = [], 0
     yield batch
+    if marks:
+        remedy = f"--split_at {shlex.quote(mark)} makes documents of the texts between them"
+        tqdm.write(f"tokenize_text.py: {mark} was read as text {marks} times: {remedy}", sys.stderr)
 
 
 def encode(batch: Batch, args: argparse.Namespace) -> dict[str, np.ndarray]:
@@ -303,26 +350,48 @@ def made_at_once(out: Path, name: str, overwrite: bool) -> Iterator[Path]:
         fail(f"--out {out}: cannot be replaced: name a new folder")
     unfinished = whole.with_name(f"{whole.name}.unfinished")
     try:
+        is_new = not unfinished.exists()
         unfinished.mkdir(parents=True, exist_ok=True)
         lock = os.open(unfinished, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process is writing {unfinished}: wait for it, or choose another --out")
+        if is_new:
+            (unfinished / MADE).touch()
     except OSError as error:
         fail(f"--out {out}: cannot write there ({error.strerror}): name another folder")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        fail(f"another process is writing {unfinished}: wait for it, or choose another --out")
+    except OSError as error:
+        reason = f"{unfinished} cannot be locked ({error.strerror}): let no other process write it"
+        print(f"tokenize_text.py: {reason}", file=sys.stderr)
+    if not (unfinished / MADE).exists():
+        fail(f"{unfinished} is not of tokenize_text.py: move it away, or choose another --out")
     unfinished_folders.append(unfinished)
     try:
-        for left in unfinished.iterdir():  # by a process that was killed
-            shutil.rmtree(left)
+        empty(unfinished)  # of what a process that was killed has left
         (unfinished / "new").mkdir()
         yield unfinished / "new"
         if old:
             whole.rename(unfinished / "old")
         (unfinished / "new").rename(whole)
     finally:
-        shutil.rmtree(unfinished)
+        remove(unfinished)
         unfinished_folders.remove(unfinished)
         os.close(lock)
+
+
+def empty(unfinished: Path) -> None:
+    """Delete the shards in a folder of unfinished ones, and nothing else."""
+    for name in ("new", "old"):
+        shutil.rmtree(unfinished / name, ignore_errors=True)
+
+
+def remove(unfinished: Path) -> None:
+    """Delete a folder of unfinished shards. It stays if it holds something else."""
+    empty(unfinished)
+    with contextlib.suppress(OSError):
+        (unfinished / MADE).unlink()
+        unfinished.rmdir()
 
 
 class Shards:
@@ -389,7 +458,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="F",
         help="share of the other documents for validation [0.05; 0 with --val]",
     )
-    add("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
+    splits = parser.add_mutually_exclusive_group().add_argument
+    splits("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
+    splits("--split_at", default="", metavar="TEXT", help="split a .txt at each such mark")
     add("--field", default="text", metavar="NAME", help="key or column of the documents [text]")
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
     cores = min(os.cpu_count() or 1, 256)
@@ -461,7 +532,7 @@ def tokenize(args: argparse.Namespace) -> None:
             share_the_text(val, train, args.val_fraction)
         if not train.filled and not train.written:
             remedy = f"add text, a run needs {2 * SHORTEST} tokens"
-            remedy += ", or try --blank_line_documents or --val_fraction 0"
+            remedy += ", or try --blank_line_documents, --split_at or --val_fraction 0"
             fail(f"no training text: validation takes all documents ({val.documents}); {remedy}")
         val.flush()
         train.flush()
@@ -523,7 +594,7 @@ def stop(number: int, frame) -> NoReturn:
     """End the program after a signal, and leave no folder. An exception would be lost where Python
     starts a worker. The workers end with the program."""
     for folder in unfinished_folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     text = f"\ntokenize_text.py: stopped by {signal.Signals(number).name}\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

@@ -128,8 +128,12 @@ def tokenizer_of(tokenizer: str, end_of_text: int) -> GPT2 | HuggingFace | None:
     file that cannot be read, or without its package."""
     if tokenizer == "none":
         return None
+    if tokenizer == "gpt2" and not MERGES.is_file():
+        raise ValueError(f"{MERGES} is missing: copy the project's data/{MERGES.name} there")
     if tokenizer == "gpt2":
         return GPT2(end_of_text)
+    if not Path(tokenizer).is_file():
+        raise ValueError(f"{tokenizer} is no file: name a tokenizer.json")
     try:
         return HuggingFace(tokenizer, end_of_text)
     except ImportError as error:

@@ -1,6 +1,7 @@
 """train_gpt.py copied, and a bundle of a fork with what it imports, train alone."""
 
 import inspect
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -60,9 +61,14 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
     notes = one.with_name("notes.py")
     notes.write_text("mine")
     monkeypatch.chdir(small_fork.parent)
-    for out, reason in (("small_fork.py", "is one of the sources"), (str(notes), "is no bundle")):
+    os.mkfifo(pipe := one.with_name("pipe.py"))
+    for out, reason in {
+        "small_fork.py": "is one of the sources: choose another name",
+        notes: "is no bundle: choose another name",
+        pipe: "is a pipe or a device, not a file",
+    }.items():
         _, err = error_of(["./small_fork.py", out], capsys, bundle.main)
-        assert f"{reason}: choose another name" in err
+        assert reason in err
     assert small_fork.read_text() == before and notes.read_text() == "mine"
     for _ in range(2):
         bundle.main(["./small_fork.py", str(one)])

@@ -1,6 +1,7 @@
 """tools/compare.py: its statistics by simulation, and whole comparisons whose runs are made up."""
 
 import fcntl
+import json
 import math
 import random
 import re
@@ -72,6 +73,8 @@ class Fork:
             return {"exit": 1, "status": "failed", "reason": "first line\nout of luck"}
         if given.get(speed) == "14":
             return {"exit": 130}  # as by Ctrl-C
+        if given.get(speed) == "15":
+            return {"exit": 0, "reason": "its log was removed"}
         chance, changed = random.Random(run_id), given.get("--muon_lr") == "0.06"
         time = 1 + 0.01 * changed + 0.004 * self.noise * chance.gauss(0, 1)
         times = f"train_time:{1e5 * steps / 128 * time:.0f}ms step_avg:1.00ms"
@@ -228,6 +231,7 @@ def test_plan_and_source_may_not_change(fork):
     [
         ("--speed 13", 1, "the run it_B_seed0 failed: first line out of luck"),
         ("--speed 14", 130, ""),
+        ("--speed 15", 1, "its log was removed: the same command with --run_id it makes it again"),
     ],
 )
 def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped(b, status, message, fork):
@@ -257,7 +261,11 @@ def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
 def test_a_torn_plan_is_named_and_its_runs_are_read(fork):
     _, answers, _ = fork.compare("", "--runs", 4)
     fork.calls()
-    for torn in (b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"):
+    plan = json.loads(Path("logs/it.json").read_text())
+    torn_plans = [b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"]
+    for field, value in {"plans": 4, "ended": "4", "steps": []}.items():
+        torn_plans.append(json.dumps(plan | {field: value}).encode())
+    for torn in (*torn_plans, json.dumps(plan | {"plans": ["4"]}).encode()):
         Path("logs/it.json").write_bytes(torn)
         status, _, err = fork.compare("", "--runs", 4)
         assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err

@@ -88,6 +88,29 @@ def test_an_error_is_one_line_and_leaves_right_shards_only(fault, hub, tool, cap
     assert_the_next_call_completes(hub, tool)
 
 
+SHARD = {"type": "file", "path": NAMES[0], "oid": "", "size": 7}
+LFS = {"oid": "0" * 64, "size": 7, "pointerSize": 134}
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        {"error": "no such"},
+        7,
+        [7],
+        [{"type": "file"}],
+        [SHARD | {"lfs": "text"}],
+        [SHARD | {"lfs": LFS, "size": None}],
+    ],
+    ids=str,
+)
+def test_a_list_of_another_form_is_an_error_of_one_line(listing, hub, tool):
+    hub.clear()
+    hub.expect_request(re.compile(".*")).respond_with_json(listing)
+    status, text = call(tool)
+    assert status == 1 and f"{hub.url} lists kjj0/fineweb10B-gpt2 in another form" in text
+
+
 def test_a_kill_costs_the_shard_under_way(hub, tool):
     hub.fault, command = "stall", [sys.executable, cached_fineweb.__file__, *sys.argv[1:]]
     process = subprocess.Popen(command, env=os.environ | {"HF_ENDPOINT": hub.url})

@@ -41,6 +41,11 @@ answers = {{
     "written": model.generate(x[:1, :4], max_new_tokens=9, do_sample=False)[0].tolist(),
     "ids": [tokenizer(text).input_ids for text in {TEXTS!r}],
 }}
+for name in ("output_hidden_states", "output_attentions"):
+    try:
+        answers[name] = model(x, **{{name: True}}) and ""
+    except ValueError as error:
+        answers[name] = str(error)
 answers["texts"] = [tokenizer.decode(ids) for ids in answers["ids"]]
 torch.save(answers, "FOLDER/answers.pt")
 """
@@ -109,3 +114,5 @@ def test_the_printed_code_gives_the_script_s_model_and_tokenizer(
     encoding = GPT2(END_OF_TEXT).encoding
     assert found["ids"] == [encoding.encode(text, allowed_special="all") for text in TEXTS]
     assert found["texts"] == list(TEXTS)
+    for name in ("output_hidden_states", "output_attentions"):
+        assert found[name] == f"{name}: this model returns logits alone, so leave it out"

@@ -17,6 +17,7 @@ import machine
 import result
 import script
 import start
+import tokenizer
 import train_gpt
 from runs import HANGS, error_of
 from train_gpt import HERE
@@ -58,7 +59,8 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     with pytest.raises(SystemExit) as end:
         start.main([fork, *words])
     assert fetched == [[str(shards)]]
-    expected = ["--standalone", "--nproc_per_node=8", f"{HERE}/{fork}", *words, "--run_id"]
+    expected = ["--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=8"]
+    expected += [f"{HERE}/{fork}", *words, "--run_id"]
     assert end.value.code[1:-1] == [f"{HERE}/tools/ranks.py", *expected]
 
 
@@ -118,13 +120,15 @@ def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys)
     assert ended("--seed 5 --runs 1") == (3, [("ten_seed5", 5, True)])
 
 
-def test_a_run_like_others_has_their_flags_but_not_their_seed():
+def test_a_run_like_others_has_their_flags_but_not_their_seed(capsys):
     known = {"group": "base", "status": "finished", "record": "demo"}
     run = known | {"run": "base_seed3", "flags": "--num_iterations 7 --seed 3 --keep 0"}
     result.note(run | {"log": "logs/base_seed3.txt"})
     result.note(run | {"log": None, "group": None, "status": "failed"})  # it was refused
+    result.note(run | {"flags": "--bad '", "log": "logs/base_seed3.txt"})
     words = ["--record", "demo", "--num_iterations", "7", "--keep", "0"]
     assert start.flags_like("base") == start.flags_like("base_seed3") == words
+    assert 'an object is left out, because its flags is "--bad \'"\n' in capsys.readouterr().err
     with pytest.raises(train_gpt.UserError, match="no finished run .* there is base"):
         start.flags_like("bas")
 
@@ -142,6 +146,26 @@ def test_a_name_that_is_taken_or_a_typo_starts_nothing_and_adds_no_line(monkeypa
         _, err = error_of(["--run_id", "it"], capsys, start.main)
         assert "another process is writing logs/it.txt" in err
     assert not result.RESULTS.exists()
+
+
+@pytest.mark.parametrize("what", ["a link", "a file", "results", "vocab.bpe", "its mask"])
+def test_what_the_end_of_a_run_needs_is_looked_up_before_it_begins(what, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "start", lambda *_, **more: pytest.fail("a run was started"))
+    words, logs = ["--device", "cpu"], Path("logs")
+    if what == "a link":
+        logs.symlink_to("nowhere")
+    elif what == "a file":
+        logs.touch()
+    elif what == "results":
+        (logs / "results.jsonl").mkdir(parents=True)
+    elif what == "vocab.bpe":
+        monkeypatch.setattr(tokenizer, "MERGES", Path("data/vocab.bpe"))
+    else:
+        words = ["forks/train_gpt_2026_08.py", *words]
+        monkeypatch.setattr(train_gpt, "HERE", Path("alone"))
+    message = {"vocab.bpe": "data/vocab.bpe is missing", "its mask": "alone/data/vocab.bpe is"}
+    _, err = error_of(words, capsys, start.main)
+    assert message.get(what, "error: could not write logs") in err
 
 
 def copy_run_sh(project: Path) -> None:
@@ -238,6 +262,9 @@ def test_an_environment_is_made_once_of_the_python_that_is_named_while_run_sh_sp
     replaced = f"run.sh: {tmp_path}/.venv is of another Python than python3.12: replacing it\n"
     assert replaced in start("python3.12")
     assert "replacing" not in start("python3.12")
+    Path(".venv/bin/python").unlink()
+    Path(".venv/bin/python").symlink_to("no_longer_there")
+    assert f"setting up {tmp_path}/.venv (once)" in start("python3.12")
 
 
 # A Python that prints what it is started for. Code of run.sh runs, with the packages of a folder.
@@ -245,7 +272,7 @@ PRINTS = f"""#!/bin/sh
 lib="${{0%/bin/*}}/lib"
 case "$*" in
 *base_prefix*) echo "$0" ;;
-*.py* | *"-m "*) echo "$0 $*" ;;
+*.py* | *"-m "*) echo "$0 $*$PYTHONSAFEPATH" ;;
 *) PYTHONPATH="$lib" exec {sys._base_executable} -S "$@" ;;
 esac
 """
@@ -296,6 +323,9 @@ UV = f"{HELPS}uv pip install --python .venv/bin/python -r"
     ("command", "packages", "others", "expected"),  # packages of .venv and of the other python3
     [
         ("./run.sh setup", TRAIN, "", "^.venv/bin/python tools/machine.py$"),
+        ("PYTHONSAFEPATH=1 ./run.sh setup", TRAIN, "", "^.venv/bin/python tools/machine.py$"),
+        ("bin/again setup", TRAIN, "", "^.venv/bin/python tools/machine.py$"),
+        ("sh ./run.sh setup", TRAIN, "", "tools/machine.py$|^run.sh: this is a script of bash: "),
         ("./run.sh setup", "pip numpy", "", f"No module named 'torch'.*{PIP} requirements.txt"),
         ("./run.sh --runs 2", f"pip {TRAIN}", "", f"lacks scipy, .*{PIP} tools/requirements.txt"),
         ("./run.sh tools/sample", TRAIN, "", f"lacks tiktoken, .*{UV} data/requirements.txt"),
@@ -310,6 +340,9 @@ def test_an_environment_of_the_user_is_used_or_advised_on_but_not_changed(
     copy_run_sh(project)
     make_python(project / ".venv", packages)
     make_python(tmp_path / "other", others)
+    Path("bin").mkdir()
+    Path("bin/run").symlink_to("../a [b] c/run.sh")
+    Path("bin/again").symlink_to("run")
     before = files_of(tmp_path)
     assert re.search(expected, said_by(command, project))
     assert files_of(tmp_path) == before

@@ -1,5 +1,5 @@
-"""README's fork and the technique of forks/README.md do what the pages say; files and flags that
-pages name exist; published results are the same on all pages."""
+"""README's fork, the hooks and the technique of forks/README.md do what the pages say; files and
+flags that pages name exist; published results are the same on all pages."""
 
 import html
 import re
@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
+import pytest
 import torch
 
 import draw_terminal
@@ -15,8 +16,8 @@ import machine
 import script
 import train_gpt
 from logfile import published
-from runs import rows
-from test_scripts import launched
+from runs import Program, rows
+from test_scripts import launch_with, launched
 from train_gpt import HERE
 
 README = (HERE / "README.md").read_text("utf-8")
@@ -24,6 +25,7 @@ BENCHMARKS = (HERE / "BENCHMARKS.md").read_text("utf-8")
 PAGES = [README, BENCHMARKS, (HERE / "CONTRIBUTING.md").read_text("utf-8")]
 FORK = re.search(r"```python\n(.*?)```", README, re.S)[1]
 OF_FORKS = (HERE / "forks" / "README.md").read_text("utf-8")
+HOOKS = re.search(r"## Hooks.*?```python\n(.*?)```", OF_FORKS, re.S)[1]
 TECHNIQUE = re.search(r"```diff\n(.*?)```", OF_FORKS, re.S)[1]
 STEPS = 4
 
@@ -133,6 +135,35 @@ def test_the_fork_in_readme_trains_with_its_rule_and_its_activation(flags, tmp_p
         losses = [model(i, t, now).item() for i, t in zip(inputs, targets, strict=True)]
     trained = rows(tmp_path / "logs/it.jsonl")[-1]["train_loss"]
     assert abs(sum(losses) / len(losses) - trained) < 1e-5
+
+
+WANDB = """import json
+class init:
+    def __init__(self, name, config):
+        self.file = open(f"{name}_wandb", "w", buffering=1)
+    def log(self, row, step):
+        print(json.dumps(row | {"step": step}), file=self.file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rates", "status", "steps"),
+    [("", 0, 5), ("--embed_lr 0 --head_lr 0 --scalar_lr 0 --muon_lr 0", 143, 4)],
+)
+def test_the_hooks_in_readme_are_called(rates, status, steps, flags, tmp_path):
+    """A loss that falls to the last step, and one that never does, which ends the run early. wandb
+    is a stand-in that writes what it gets."""
+    (tmp_path / "my_hooks.py").write_text(HOOKS)
+    (tmp_path / "wandb.py").write_text(WANDB)
+    words = ["my_hooks.py", *flags, "--run_id", "it", "--num_iterations", "5", *rates.split()]
+    program = Program([*words, "--val_loss_every", "1", "--save_every", "1"], work=launch_with)
+    assert program.end() == [status], program.text("err")
+    found = rows(tmp_path / "logs/it.jsonl")
+    assert rows(tmp_path / "it_wandb") == found and found[-1]["step"] == steps
+    best = torch.load(tmp_path / "logs/it/best.pt", weights_only=True)["step"]
+    losses = {row["step"]: row["val_loss"] for row in found if "val_loss" in row}
+    assert best == max(step for step in losses if losses[step] == min(losses.values()))
+    assert program.text("out").count("sample: ") == len(losses)
 
 
 def test_the_technique_in_readme_scales_heads_and_learns(tiny, randomize, monkeypatch):

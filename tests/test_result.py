@@ -68,6 +68,37 @@ def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(tr
     assert found["exit"] == 1 and found["machine"] is None
 
 
+@pytest.mark.parametrize(
+    ("status", "last", "saved", "expected"),
+    [
+        (0, {"step": 8, "train_loss": 2.0, "val_loss": 3.0}, False, ("finished", 0, 8, 3.0)),
+        (0, {"step": 8, "train_loss": 2.0, "val_loss": 13.0}, False, ("diverged", 0, 8, 13.0)),
+        (0, {"step": 7, "train_loss": 2.0}, False, ("finished", 0, 8, None)),
+        (0, {}, True, ("finished", 0, 8, None)),
+        (0, {}, False, ("failed", 1, None, None)),
+        (1, {"step": 7, "train_loss": 2.0}, True, ("failed", 1, 7, None)),
+        (143, {"step": 7, "train_loss": 2.0}, True, ("stopped", 143, 7, None)),
+    ],
+)
+def test_a_run_whose_log_is_gone_ended_as_its_program_did(status, last, saved, expected, elsewhere):
+    """The open file of metrics tells its losses, also if the folder of logs was moved."""
+    hp = replace(train_gpt.RECORDS["demo"], run_id="it", num_iterations=8)
+    start, live = result.Start(Path(SCRIPT), hp, "demo", {}), launch.Live(Path(SCRIPT), hp, "")
+    Path("logs/it").mkdir(parents=True)
+    with open("logs/it.jsonl", "w", buffering=1) as metrics:
+        live.check()
+        Path("logs").rename("moved")
+        metrics.write(f"5\n{train_gpt.to_json(last | {'ms': 1.0})}\n" if last else "")
+    live.check()
+    if saved:
+        Path("logs/it").mkdir(parents=True)
+        Path("logs/it/state_step000008.pt").touch()
+    found = result.result_of(start, result.End(status, "an error" if status else ""), live.last)
+    assert tuple(found[key] for key in ("status", "exit", "steps", "val_loss")) == expected
+    assert found["log"] is None
+    assert ("it.txt was moved or removed" in found["reason"]) == (expected[1] == 0)
+
+
 TRACEBACK = """Traceback (most recent call last):
 [rank0]:   File "/my/fork.py", line 7, in forward
 [rank0]:   File "/lib/site-packages/torch/x.py", line 9, in forward

@@ -142,7 +142,9 @@ def test_loss_and_bits_per_byte_are_those_of_the_specification(trained, tmp_path
         total += 256 * reference.loss(weights, x, y, 256, 2, 2025, LAYERS).item()
     text = [token for token in tokens[1:].tolist() if token != TOKENIZER.end_of_text]
     bits = total / math.log(2) / len(TOKENIZER.encoding.decode_bytes(text))
-    loss_word, bits_word, *rest = line.split()
+    loss_word, perplexity_word, bits_word, *rest = line.split()
     assert float(loss_word.removeprefix("val_loss:")) == pytest.approx(total / 2048, abs=2e-5)
+    perplexity = float(perplexity_word.removeprefix("perplexity:"))
+    assert perplexity == pytest.approx(math.exp(total / 2048), rel=2e-5)
     assert float(bits_word.removeprefix("bits_per_byte:")) == pytest.approx(bits, abs=2e-5)
     assert rest == ["over", "2048", "tokens"]

@@ -4,6 +4,7 @@ a run begins with other tokens, from given weights, and on ranks."""
 import contextlib
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def test_a_script_is_a_path_or_a_name_here_in_the_project_or_in_forks(copy, fork
     for name, path in scripts.items():
         assert script.take_script([name, "--seed", "3"]) == (path, ["--seed", "3"])
     assert script.take_script(["--seed", "3"]) == (Path(SCRIPT), ["--seed", "3"])
-    with pytest.raises(UserError, match="there is no script no_such.py:.* such as train_gpt.py, f"):
-        script.find("no_such.py")
+    for name in ("no_such.py", "~no_such_user/its_own.py"):
+        with pytest.raises(UserError, match=f"there is no script {name}:.* such as train_gpt.py"):
+            script.find(name)
 
 
 def test_a_fork_has_the_project_s_functions_and_a_copy_its_own(fork, copy):
@@ -85,14 +87,19 @@ if __name__ == "__main__":
     assert {path, FRONTIER, Path(SCRIPT)} <= {*script.sources(path)}
 
 
-def test_each_tool_imports_console_before_the_project():
-    """It tells Python where the project is, for any Python that starts a tool from any folder."""
+def test_each_tool_imports_console_before_the_project(monkeypatch):
+    """It tells Python where the project is, for any Python that starts a tool from any folder; and
+    the tool where it lies itself, which PYTHONSAFEPATH hides."""
     modules = {path.stem for path in (*HERE.glob("*.py"), *HERE.glob("tools/*.py"))}
+    others = [folder for folder in sys.path if folder != str(HERE / "tools")]
     for path in HERE.glob("tools/*.py"):
         source = path.read_text("utf-8")
         imports = re.findall(r"^(?:import|from) (\w+)", source, re.M)
         if "__main__" in source and (own := [name for name in imports if name in modules]):
             assert own[0] == "console", path
+            monkeypatch.setattr(sys, "path", ["", *others])
+            exec(source.split("\nimport console\n")[0], {"__file__": path, "__name__": ""})
+            assert sys.path[0] == str(HERE / "tools"), path
 
 
 def test_a_fork_that_replaces_what_no_run_has_is_refused():
@@ -201,7 +208,9 @@ def test_tokens_without_a_text_are_trained_and_evaluated(flags, tmp_path, capsys
     assert text.count(said) == 1 and "sample.py" not in text and "sample corpus" not in text
     assert result.noted()[-1]["bits_per_byte"] is None
     evaluate.main(["--device", "cpu"])
-    assert re.search(r"\nval_loss:\d+\.\d{5} over 2048 tokens\n$", capsys.readouterr().out)
+    assert re.search(
+        r"\nval_loss:\d+\.\d{5} perplexity:\S+ over 2048 tokens\n$", capsys.readouterr().out
+    )
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """--seconds: how many steps fit, from the times of a few, and what else changes with them."""
 
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,14 @@ def test_the_mean_time_is_that_of_all_steps(path, record, monkeypatch):
     found = timing.time_schedule(run, budget=1e9)
     assert found == pytest.approx(sum(map(ms_of, moments[:-1])) / hp.num_iterations, rel=0.03)
     assert len(made) == timing.PARTS
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(None, 0), ("1", 0), ("2", 1)])
+def test_a_rank_alone_in_the_environment_does_not_count(ranks, rank, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert runpy.run_path(timing.__file__)["RANK"] == rank
 
 
 def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given(capsys):

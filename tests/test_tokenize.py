@@ -1,5 +1,8 @@
 """tokenize_text.py against plain calls of tiktoken, and against the committed sample corpus."""
 
+import errno
+import fcntl
+import io
 import itertools
 import json
 import os
@@ -21,6 +24,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import logfile
 import tokenize_text
 import train_gpt
 from tokenizer import GPT2, SPLIT
@@ -107,12 +111,13 @@ def test_one_document_comes_back_whole_without_its_byte_order_mark(tmp_path):
     assert first == 50256 and max(tokens) < 50256 and ENCODING.decode(tokens) == text
 
 
-def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewhere):
+def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewhere, capsys):
     (tmp_path / "texts/b").mkdir(parents=True)
     for name, text in zip(["a", "b/1", "b/2", "c", "d"], DOCUMENTS, strict=True):
         (tmp_path / f"texts/{name}.txt").write_text(text, encoding="utf-8")
-    blocks = "\n \n\n".join(text.strip("\n") for text in DOCUMENTS)
-    (tmp_path / "blocks.txt").write_text(blocks, encoding="utf-8")
+    for name, mark in {"blocks": "\n \n\n", "marks": "\n<|endoftext|>\r\n"}.items():
+        text = mark.join(text.strip("\n") for text in DOCUMENTS)
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     write_jsonl(tmp_path / "in.jsonl", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
     write_jsonl(tmp_path / "body.jsonl", DOCUMENTS, "body")
     parquet.write_table(pyarrow.table({"id": range(5), "text": DOCUMENTS}), "in.parquet")
@@ -126,8 +131,21 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
     assert of("body.jsonl --field body") == reference(DOCUMENTS)
     stripped = reference(text.strip("\n") for text in DOCUMENTS)
     assert of("blocks.txt --blank_line_documents") == stripped
+    assert capsys.readouterr().err == ""
+    of("marks.txt in.jsonl")
+    said = "<|endoftext|> was read as text 4 times: --split_at '<|endoftext|>' makes documents"
+    assert said in capsys.readouterr().err
+    assert of("marks.txt --split_at <|endoftext|>") == stripped
     assert of("texts --val texts/a.txt") == reference(DOCUMENTS[1:])
     assert read(tmp_path / "out", "text_val_*.bin") == reference(DOCUMENTS[:1])
+
+
+@pytest.mark.parametrize("piece", range(1, 9))
+def test_a_mark_is_found_wherever_pieces_of_a_text_end(piece, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "PIECE", piece)
+    texts = ["", "one", "=", "=\n==\ntwo", "three = four", ""]
+    found = tokenize_text.split_at_marks(io.StringIO("\n===\r\n".join(texts)), "===")
+    assert [*found] == texts
 
 
 TOKENS = list(range(50_256, 40_256, -1))
@@ -145,6 +163,7 @@ def write_tokens(path, tokens=TOKENS):
         ("train.bin --val_fraction 0.5", TOKENS, []),
         ("in.txt [tv]*.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
         ("others.bin --tokenizer none", OTHERS, []),
+        ("wide.npy renamed.bin", TOKENS * 2, []),
     ],
 )
 def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypatch):
@@ -152,18 +171,35 @@ def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypat
     write_tokens("train.bin")
     write_tokens("val.bin", TOKENS[:2000])
     write_tokens("others.bin", OTHERS)
+    np.save("wide.npy", np.array(TOKENS, ">i8"))
+    np.save("tokens.npy", np.array(TOKENS, "<u2"))
+    Path("tokens.npy").rename("renamed.bin")
     Path("in.txt").write_text(DOCUMENTS[0])
     tokenize(*words.split(), "--out", "out")
     assert read(Path("out"), "*_train_*.bin") == train
     assert read(Path("out"), "*_val_*.bin") == val
 
 
-def test_other_bin_files_are_refused(elsewhere):
+def test_other_files_are_refused(elsewhere):
     tokenize_text.write_shard(Path("shard.bin"), np.array(TOKENS, "<u2"))
     Path("odd.bin").write_bytes(b"abc")
     write_tokens("others.bin", OTHERS)
     Path("in.txt").write_text(DOCUMENTS[0])
+    os.mkfifo("pipe.txt")
+    os.mkfifo("pipe.json")
+    np.save("floats.npy", np.ones(9))
+    np.save("square.npy", np.ones((9, 9), int))
+    np.save("large.npy", [0, 2**16])
+    np.save("negative.npy", [-1, 0])
+    Path("torn.npy").write_bytes(Path("floats.npy").read_bytes()[:-1])
     for words, message in {
+        "pipe.txt": "pipe.txt: not a regular file",
+        "in.txt --tokenizer pipe.json --end_of_text 0": "pipe.json is no file",
+        "floats.npy": "holds float64 of 1 dim",
+        "square.npy": "holds int64 of 2 dim",
+        "large.npy": "ids from 0 to 65536: shards hold 0 to 65535",
+        "negative.npy": "ids from -1 to 0: shards hold 0 to 65535",
+        "torn.npy": "torn.npy: not a whole .npy of numbers",
         "shard.bin": "is a shard already: give it to",
         "odd.bin": "an odd number",
         "others.bin": "token 60000 is not one of GPT-2's first: .* --tokenizer none",
@@ -257,6 +293,44 @@ def test_an_error_leaves_nothing(text, message, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message):
         tokenize(tmp_path / "it.jsonl", "--out", tmp_path / "out", "--shard_size", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["it.jsonl"]
+
+
+def test_a_folder_of_the_user_s_is_not_that_of_unfinished_shards(tmp_path):
+    path, out = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS), tmp_path / "out"
+    (tmp_path / "out.unfinished/new").mkdir(parents=True)
+    (tmp_path / "out.unfinished/new/notes").write_text("mine")
+    with pytest.raises(SystemExit, match="out.unfinished is not of tokenize_text.py: move it away"):
+        tokenize(path, "--out", out)
+    assert (tmp_path / "out.unfinished/new/notes").read_text() == "mine" and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "is_written"),
+    [(errno.EWOULDBLOCK, True), (errno.EACCES, True)]
+    + [(number, False) for number in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)],
+)
+def test_a_file_system_without_locks_is_named_and_used(
+    number, is_written, tmp_path, monkeypatch, capsys
+):
+    """Other errors say that another process holds the lock."""
+
+    def flock(file, operation):
+        raise OSError(number, "as this system says")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    words = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS), "--out", tmp_path / "out"
+    log = tmp_path / "it.txt"
+    log.touch()
+    if is_written:
+        with pytest.raises(SystemExit, match="another process is writing"):
+            tokenize(*words)
+        with pytest.raises(train_gpt.UserError, match="another process is writing"):
+            logfile.refuse_live(log)
+    else:
+        tokenize(*words)
+        logfile.refuse_live(log)
+        assert capsys.readouterr().err.count("cannot be locked (as this system says)") == 2
+        assert (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

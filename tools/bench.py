@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import console
 import launch
 import script
@@ -205,7 +207,7 @@ def main(words: list[str]) -> None:
     """Time what the flags name, in a process for each GPU, of which this may be one. UserError if
     two models do not fit into a GPU."""
     args = parse_args(words)
-    if "RANK" not in os.environ:
+    if RANKS == 1:
         counts = {launch.processes(hp.batch_seqs, launch.gpus_for(hp)) for hp in args.settings}
         if len(counts) > 1:
             raise UserError("--vs: the two run on different numbers of GPUs: set NPROC")

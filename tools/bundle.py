@@ -6,11 +6,14 @@ OUT.py must be new, or an older bundle. It holds each source unchanged, the scri
 the others run when they are imported. Its log begins with all the code that trained.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import script
-from train_gpt import UserError
+from train_gpt import UserError, regular
 
 MADE = "made by tools/bundle.py"
 BEGINNING = '''"""{name} and the modules that it imports, in one file: {made}."""
@@ -67,7 +70,8 @@ def main(words: list[str]) -> None:
     path, out = script.find(words[0]), Path(words[1]).resolve()
     if out in script.sources(path):
         raise UserError(f"{out} is one of the sources: choose another name")
-    if out.exists() and MADE not in out.read_text("utf-8", errors="replace").split("\n")[0]:
+    begins = regular(out).read_text("utf-8", errors="replace") if out.exists() else MADE
+    if MADE not in begins.split("\n")[0]:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
     out.write_text(bundle(path), "utf-8")
     print(f"wrote {out}, which needs no other Python file of the project")

@@ -59,6 +59,7 @@ import json
 import math
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -69,6 +70,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import launch
@@ -148,6 +151,9 @@ class Side:
                 raise KeyboardInterrupt
             if found["exit"]:
                 raise UserError(f"the run {log.stem} {found['status']}: {found['reason']}")
+            if not log.exists():
+                remedy = f"the same command with --run_id {name} makes it again"
+                raise UserError(f"{found['reason']}: {remedy}")
         found = read_log(log)
         text = f"{self.name} seed {seed}: loss {found.loss:.5f} in {found.seconds:.1f} s"
         print(f"{label}, {text}", flush=True)
@@ -262,9 +268,11 @@ def plan_of(name: str) -> dict:
         return {}
     try:
         plan = json.loads(regular(path).read_bytes())
-        if {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]:
+        numbers = [plan[name] for name in ("ended", "steps") if name in plan]
+        is_whole = {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]
+        if is_whole and all(type(number) is int for number in numbers + plan["plans"]):
             return plan
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         pass
     remedy = "remove it, and the same command reads the runs that are finished"
     raise UserError(f"{path} is not a whole plan of a comparison: {remedy}")

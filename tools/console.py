@@ -15,6 +15,7 @@ from threading import Event, Thread
 HERE = Path(__file__).resolve().parents[1]
 FOLDERS = [str(HERE), str(HERE / "data"), str(HERE / "forks")]
 sys.path[1:1] = FOLDERS
+os.environ.pop("PYTHONSAFEPATH", None)  # a script finds what lies beside it
 os.environ["PYTHONPATH"] = ":".join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import train_gpt  # noqa: E402

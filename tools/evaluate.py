@@ -1,4 +1,4 @@
-"""Print a checkpoint's validation loss, and how many bits that is per byte of text.
+"""Print a checkpoint's validation loss, its perplexity, and how many bits that is per byte of text.
 
     ./run.sh tools/evaluate.py [CHECKPOINT] [--FLAG VALUE ...]    the newest checkpoint under logs/
 
@@ -7,6 +7,13 @@ depend on the tokenizer: loss / ln 2 is the bits per token, and a token has the 
 Other flags go to the script that saved the checkpoint. A published checkpoint names no record: add
 --record NAME if it is not the default one.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
+import torch
 
 import console
 import train_gpt
@@ -33,7 +40,8 @@ def main(words: list[str]) -> None:
     if tokenizer:
         bits = bits_per_byte(loss, batch[1].cpu().numpy().ravel(), tokenizer)
         text = f" bits_per_byte:{bits:.5f}"
-    print(f"val_loss:{loss:.5f}{text} over {hp.val_tokens} tokens")
+    perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # math.exp fails where this is inf
+    print(f"val_loss:{loss:.5f} perplexity:{perplexity:.2f}{text} over {hp.val_tokens} tokens")
 
 
 if __name__ == "__main__":

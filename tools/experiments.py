@@ -18,8 +18,12 @@ standard deviations of the baseline. A verdict:
 """
 
 import signal
+import sys
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import result

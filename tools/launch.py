@@ -26,8 +26,8 @@ import machine
 import result
 import script
 from logfile import refuse_live
-from result import STOPS, End
-from train_gpt import FINEWEB, HERE, Hyperparameters, Run, UserError
+from result import End
+from train_gpt import FINEWEB, HERE, STOPS, Hyperparameters, Run, UserError
 
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
 ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
@@ -98,7 +98,9 @@ def start(
     if count > 1:
         # On CPUs, processes share the cores; on GPUs, one thread each is enough.
         env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
-        torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", f"--nproc_per_node={count}"]
+        # Without an address, ranks look for this host's name, which containers may not resolve.
+        torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", "--local_addr=127.0.0.1"]
+        torchrun.append(f"--nproc_per_node={count}")
     command = [sys.executable, *torchrun, *words]
     child, signals, last, reason = None, [], deque(maxlen=200), ""
 
@@ -183,7 +185,6 @@ def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
     folder = Path("logs", hp.run_id)
     if not folder.is_dir():
         folder = folder.parent
-        folder.mkdir(exist_ok=True)
     TemporaryFile(dir=folder).close()
     try:
         with torch.device("meta"):
@@ -208,6 +209,7 @@ class Live:
         self.name, self.label, self.steps = script.show(path), label, hp.num_iterations
         self.log = Path("logs", f"{hp.run_id}.txt")
         self.metrics = None  # the open file of metrics
+        self.last = {}  # the last values of the fields of the metrics
         self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
         self.step, self.ms = 0, 0.0
         self.heard, self.told = 0.0, 0.0  # when the log was last written, and when before a notice
@@ -230,7 +232,10 @@ class Live:
                 row = json.loads(line)
             except ValueError:  # a line that another process cut off
                 continue
-            if isinstance(row, dict) and "train_loss" in row:
+            if not isinstance(row, dict):
+                continue
+            self.last |= row
+            if "train_loss" in row:
                 self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
                 loss = math.inf if loss is None else loss  # null: it was not finite
                 self.first = min(self.first, loss) if self.step == 1 else self.first
@@ -245,12 +250,12 @@ class Live:
         """Return what to say of a run whose own lines are hidden, or do not come."""
         if not self.bar.disable:  # it shows that time goes on
             return ""
-        if not self.log.exists():
+        if not self.metrics and not self.log.exists():
             return f"{self.label or self.name}: starting, Python imports torch"
         if self.label:
             left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
             return f"{self.label}: step {self.step}/{self.steps}{left}"
-        if self.columns:  # the run shows a bar of its own
+        if self.columns or not self.log.exists():  # the run shows a bar of its own, or it was moved
             return ""
         written = self.log.stat().st_mtime
         if self.heard:
@@ -281,12 +286,17 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     refuse_live(live.log)
     if begin.log_size and not hp.resume:  # an empty log is of a run that was killed at once
         raise UserError(f"{live.log} exists: choose another --run_id, or --resume on")
+    result.open_results().close()  # at its end, the run needs this, and what the next lines check
+    vocabulary = script.core(run_class).HERE / "data/vocab.bpe"
+    if getattr(hp, "canonical_mask", False) and not vocabulary.is_file():
+        raise UserError(f"{vocabulary} is missing, from which --canonical_mask on makes its mask")
     if hp.keep:
         check_room(hp, run_class)
     output = {"stdout": subprocess.DEVNULL} if label else {}
     with console.doing(live.news), live.bar:
         end = start(hp, [str(path), *flags], live.check, **output)
-    found = result.result_of(begin, end)
+    live.check()  # its last lines
+    found = result.result_of(begin, end, live.last)
     result.note(found)
     if found["exit"] and not end.status:
         print(f"run.sh: error: {found['reason']}", file=sys.stderr)

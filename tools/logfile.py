@@ -5,12 +5,12 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from script import new_name
 from train_gpt import UserError, regular
 
 RULE = "=" * 100  # separates the parts of a log: script, machine, settings, other files, steps
@@ -275,7 +275,7 @@ def put_aside(path: Path) -> None:
     """Rename an unfinished log and its metrics, so that the run can be made anew; say so. UserError
     if a process is writing the log."""
     refuse_live(path)
-    suffix = time.strftime("_%Y-%m-%d_%H-%M-%S.unfinished")
+    suffix = f"_{new_name()}.unfinished"
     for old in (path, path.with_suffix(".jsonl")):
         if old.exists():
             old.rename(f"{old}{suffix}")
@@ -318,6 +318,9 @@ def refuse_live(path: Path) -> None:
     with regular(path).open() as log:
         try:
             fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
+        except (BlockingIOError, PermissionError) as error:
             reason = f"another process is writing {path}: choose another --run_id"
             raise UserError(reason) from error
+        except OSError as error:  # as of a file system without locks
+            reason = f"{path} cannot be locked ({error.strerror}): let no other process write it"
+            print(reason, file=sys.stderr)

@@ -26,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import console
 import script
 from train_gpt import FINEWEB, HERE, Hyperparameters, RunSettings, UserError, fp8_supported

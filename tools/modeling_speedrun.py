@@ -51,7 +51,11 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids, attention_mask=None, labels=None, **others) -> CausalLMOutput:
         """Return logits (B, T, vocab_size), 0 where attention_mask is 0, and with labels the mean
-        loss of the next tokens (-100: left out). Each row is a text without its padding."""
+        loss of the next tokens (-100: left out). Each row is a text without its padding. ValueError
+        if hidden states or attentions are asked for, which the script's model does not keep."""
+        for name in ("output_hidden_states", "output_attentions"):
+            if others.get(name) or getattr(self.config, name, False):
+                raise ValueError(f"{name}: this model returns logits alone, so leave it out")
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
         for i, row in enumerate(input_ids):
             kept = torch.ones_like(row) if attention_mask is None else attention_mask[i]

@@ -7,7 +7,7 @@ start            when it began: ISO 8601, with the offset to UTC
 status           finished, stopped (by a signal), failed, or diverged
                  (its last loss is not finite, or above its first one, or ln(vocabulary))
 exit             exit status
-reason           the signal, or the error
+reason           the signal, the error, or why a finished run has no log
 file, line       where a failure was
 script, digest   the script, and a digest of its source and of the project's files that it imports
 record, flags    its settings
@@ -39,23 +39,23 @@ import os
 import platform
 import re
 import shlex
-import signal
 import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 import logfile
 import script
 from tokenizer import bits_per_byte
-from train_gpt import Hyperparameters, Run, UserError, to_json
+from train_gpt import STOPS, Hyperparameters, Run, UserError, regular, to_json
 
 RESULTS = Path("logs", "results.jsonl")
-STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
 STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
@@ -114,8 +114,8 @@ class Start:
         self.log_size = self.log.stat().st_size if self.log.exists() else 0
 
 
-def result_of(start: Start, end: End) -> dict:
-    """Return the summary of a run that has ended."""
+def result_of(start: Start, end: End, last: dict | None = None) -> dict:
+    """Return the summary of a run that has ended. `last` has the last values of its metrics."""
     hp = start.hp
     found = start.facts | {
         "run": hp.run_id,
@@ -135,10 +135,29 @@ def result_of(start: Start, end: End) -> dict:
             raise ValueError("this start has written nothing")
         run = logfile.read_log(start.log, whole=False)
     except (OSError, ValueError):
-        reason = end.reason or "the script has started no run: has it a main()?"
-        found |= {"status": "stopped" if end.status in STOPPED else "failed"}
-        return found | {"exit": end.status or 1, "reason": reason, "log": None}
+        return found | what_is_known_without_log(start, end, last or {})
     return found | what_log_tells(run, start, end)
+
+
+def what_is_known_without_log(start: Start, end: End, last: dict) -> dict:
+    """Return the keys of a summary of a run whose log is gone, as the metrics and the checkpoints
+    tell them, or of a script that has started no run."""
+    hp, functions = start.hp, script.core(script.load(start.path))
+    saved = functions.checkpoints(Path("logs", hp.run_id))
+    since = datetime.fromisoformat(start.facts["start"]).timestamp()  # in whole seconds
+    was_written = bool(last) or any(path.stat().st_mtime >= since for path in saved)
+    found = {"log": None, "steps": last.get("step")}
+    if end.status or start.log.exists() or not was_written:
+        reason = end.reason or "the script has started no run: has it a main()?"
+        status = "stopped" if end.status in STOPPED else "failed"
+        return found | {"status": status, "exit": end.status or 1, "reason": reason}
+    reason = f"the run ended well, but {start.log} was moved or removed while it was written"
+    found |= {"status": "finished", "reason": reason, "steps": hp.num_iterations}
+    if last.get("step") == hp.num_iterations:
+        found |= {key: last.get(key) for key in ("train_loss", "val_loss")}
+    if (found.get("val_loss") or 0.0) > math.log(hp.vocab_size):
+        found["status"] = "diverged"
+    return found
 
 
 def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
@@ -192,10 +211,9 @@ def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> di
 def note(result: dict) -> None:
     """Append an object to logs/results.jsonl, in one write: runs may end at the same time. A line
     that a full disk cut off is ended first."""
-    RESULTS.parent.mkdir(exist_ok=True)
     line = to_json(result).encode() + b"\n"
     try:
-        with RESULTS.open("ab+") as file:
+        with open_results() as file:
             file.seek(-1 if file.tell() else 0, os.SEEK_END)
             if file.read(1) not in (b"", b"\n"):
                 line = b"\n" + line
@@ -204,20 +222,41 @@ def note(result: dict) -> None:
         raise UserError(f"could not write {RESULTS}: {error.strerror}") from error
 
 
+def open_results() -> BinaryIO:
+    """Open logs/results.jsonl, to append to it. UserError if something else is in its place."""
+    try:
+        RESULTS.parent.mkdir(exist_ok=True)
+        return regular(RESULTS).open("ab+")
+    except OSError as error:
+        remedy = "move it away, or start in another folder"
+        raise UserError(f"could not write {error.filename}: {error.strerror}: {remedy}") from error
+
+
 def noted() -> list[dict]:
     """Return the objects of logs/results.jsonl. An object with a text in place of a number, or
-    the reverse, is named and left out."""
+    the reverse, or with flags that no shell would read, is named and left out."""
     found = []
     for row in logfile.objects_in(RESULTS):
         row = NOTHING | {"kind": "run"} | row
         odd = [key for key in TEXTS if not isinstance(row[key], str | None)]
         odd += [key for key in NUMBERS if not isinstance(row[key], int | float | None)]
+        if not odd and not can_be_split(row["flags"] or ""):
+            odd.append("flags")
         if odd:
             text = f"an object is left out, because its {odd[0]} is {row[odd[0]]!r}"
             print(f"{RESULTS}: {text}", file=sys.stderr)
         else:
             found.append(row)
     return found
+
+
+def can_be_split(flags: str) -> bool:
+    """Return whether a shell would read a text as words."""
+    try:
+        shlex.split(flags)
+    except ValueError:
+        return False
+    return True
 
 
 def runs_noted() -> list[dict]:
@@ -227,7 +266,7 @@ def runs_noted() -> list[dict]:
     for number, run in enumerate(row for row in noted() if row["kind"] == "run"):
         name = run["run"] or number  # one that has not begun may have no name
         before = found.get(name)
-        if before and run["log"] is None:
+        if before and run["log"] is None and run["status"] != "finished":
             continue  # it was refused
         if before:
             run |= {key: run[key] or before[key] for key in ("group", "like")}

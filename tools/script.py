@@ -6,6 +6,7 @@ and the functions of its core: train_gpt.py, or the edited copy, which defines R
 
 import ast
 import importlib.util
+import os
 import re
 import sys
 import time
@@ -37,7 +38,7 @@ def of_project() -> list[Path]:
 def find(name: str | Path) -> Path:
     """Return the path of a script, which is looked for in the current folder, then in the project,
     then in forks/. UserError if there is none."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises for unknown users
     places = [folder / path for folder in (Path.cwd(), HERE, HERE / "forks")]
     found = [place.resolve() for place in places if place.is_file()]
     if not found or path.suffix != ".py":

@@ -21,9 +21,12 @@ import io
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import leaderboard

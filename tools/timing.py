@@ -12,6 +12,7 @@ steps take them from the first one, by --like.
 import math
 import os
 import shlex
+import sys
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import console
 import launch
 import result
@@ -28,7 +31,8 @@ import script
 import train_gpt
 from train_gpt import Moment, UserError, clock
 
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0)) if RANKS > 1 else 0  # other programs may set RANK alone
 BATCHES = 32  # different ones; then they repeat
 PARTS = 9  # of the schedule
 ROUNDS = 15  # at most; in each, a block of steps is timed in each part
