@@ -1312,7 +1312,8 @@ class Optimizers(t.Optimizers):
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:  # overrides
         """Load state that any number of ranks saved, or begin anew with {}."""
-        super().load_state_dict(saved)
+        of_groups = {key: state for key, state in saved.items() if key != "sampled softmax"}
+        super().load_state_dict(of_groups)
         if self.model.ngrams is not None:
             self.model.ngrams.waiting = []  # load_pieces brings what is to wait
         first = {"offsets": self.model.lm_head.first_offsets(self.hp.batch_seqs)}

@@ -294,7 +294,7 @@ def some_steps(words: list[str], hp, moments: list[Moment], start: str, end: str
 
 
 def test_a_run_goes_on_with_any_number_of_ranks(tiny, tmp_path, monkeypatch):
-    """A step on 3, 8, 5 and 1 ranks, with all saved between them, against four steps of one rank.
+    """A step on 3, 5, 2 and 1 ranks, with all saved between them, against four steps of one rank.
     Five ranks have less than one matrix each of the four of the MLPs' shapes."""
     monkeypatch.chdir(tmp_path)
     hp = replace(tiny, grad_clip=1e9, batch_seqs=8)  # every step has norms
@@ -302,7 +302,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(tiny, tmp_path, monkeypatch):
     some_steps([], hp, MOMENTS, "start", "alone")
     weights, state, norm = torch.load("alone0")
     before = "start"
-    for ranks, now in zip((3, 8, 5, 0), MOMENTS, strict=True):
+    for ranks, now in zip((3, 5, 2, 0), MOMENTS, strict=True):
         work = partial(some_steps, hp=hp, moments=[now], start=before, end=f"{now.step}_")
         program = Program([], ranks, work)
         assert program.end() == [0] * max(ranks, 1), program.text("err")

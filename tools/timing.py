@@ -158,7 +158,7 @@ def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
     for name in ("num_iterations", "resume"):
         if is_given(name, flags):
             raise UserError(f"--seconds chooses the number of steps anew: leave it or --{name} out")
-    budget = max(seconds / 10, 20.0)
+    budget = min(max(seconds / 10, 20.0), 5 * seconds)
     print(f"timing steps: up to {budget:.0f} s, after the time to compile", flush=True)
     ms = ms_per_step(path, flags, budget)
     steps = max(1, round(1e3 * seconds / ms))

@@ -109,7 +109,8 @@ class Optimizers(t.Optimizers):
 
     def load_state_dict(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:  # overrides
         """Load what state_dict returned, as train_gpt.py does, or begin anew with {}."""
-        super().load_state_dict(saved)
+        of_groups = {key: state for key, state in saved.items() if not key.endswith(", shared")}
+        super().load_state_dict(of_groups)
         for _, rows in self.groups:
             shared = saved.get(f"{rows.name}, shared", {})
             rows.shared = {k: v.to(rows.own.device, copy=True) for k, v in shared.items()}
