@@ -103,10 +103,10 @@ LAYERS_2025 = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of how a run is made. They may change when it goes on: its data may have moved."""
+    """Settings of how a run is made. They may change when it resumes: its data may have moved."""
 
     run_id: str = ""  # name of the run, whose log is logs/RUN_ID.txt; if empty, the time
-    resume: bool = False  # go on from the newest checkpoint of --run_id, or begin that run
+    resume: bool = False  # resume from the newest checkpoint of --run_id, or begin that run
     train_files: str = f"{FINEWEB}_train_*.bin"  # glob for training shards
     val_files: str = f"{FINEWEB}_val_*.bin"  # glob for validation shards
     tokenizer: str = "gpt2"  # whose tokens they are: gpt2, a tokenizer.json, or none
@@ -167,7 +167,7 @@ class Hyperparameters(RunSettings):
     momentum_damped: bool = True  # momentum is an average of gradients; off: a sum
     grad_clip: float = 0.0  # largest global L2 norm of the gradient, 0 for no limit
 
-    fp8: bool = True  # train the head in FP8 on GPUs with FP8, in bfloat16 on CPUs with that
+    fp8: bool = True  # train the head in FP8 where a GPU has it, in bfloat16 where a CPU does
     x_s: float = 2.0  # FP8 scale of the head's input
     w_s: float = 2.0**9  # FP8 scale of the head's weight
     grad_s: float = 2.0**19  # FP8 scale of the logits' gradient
@@ -378,7 +378,7 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
         remedy = "cached_fineweb.py fetches FineWeb; a pattern has [[] for [, no braces or commas"
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
-    passes = min(hp.epochs or num_batches, num_batches)  # each has a batch, unless none has
+    passes = min(hp.epochs or num_batches, num_batches)  # a pass has a batch, or no pass has
     in_turn = itertools.chain.from_iterable(itertools.repeat(shards, passes))
     batches = list(itertools.islice(plan(in_turn, hp, moments), num_batches))
     if len(batches) < num_batches:
@@ -579,8 +579,8 @@ class FP8Linear(torch.autograd.Function):
 
 class CastedLinear(nn.Linear):
     """A linear layer without bias whose weight is cast to its input's dtype when used. With use_fp8
-    it trains in FP8 on GPUs that have it, and in bfloat16 on CPUs that are fast in that. Where only
-    its weight is read, as by relu2_mlp, use_fp8 does nothing."""
+    it trains in FP8 on GPUs that have it, and in bfloat16 on CPUs that are fast in that. Code that
+    reads only the weight, such as relu2_mlp, does not see use_fp8."""
 
     def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         # This draws weights within 1 / sqrt(in_features). Callers scale them by init_bound.
@@ -843,7 +843,7 @@ class Head(CastedLinear):
         """Return the mean loss () of x (T, C) and targets (T, ...), one chunk of tokens after
         another: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients
         are made at once: those of x, and of all parameters that chunk_loss reads. It may not read
-        other tensors that have a history."""
+        other tensors that were computed from parameters."""
         total, grads_x, grads = 0, [], {}  # grads of parameters
         size = self.chunk_len(x.device)
         scale = self.grad_scale or 1 / len(x)  # factor on gradients; the value is without it
@@ -900,7 +900,7 @@ class GPT(nn.Module):
     are named as in 2025-01-26, so its published checkpoints load."""
 
     kernels = ("chunk_loss", "relu2_mlp")  # of gpu_kernels.py, if they agree
-    numbers_in_pieces = 0  # those that a fork's ranks share out, and no parameter has
+    numbers_in_pieces = 0  # elements that ranks share outside of parameters, as a fork's table
 
     def __init__(self, hp: Hyperparameters):
         super().__init__()
@@ -975,7 +975,7 @@ class GPT(nn.Module):
         """Save what a fork's ranks share out, beside this checkpoint. All ranks call this."""
 
     def load_pieces(self, path: Path | None, weights_only: bool) -> None:
-        """Load what save_pieces has saved, or without a path begin it anew."""
+        """Load what save_pieces has saved; without a path, reset it."""
 
 
 # -----------------------------------------------------------------------------
@@ -1078,7 +1078,7 @@ class Group:
     rule: Callable
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
-    steps: int = 1  # whose gradients add up before the rule is called
+    steps: int = 1  # the rule is called once in so many steps, with the sum of their gradients
 
 
 class Rows:
@@ -1108,7 +1108,7 @@ class Rows:
             starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
         self.total = starts.pop()
         n = -(-self.total // (world_size * spacing)) * spacing
-        self.passes = group.steps * micro_batches  # backward passes whose gradients add up
+        self.passes = group.steps * micro_batches  # backward passes that add to a gradient
         self.weights = params[0].detach().new_zeros(world_size, n, *row_shape)
         self.own = self.weights[rank]
         dtype = torch.float32 if self.passes > 1 else self.weights.dtype
@@ -1201,7 +1201,7 @@ class Optimizers:
         self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
         self.groups: list[tuple[Group, Rows]] = []
         groups = self.parameter_groups(model, hp)
-        # No gradient waits before a step whose number is a multiple of this: a run can stop there.
+        # A run can stop before a step whose number is a multiple of this: all gradients are used.
         self.period = math.lcm(*(group.steps for group in groups))
         for name, p in model.named_parameters():
             count = sum(p is other for group in groups for other in group.params)
@@ -1332,7 +1332,7 @@ class Run:
     Moment = staticmethod(lambda step, hp: Moment(step, hp))
     check = staticmethod(lambda hp: check(hp))
     plan = staticmethod(lambda shards, hp, moments: consecutive(shards, hp, moments))
-    read_per_token = staticmethod(lambda hp: 1.0)  # tokens read, at most, for each that trains
+    read_per_token = staticmethod(lambda hp: 1.0)  # most tokens read per token that trains
 
     def __init_subclass__(cls):
         unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
@@ -1413,12 +1413,12 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
     # The last steps are in a row: as many as let all groups learn, and for compiled code twice as
-    # many, because after a step, memory is divided in another way than after a validation.
+    # many, because a step divides memory in another way than a validation does.
     count = optimizers.period * (2 if compiled.allowed else 1)
     in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
     alone = [[now] for now in kinds.values()] if compiled.allowed else []
     for steps in [*alone, in_a_row]:
-        optimizers.load_state_dict({})  # the steps before these do not precede them in a run
+        optimizers.load_state_dict({})  # in a run, other steps come before these
         gc.collect()
         torch.cuda.empty_cache()
         val = tokens[:, : hp.val_seq_len]
@@ -1471,7 +1471,7 @@ def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: 
     hp = model.hp
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"a weight is not finite after step {step}: lower the rates")
-    # No run goes on from the last step. All ranks must call state_dict.
+    # No run resumes from the last step. All ranks must call state_dict.
     states = {} if step == hp.num_iterations else optimizers.state_dict()
     path = Path("logs", log.run_id, f"state_step{step:06}.pt")
     model.save_pieces(path)
@@ -1511,7 +1511,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
-    # Data, model and weights come before the log: a mistake in them does not use up the run's name.
+    # Data, model and weights come before the log: after a mistake in them, the name is still free.
     moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     val_batch = validation_batch(hp, rank, world_size, device)
     batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
@@ -1550,7 +1550,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         for now in moments[first_step:]:
             step = now.step  # steps made so far
             leave = step == hp.num_iterations or (log.stop and step % optimizers.period == 0)
-            if step > first_step or step == 0:  # else its validation and checkpoint are there
+            if step > first_step or step == 0:  # else the earlier start has validated and saved
                 due = leave or (hp.save_every and step % hp.save_every == 0)
                 saves = hp.keep and step > 0 and due
                 if now.validate or saves or leave:
@@ -1593,8 +1593,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 
 
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
-    """Join the other ranks; return this one's device, its rank, their number. UserError if this
-    cannot be."""
+    """Join the other ranks; return this one's device, its rank, their number. UserError if that is
+    impossible."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
     hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if wanted == "cuda" or (wanted == "auto" and gpus):
@@ -1713,8 +1713,8 @@ def rank_here() -> str:
 
 def as_program(name: str, work: Callable) -> None:
     """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
-    once; torchrun then ends the other ranks, which wait. A rank that lost another one also waits,
-    so that the one that failed reports first."""
+    once; torchrun then ends the other ranks, which wait. A rank that has lost contact with another
+    waits, too, so that the one that failed reports first."""
     rank = rank_here()
     open_console(rank)
     try:
@@ -1788,9 +1788,9 @@ def open_log(path: Path, resume: bool, source: str) -> tuple:
 class Log:
     """What rank 0 writes: the log, which begins with `header`, the metrics, and the console.
     logs/RUN_ID.jsonl has an object for each step: `step`, the number of steps made, and the other
-    fields of the step's Moment; train_loss, before the update; ms, since the result of the step
-    before reached the host; tokens_per_s; and with grad_clip grad_norm. Another object has a step's
-    val_loss. If a step comes twice, later fields count."""
+    fields of the step's Moment; train_loss, before the update; ms, from the arrival of the previous
+    step's result to this one's; tokens_per_s; and with grad_clip grad_norm. Another object has a
+    step's val_loss. If a step has several objects, the last value of a field counts."""
 
     def __init__(self, run: type[Run], hp: Hyperparameters, rank: int):
         self.hp = hp
@@ -1821,8 +1821,8 @@ class Log:
         self.stop = False  # whether a rank had a signal to stop, before that step
         self.ended = 0.0  # when the step before ended, in seconds
         self.seconds = 0.0  # of all steps
-        self.highest = math.log(hp.vocab_size)  # loss of equal chances; or, if lower, the first one
-        self.times = "train_time:0ms step_avg:0.00ms"  # the same, as a line says it
+        self.highest = math.log(hp.vocab_size)  # loss of a uniform guess, or a lower first loss
+        self.times = "train_time:0ms step_avg:0.00ms"  # seconds, in the words of a line
 
     def __call__(self, line: str, row: dict | None = None, shown: bool = True) -> None:
         """Write a line to the log, and show it on the console. Write a row of the metrics. A full
@@ -1833,7 +1833,7 @@ class Log:
                 print(to_json(row), file=self.metrics)
         except OSError as error:
             if not self.lost:
-                self.bar.write(f"could not write {self.path}, and goes on: {error.strerror}")
+                self.bar.write(f"could not write {self.path}, the run continues: {error.strerror}")
             self.lost = True
         if shown:
             self.bar.write(line)
@@ -1956,7 +1956,7 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
             elsewhere = Path(tempfile.gettempdir(), name)
             with written_whole(elsewhere, elsewhere.with_suffix(".tmp")) as file:
                 torch.save(state, file)
-            remedy = f"; it is {elsewhere}: move it to {path}, and the run goes on"
+            remedy = f"; it is {elsewhere}: move it to {path}, and the run resumes"
         raise UserError(f"{error}{remedy}") from error
     before = [old for old in checkpoints(folder) if old != path]
     for old in before[keep - 1 :]:
@@ -2059,7 +2059,7 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     usual = "demo" if on_cpu else run.default_record
     text = f"settings to start from, or a beginning of: {', '.join(run.records)} [{usual}]"
     parser.add_argument("--record", default=usual, help=text)
-    comments = {}  # behind the settings
+    comments = {}  # after the settings
     for cls in reversed(type(default).__mro__[:-1]):
         source = Path(inspect.getfile(cls)).read_text("utf-8")
         comments |= re.findall(r"^    (\w+): [^=\n]* = .*  # (.*)$", source, re.MULTILINE)

@@ -157,7 +157,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_run(last, flags, tmp_path):
     program = Program(words, work=functools.partial(acting, actions=actions))
     assert program.end() == [int(last == 9)] and "Traceback" not in program.text("err")
     out = program.text("out")
-    assert out.count("could not write logs/it.txt, and goes on: File too large") == 1
+    assert out.count("could not write logs/it.txt, the run continues: File too large") == 1
     if last == 3:
         found = read_log(Path("logs/it.txt"))
         assert found.loss == val_losses(out)[5] and found.source == Path(SCRIPT).read_text().strip()

@@ -160,6 +160,19 @@ def waiting(words: list[str], go: str) -> None:
     main(words)
 
 
+def test_a_run_that_resumes_with_another_source_says_so(flags, whole, tmp_path):
+    """And goes on."""
+    said = "the source is not the one with which this run began\n"
+    shutil.copytree(whole.folder / "logs", tmp_path / "logs")
+    (tmp_path / f"logs/it/state_step{LAST:06}.pt").unlink()
+    log = tmp_path / "logs/it.txt"
+    text = log.read_text()
+    assert said not in console_of([*flags, *RESUME], tmp_path)
+    log.write_text(text.replace("1 - momentum", "1 + momentum", 1))
+    (tmp_path / f"logs/it/state_step{LAST:06}.pt").unlink()
+    assert said in console_of([*flags, *RESUME], tmp_path)
+
+
 def test_a_live_run_is_not_joined_and_a_finished_one_does_not_go_on(flags, tmp_path, capsys):
     flags = [*flags, "--num_iterations", "9"]
     live = Program(flags, work=functools.partial(waiting, go=str(tmp_path / "go")))
