@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up and train, with one command on any machine.
 #
-#   ./run.sh [SCRIPT.py] [flags]       train: a record on GPUs, a demo of a few minutes without one.
+#   ./run.sh [SCRIPT.py] [flags]       train: a record on GPUs, a demo of 1 to 2 minutes without one.
 #                                      SCRIPT.py is a fork, such as forks/train_gpt_2026.py; the
 #                                      default is train_gpt.py
 #   ./run.sh [SCRIPT.py] --runs N [flags]

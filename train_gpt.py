@@ -144,7 +144,7 @@ class Hyperparameters(RunSettings):
     head_dim: int = 128  # channels in a head
     model_dim: int = 768  # channels of the residual stream
     vocab_size: int = 50257  # token ids; the head is padded to a multiple of 128
-    end_of_text: int = 50256  # token that begins a document; of GPT-2's, those before it are used
+    end_of_text: int = 50256  # token that begins a document; of GPT-2's, only smaller ones are used
     init_bound: float = 0.75**0.5  # initial hidden weights are within this / sqrt(fan_in)
     attn_scale: float = 0.12  # factor on the products of q and k; 0: head_dim**-0.5
     rope: Literal["half", "full"] = "half"  # share of the channels that rotate
@@ -344,6 +344,7 @@ def load_data_shard(path: str | Path) -> Shard:
     # Torch's map holds no open file, unlike numpy's: a run may have more shards than that allows.
     words = torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
     tokens = words[512:].numpy().view(Shard)
+    tokens.flags.writeable = False
     tokens.path, tokens.stat = path, stat
     return tokens
 
@@ -360,8 +361,8 @@ def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
 
 
 def in_order(shards, hp: Hyperparameters, moments=()) -> Iterator[tuple]:
-    """Plan validation, whatever plan training has: one sequence after another, as batches. What
-    is left at the end of a shard is left out, if it is shorter than a sequence."""
+    """Plan validation, whatever plan training has: one sequence after another, as batches. At the
+    end of a shard, what is too short for a sequence and its targets is left out."""
     for tokens in shards:
         for start in range(0, len(tokens) - hp.seq_len - 1, hp.seq_len):
             yield tokens, [(start, start + hp.seq_len + 1)]
@@ -432,11 +433,10 @@ def changed_shards(batches: list) -> list[str]:
     for shard in {id(shard): shard for shard, _ in batches}.values():
         try:
             now = os.stat(shard.path)
-            same = (now.st_size, now.st_mtime_ns) == (shard.stat.st_size, shard.stat.st_mtime_ns)
         except OSError:
-            same = False
-        if not same:
-            lines.append(f"{shard.path} has changed since the run began: so may have its batches")
+            now = None
+        if not now or (now.st_size, now.st_mtime) != (shard.stat.st_size, shard.stat.st_mtime):
+            lines.append(f"{shard.path} has changed since the run began: its batches may have, too")
     return lines
 
 
@@ -1197,6 +1197,9 @@ class Optimizers:
     the backward pass (2025).
     """
 
+    changes_early = False  # whether weights or state already change before `step`, as in some forks
+    made = None  # the steps that weights and state have made, if none is half made
+
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
         self.groups: list[tuple[Group, Rows]] = []
@@ -1366,6 +1369,8 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
     """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
     (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
     grad_clip the gradient's norm. Dividing by batch_seqs comes last: grad_s is for one sequence."""
+    if optimizers.changes_early:
+        optimizers.made = None
     loss = torch.zeros((), device=inputs.device)
     for input_seq, target_seq in zip(inputs, targets, strict=True):
         micro_loss = model(input_seq, target_seq, now)
@@ -1373,7 +1378,7 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
         optimizers.add_gradients()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
-    optimizers.made = None  # an error within the update leaves it half made
+    optimizers.made = None  # an error within the update leaves a half-made state
     norms = optimizers.step(now)
     optimizers.made = now.step + 1
     result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
@@ -1428,17 +1433,18 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
             train_step(model, optimizers, x.int(), x, now)
 
 
-def introduce(log: "Log", run, hp, record: str, model: GPT, batches: list, place: str) -> None:
+def introduce(log: "Log", run, hp, record: str, model: GPT, batches: list, ranks: int) -> None:
     """Write the header of a new log, and say what runs, and where."""
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
     sources = sources_of(run)
     if not log.before:
         log(header(run, hp, sources), shown=False)
     elif not all(source in log.before for source in sources):
         log("the source is not the one with which this run began")
     log(shlex.join(["record", record, *flags_of(hp, run.records[record])]))
-    log(f"on {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
-    device = next(model.parameters()).device
-    on_gpu = device.type == "cuda"
+    place = torch.cuda.get_device_name() if on_gpu else "CPU"
+    log(f"on {ranks} x {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
     if record == "demo" and hp.device == "auto" and not on_gpu:
         log("no GPU found: this is a small demonstration")
     if hp.end_of_text not in batches[0][0]:
@@ -1492,12 +1498,16 @@ def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: 
 def save_after_error(log: "Log", run: type[Run], record: str, model: GPT, optimizers) -> None:
     """If one process trains, and the error came between two updates: save the last step. Of several
     ranks, the others wait for the one that has failed, and cannot give it their state."""
-    step = optimizers.made
-    if optimizers.world_size > 1 or not model.hp.keep or not step or step % optimizers.period:
+    hp, step = model.hp, optimizers.made
+    if optimizers.world_size > 1 or not hp.keep or not step or step % optimizers.period:
         return
     try:
+        log.end_step()
         save(log, run, record, model, optimizers, step)
-        log(f"saved after step {step}; after a remedy, {command_to_resume(log, run, record)}")
+        remedy = f"after a remedy, {command_to_resume(log, run, record)}"
+        if step == hp.num_iterations:
+            remedy = "tools/evaluate.py measures its loss"
+        log(f"saved after step {step}; {remedy}")
     except Exception as error:  # the first error is the one to report
         log(str(error))
 
@@ -1508,6 +1518,11 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     reads a step's values during the next step. An .item() in a step would break this."""
     device, rank, world_size = start_device(hp.device)
     on_gpu = device.type == "cuda"
+    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+    for name, value in alone.items():
+        if world_size == 1 and os.environ.get(name, value) != value:
+            remedy = f"let it start torchrun, or unset {name} for a run in each"
+            raise UserError(f"each task of srun or mpirun would train alone: {remedy}")
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
@@ -1527,15 +1542,14 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         return log(f"the run {log.run_id} is finished")
     optimizers = run.Optimizers(model, hp, rank, world_size)
 
-    place = f"{world_size} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}"
-    introduce(log, run, hp, record, model, batches, place)
+    introduce(log, run, hp, record, model, batches, world_size)
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
     warm_up(model, optimizers, moments, device, log)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     restore(model, optimizers, saved)
-    optimizers.made = None  # no step yet that is not saved
+    optimizers.made = None  # what earlier starts have made is saved
     saved.clear()  # frees more than the model's size
     if first_step or hp.init_from:
         log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
@@ -1558,6 +1572,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 if now.validate:
                     validate(log, model, val_batch, now, device)
                 if saves:
+                    optimizers.made = None  # an error is not followed by another try
                     save(log, run, record, model, optimizers, step)
                 if now.validate or saves:
                     log.ended = clock(device)
@@ -1608,9 +1623,6 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
-        if any(os.environ.get(name, value) != value for name, value in alone.items()):
-            raise UserError("each task of srun or mpirun would train alone: let it start torchrun")
         return device, 0, 1
     found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
@@ -1757,8 +1769,12 @@ def open_log(path: Path, resume: bool, source: str) -> tuple:
     killed process, or a full disk, has cut off is removed, and a header that is not whole.
     UserError if the log is in use, or exists without `resume`, or if files are there without it."""
     path.parent.mkdir(exist_ok=True)
+    lone = [path.with_suffix(".jsonl"), *([] if resume else checkpoints(path.with_suffix("")))]
+    for file in lone if not (os.path.exists(path) and os.path.getsize(path)) else []:
+        if os.path.exists(file) and os.path.getsize(regular(file)):
+            remedy = "choose another --run_id, or move it away"
+            raise UserError(f"{file} exists without the log of its run: {remedy}")
     log = regular(path).open("a", buffering=1, encoding="utf-8")
-    metrics = regular(path.with_suffix(".jsonl")).open("a", buffering=1)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -1770,15 +1786,9 @@ def open_log(path: Path, resume: bool, source: str) -> tuple:
     if before and not resume:
         raise UserError(f"{path} exists: choose another --run_id, or --resume on")
     has_header = f"\n{RULE}\nrecord " in before
-    if not has_header:
-        theirs = [] if resume else checkpoints(path.with_suffix(""))
-        if os.path.getsize(metrics.name):
-            theirs.append(metrics.name)
-        if not (before.startswith(source) or source.startswith(before)):
-            theirs.append(path)
-        if theirs:
-            reason = f"{theirs[0]} is there, and no log that it belongs to"
-            raise UserError(f"{reason}: choose another --run_id, or move it away")
+    if not has_header and not before.startswith(source) and not source.startswith(before):
+        raise UserError(f"{path} is not the log of a run: choose another --run_id, or move it away")
+    metrics = regular(path.with_suffix(".jsonl")).open("a", buffering=1)
     for file in (log, metrics):
         size = Path(file.name).read_bytes().rfind(b"\n") + 1  # of whole lines
         file.truncate(size if has_header else 0)

@@ -24,8 +24,8 @@ none says that the tokens of .bin files have no text, as those of shakespeare_ch
 
 Documents keep their order: shuffle them first if neighbours are alike. "<|endoftext|>" in a
 document is ordinary text. Documents of white space only are left out. The number of workers does
-not change the shards. Memory holds one train and one validation shard,
-and for each worker a few batches or the longest document (a .txt that is one is read in pieces).
+not change the shards. Memory holds one train and one validation shard, and for each worker a few
+batches or the longest document (for GPT-2's tokens, a .txt that is one is read in pieces).
 
 DIR is a new or empty folder, which appears when all shards are whole; until then, DIR.unfinished
 holds them. With --overwrite, DIR may hold shards of the same NAME: the new ones replace them.
@@ -350,11 +350,8 @@ def made_at_once(out: Path, name: str, overwrite: bool) -> Iterator[Path]:
         fail(f"--out {out}: cannot be replaced: name a new folder")
     unfinished = whole.with_name(f"{whole.name}.unfinished")
     try:
-        is_new = not unfinished.exists()
         unfinished.mkdir(parents=True, exist_ok=True)
         lock = os.open(unfinished, os.O_RDONLY)
-        if is_new:
-            (unfinished / MADE).touch()
     except OSError as error:
         fail(f"--out {out}: cannot write there ({error.strerror}): name another folder")
     try:
@@ -364,10 +361,11 @@ def made_at_once(out: Path, name: str, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         reason = f"{unfinished} cannot be locked ({error.strerror}): let no other process write it"
         print(f"tokenize_text.py: {reason}", file=sys.stderr)
-    if not (unfinished / MADE).exists():
+    if not (unfinished / MADE).exists() and any(unfinished.iterdir()):
         fail(f"{unfinished} is not of tokenize_text.py: move it away, or choose another --out")
     unfinished_folders.append(unfinished)
     try:
+        (unfinished / MADE).touch()
         empty(unfinished)  # of what a process that was killed has left
         (unfinished / "new").mkdir()
         yield unfinished / "new"
@@ -467,7 +465,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=cores, metavar="N", help="processes [all cores]")
     help_ = "gpt2, the path of a tokenizer.json, or none [gpt2]"
     add("--tokenizer", default="gpt2", metavar="FILE", help=help_)
-    help_ = "token that begins a document; of GPT-2's, those before it are used [50256]"
+    help_ = "token that begins a document; of GPT-2's, only smaller ones are used [50256]"
     add("--end_of_text", type=int, metavar="N", help=help_)
     add("--overwrite", action="store_true", help="replace the shards in DIR")
     words = sys.argv[1:] if argv is None else argv
@@ -521,7 +519,7 @@ def tokenize(args: argparse.Namespace) -> None:
                     bar.update(len(tokens))
                 if args.tokenizer == "gpt2" and shards.largest > args.end_of_text:
                     remedy = "if they are not GPT-2's, say so with --tokenizer none"
-                    fail(f"{path}: token {shards.largest} is not one of GPT-2's first: {remedy}")
+                    fail(f"{path}: token {shards.largest} is above --end_of_text: {remedy}")
             for tokens in encode_all(batches, args):
                 val.add(tokens["val"])
                 train.add(tokens["train"])

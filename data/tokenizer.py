@@ -96,7 +96,7 @@ class HuggingFace:
         self.end_of_text = end_of_text
         self.path = Path(path)
         self.tokens = Tokenizer.from_file(str(path))
-        self.vocab_size = max(self.tokens.get_vocab_size(), end_of_text + 1)
+        self.vocab_size = max(*self.tokens.get_vocab().values(), end_of_text) + 1
         self.mark = self.tokens.id_to_token(end_of_text) or GPT2.mark
 
     def encode(self, text: str) -> list[int]:
@@ -119,8 +119,14 @@ class HuggingFace:
             yield f"{self.mark}\n" if is_end else stream.step(self.tokens, token) or ""
 
     def count_bytes(self, tokens: np.ndarray) -> int:
-        """Return the bytes of the tokens' text. What begins a document has none."""
-        return len(self.tokens.decode(tokens[tokens != self.end_of_text].tolist()).encode())
+        """Return the bytes of the tokens' text, a document at a time, because a tokenizer may add a
+        space to its beginning. What begins a document has none."""
+        documents = np.split(tokens, np.flatnonzero(tokens == self.end_of_text))
+        size = 0
+        for document in documents:
+            ids = document[document != self.end_of_text].tolist()
+            size += len(self.tokens.decode(ids, skip_special_tokens=False).encode())
+        return size
 
 
 def tokenizer_of(tokenizer: str, end_of_text: int) -> GPT2 | HuggingFace | None:

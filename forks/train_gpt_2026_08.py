@@ -1229,6 +1229,8 @@ class Optimizers(t.Optimizers):
     it does not matter how many ranks there are.
     """
 
+    changes_early = True  # a forward pass moves the head's offsets, and reads the n-gram table
+
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
         if hp.ngram_rows and hp.val_tokens // hp.val_seq_len % world_size:

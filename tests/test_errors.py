@@ -171,13 +171,18 @@ def fail_in_an_update() -> None:
     train_gpt.Optimizers.step = lambda self, now: fail()
 
 
-@pytest.mark.parametrize("mistake", [fail, fail_in_an_update])
+def fail_after_an_early_change() -> None:
+    train_gpt.Optimizers.changes_early = True
+    train_gpt.GPT.hidden = lambda self, *arguments: fail()
+
+
+@pytest.mark.parametrize("mistake", [fail, fail_in_an_update, fail_after_an_early_change])
 def test_a_run_that_fails_between_updates_saves_its_last_step(mistake, flags, tmp_path):
     flags += ["--run_id", "it", "--num_iterations", "5", "--val_loss_every", "0"]
     program = Program(flags, work=functools.partial(acting, actions={3: mistake}))
     assert program.end() == [1] and "a fork's mistake" in program.text("err")
     saved = [path.name for path in tmp_path.glob("logs/it/*")]
-    if mistake is fail_in_an_update:
+    if mistake is not fail:
         assert not saved
         return
     assert saved == ["state_step000003.pt"]
@@ -214,9 +219,9 @@ def test_a_rank_without_others_is_none(flags, tmp_path, monkeypatch):
 
 
 FILES = {
-    "logs/it.jsonl": ("", "logs/it.jsonl is there, and no log that it belongs to"),
-    "logs/it.txt": ("--resume on", "logs/it.txt is there, and no log that it belongs to"),
-    "logs/it/state_step000008.pt": ("", "logs/it/state_step000008.pt is there, and no log that"),
+    "logs/it.jsonl": ("", "logs/it.jsonl exists without the log of its run: choose"),
+    "logs/it.txt": ("--resume on", "logs/it.txt is not the log of a run: choose another"),
+    "logs/it/state_step000008.pt": ("", "logs/it/state_step000008.pt exists without the log of"),
 }
 
 
@@ -227,6 +232,7 @@ def test_files_that_are_no_run_s_stay_as_they_are(name, flags, tmp_path, capsys)
     (tmp_path / name).write_text("mine")
     assert message in error_of([*flags, "--run_id", "it", *words.split()], capsys)[1]
     assert (tmp_path / name).read_text() == "mine"
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("logs/**/it.*")} <= {name}
 
 
 def test_only_checkpoints_of_a_run_are_removed(flags, tmp_path):

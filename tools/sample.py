@@ -1,7 +1,7 @@
 """Print text that a trained model writes.
 
     ./run.sh tools/sample.py                                  with the newest checkpoint under logs/
-    ./run.sh tools/sample.py logs/RUN/state_step000128.pt --prompt "In the beginning" --n 3
+    ./run.sh tools/sample.py logs/RUN/state_step000320.pt --prompt "In the beginning" --n 3
     ./run.sh tools/sample.py --temperature 0                  the likeliest token each time
 
 Text goes to standard output, everything else to standard error. A sample begins a document; where

@@ -60,6 +60,8 @@ class Optimizers(t.Optimizers):
     """train_gpt.py's optimizers, and what comes before and after a step. A rule's state that all
     ranks have alike is in `rows.shared`, and is saved and resumed as rows.state is."""
 
+    changes_early = True  # `begin` moves weights
+
     def __init__(self, model, hp, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
         self.begun = False  # the first forward pass of a step has begun
