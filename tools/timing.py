@@ -45,11 +45,13 @@ class Timed:
 
     def __init__(self, path: Path, flags: list[str], device: torch.device):
         hp, record = script.parse(path, flags)
+        if not glob(hp.train_files):  # no FineWeb has been fetched: the sample corpus is read
+            demo = train_gpt.RECORDS["demo"]
+            hp = replace(hp, train_files=demo.train_files, end_of_text=demo.end_of_text)
+        self.data = hp.train_files
         run_class = script.load(path)
         self.core = core = script.core(run_class)
         self.hp, self.run_class, self.device = hp, run_class, device
-        # If no FineWeb has been fetched, the sample corpus is read.
-        self.data = hp.train_files if glob(hp.train_files) else f"{train_gpt.SAMPLE}_train_*.bin"
         self.batches, self.made = {}, 0
         self.moments = [run_class.Moment(step, hp) for step in range(hp.num_iterations + 1)]
         self.steps = 0, hp.num_iterations // 2, hp.num_iterations - 1  # those that bench.py times

@@ -53,7 +53,7 @@ def test_flex_attention_equals_sdpa_with_gradients(window, rule):
         k = newest.offset_keys(k) if rule == "distance" else k
         return train_gpt.attend(q, k, v, mask, scale)
 
-    first = fork.first_visible(documents(4096), torch.tensor(window), rule).cuda()
+    first = fork.first_visible(documents(4096) == 50256, torch.tensor(window), rule).cuda()
     drawn = torch.randn(4, 1, 6, 4096, 128, dtype=torch.bfloat16, device="cuda")
     results = []
     for function, dtype, mask in (
@@ -261,12 +261,16 @@ SHORT_VALIDATION = "--val_seq_len 65536 --val_tokens 65536"
 def on_the_sample(capsys, monkeypatch, tmp_path, write_shard):
     """Return train(run, flags): it trains on the sample, of which 262144 tokens are for validation,
     and returns what is printed."""
-    tokens = train_gpt.load_data_shard(f"{HERE}/data/kjv_val_000000.bin")
-    val = write_shard("val_0.bin", np.tile(tokens, 4)[:262146])
+    end, files = train_gpt.RECORDS["demo"].end_of_text, ("val_000000", "train_000001")
+    shards = [train_gpt.load_data_shard(f"{HERE}/data/kjv_{name}.bin") for name in files]
+    # Its tokens are GPT-2's first ones; in the records, another token begins a document.
+    val, train_ = (np.where(tokens == end, 50256, tokens) for tokens in shards)
+    val = write_shard("val_0.bin", np.tile(val, 4)[:262146])
+    train_ = write_shard("train_1.bin", train_)
     monkeypatch.chdir(tmp_path)
 
     def train(run, flags: str) -> str:
-        files = f"--train_files {HERE}/data/kjv_train_*.bin --val_files {val} --epochs 0 --keep 0"
+        files = f"--train_files {train_} --val_files {val} --epochs 0 --keep 0"
         train_gpt.main(f"{files} {flags}".split(), run)
         text = capsys.readouterr().out
         with capsys.disabled():
