@@ -10,9 +10,6 @@
 #   ./run.sh [SCRIPT.py] --seconds N [flags]
 #                                      train as many steps as take N seconds on this machine; also
 #                                      with --runs and --compare
-#   ./run.sh [SCRIPT.py] --like NAME [flags]
-#                                      train with the steps and flags of an earlier run, or of the
-#                                      runs that --runs N --run_id NAME has made
 #   ./run.sh --compare "A" "B" [flags] make runs with flags A and with flags B in turn, until it is
 #                                      clear whether B helps; A and B may begin with a SCRIPT.py
 #   ./run.sh tools/NAME.py [flags]     set up, install what this tool needs, and run it

@@ -20,7 +20,7 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained.folder)
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     hp = replace(saved["hyperparameters"], run_id="it")
-    known = {"like": "base", "seconds_asked": 7.0}
+    known = {"seconds_asked": 7.0}
     start = result.Start(Path(SCRIPT), hp, "demo", known)
     start.log_size = 0
     found = result.result_of(start, result.End(0))

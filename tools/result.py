@@ -2,7 +2,6 @@
 
 kind             run; an object of a comparison has the kind comparison (compare.py)
 run, group       name of the run, and of the command that made several
-like             the group whose steps and flags the run took (--like)
 start            when it began: ISO 8601, with the offset to UTC
 status           finished, stopped (by a signal), failed, or diverged
                  (its last loss is not finite, or above its first one, or ln(vocabulary))
@@ -60,7 +59,7 @@ STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
 NUMBERS = "exit", "steps", "tokens", "val_loss"  # the keys that tools read again
-TEXTS = "run", "group", "like", "status", "reason", "script", "digest", "record", "flags", "data"
+TEXTS = "run", "group", "status", "reason", "script", "digest", "record", "flags", "data"
 TEXTS += "machine", "host", "torch", "log"
 
 
@@ -269,7 +268,7 @@ def runs_noted() -> list[dict]:
         if before and run["log"] is None and run["status"] != "finished":
             continue  # it was refused
         if before:
-            run |= {key: run[key] or before[key] for key in ("group", "like")}
+            run["group"] = run["group"] or before["group"]
         found.pop(name, None)
         found[name] = run
     return list(found.values())

@@ -111,15 +111,6 @@ def of_groups(a: list[float], b: list[float], known: float | None = None) -> Dif
     return Difference(difference, float(high - low) / 2, float(test.pvalue))
 
 
-def of_one(number: float, group: list[float]) -> Difference:
-    """Return how much larger one more number is than the mean of a group, in standard deviations of
-    the group. Its deviation is taken to be the group's."""
-    deviation, n = float(np.std(group, ddof=1)), len(group)
-    mean, error = (number - float(np.mean(group))) / deviation, (1 + 1 / n) ** 0.5
-    p = 2 * stats.t.sf(abs(mean) / error, n - 1)
-    return Difference(mean, float(stats.t.isf(0.025, n - 1) * error), float(p))
-
-
 # -----------------------------------------------------------------------------
 # The sequential test: it may look after each pair
 

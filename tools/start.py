@@ -3,8 +3,6 @@
     start.py [SCRIPT.py] [flags]            one process per GPU; FineWeb is fetched if needed
     start.py [SCRIPT.py] --runs N [flags]   N runs with seeds from --seed on, then their statistics
     start.py [SCRIPT.py] --seconds N [flags]    as many steps as take N seconds here (timing.py)
-    start.py [SCRIPT.py] --like NAME [flags]    with the steps and flags of earlier runs: of a run,
-                                            or of the group that --runs --run_id NAME made
 
 SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs. A run ends with its summary, which
 is also a line of logs/results.jsonl; result.py lists its keys.
@@ -29,21 +27,6 @@ import result
 import script
 import timing
 from train_gpt import HERE, Hyperparameters, UserError
-
-
-def flags_like(name: str) -> list[str]:
-    """Return the flags of the last finished run of that name, or of that group, but for the seed.
-    UserError if there is none."""
-    runs = [r for r in result.runs_noted() if r["status"] == "finished" and r["flags"] is not None]
-    found = [r for r in runs if name in (r["group"], r["run"])]
-    if not found:
-        known = ", ".join(sorted({r["group"] or r["run"] for r in runs})) or "none"
-        raise UserError(f"--like {name}: no finished run or group has that name: there is {known}")
-    words = ["--record", found[-1]["record"], *shlex.split(found[-1]["flags"])]
-    if "--seed" in words:
-        place = words.index("--seed")
-        del words[place : place + 2]
-    return words
 
 
 def difference(path: Path, hp: Hyperparameters) -> str:
@@ -101,14 +84,11 @@ def main(words: list[str]) -> None:
     path, words = script.take_script(words)
     parser = console.parser_of()
     parser.add_argument("--runs", type=int)
-    parser.add_argument("--like")
     parser.add_argument("--seconds", type=float)
     args, flags = parser.parse_known_args(words)
     if args.runs is not None and args.runs < 1:
         raise UserError(f"--runs {args.runs}: must be 1 or more")
-    known = {"like": args.like, "seconds_asked": args.seconds}
-    if args.like:
-        flags = [*flags_like(args.like), *flags]
+    known = {"seconds_asked": args.seconds}
     try:
         if args.seconds is not None:
             steps = timing.steps_in(args.seconds, path, flags)

@@ -6,7 +6,7 @@
 
 The time of a step depends on its window, its length and its compiled code. So the middle step of
 each ninth of the schedule is timed. Times differ from one call to the next: runs that need equal
-steps take them from the first one, by --like.
+steps take the flags that the first one has printed.
 """
 
 import math
