@@ -1437,11 +1437,14 @@ def introduce(log: "Log", run, hp, record: str, model: GPT, batches: list, ranks
     """Write the header of a new log, and say what runs, and where."""
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
-    sources = sources_of(run)
-    if not log.before:
-        log(header(run, hp, sources), shown=False)
-    elif not all(source in log.before for source in sources):
-        log("the source is not the one with which this run began")
+    if log.rank == 0:
+        sources = sources_of(run)
+        if not log.before:
+            log(header(run, hp, sources), shown=False)
+            if log.lost:
+                raise UserError(f"the header of {log.path} could not be written: is the disk full?")
+        elif not all(source in log.before for source in sources):
+            log("the source is not the one with which this run began")
     log(shlex.join(["record", record, *flags_of(hp, run.records[record])]))
     place = torch.cuda.get_device_name() if on_gpu else "CPU"
     log(f"on {ranks} x {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
@@ -1518,11 +1521,8 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     reads a step's values during the next step. An .item() in a step would break this."""
     device, rank, world_size = start_device(hp.device)
     on_gpu = device.type == "cuda"
-    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
-    for name, value in alone.items():
-        if world_size == 1 and os.environ.get(name, value) != value:
-            remedy = f"let it start torchrun, or unset {name} for a run in each"
-            raise UserError(f"each task of srun or mpirun would train alone: {remedy}")
+    if world_size == 1:
+        refuse_tasks()
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
@@ -1637,6 +1637,15 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     timeout = timedelta(minutes=10)  # gloo's own is half an hour
     dist.init_process_group(backend, None, timeout, world_size=world_size, rank=rank, store=store)
     return device, rank, world_size
+
+
+def refuse_tasks() -> None:
+    """Raise UserError if this process is one of several tasks of srun or mpirun."""
+    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+    for name, value in alone.items():
+        if os.environ.get(name, value) != value:
+            remedy = f"let it start torchrun, or unset {name} for a run in each"
+            raise UserError(f"each task of srun or mpirun would train alone: {remedy}")
 
 
 def all_reduce_(tensor: Tensor) -> Tensor:
@@ -1803,7 +1812,7 @@ class Log:
     step's val_loss. If a step has several objects, the last value of a field counts."""
 
     def __init__(self, run: type[Run], hp: Hyperparameters, rank: int):
-        self.hp = hp
+        self.hp, self.rank = hp, rank
         names = [hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()]
         if dist.is_initialized():
             dist.broadcast_object_list(names)  # all ranks take that of rank 0
