@@ -17,7 +17,7 @@ demo. Settings and ideas come from github.com/KellerJordan/modded-nanogpt. The s
     Training         steps, validation, warm-up, the timed loop: `train` is the whole program
     Machine          devices, ranks, errors, the log, checkpoints, flags
 
-Who wants the recipe alone can stop before the last section.
+If you came for the recipe, stop before the last section.
 """
 
 import argparse
@@ -1433,9 +1433,9 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) ->
             train_step(model, optimizers, x.int(), x, now)
 
 
-def introduce(log: "Log", run, hp, record: str, model: GPT, batches: list, ranks: int) -> None:
+def introduce(log: "Log", run, record: str, model: GPT, batches: list, ranks: int) -> None:
     """Write the header of a new log, and say what runs, and where."""
-    device = next(model.parameters()).device
+    hp, device = model.hp, next(model.parameters()).device
     on_gpu = device.type == "cuda"
     if log.rank == 0:
         sources = sources_of(run)
@@ -1542,7 +1542,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         return log(f"the run {log.run_id} is finished")
     optimizers = run.Optimizers(model, hp, rank, world_size)
 
-    introduce(log, run, hp, record, model, batches, world_size)
+    introduce(log, run, record, model, batches, world_size)
     if compiled.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
@@ -1778,11 +1778,14 @@ def open_log(path: Path, resume: bool, source: str) -> tuple:
     killed process, or a full disk, has cut off is removed, and a header that is not whole.
     UserError if the log is in use, or exists without `resume`, or if files are there without it."""
     path.parent.mkdir(exist_ok=True)
-    lone = [path.with_suffix(".jsonl"), *([] if resume else checkpoints(path.with_suffix("")))]
-    for file in lone if not (os.path.exists(path) and os.path.getsize(path)) else []:
-        if os.path.exists(file) and os.path.getsize(regular(file)):
-            remedy = "choose another --run_id, or move it away"
-            raise UserError(f"{file} exists without the log of its run: {remedy}")
+    if not os.path.exists(path) or os.path.getsize(path) == 0:
+        left = [] if resume else checkpoints(path.with_suffix(""))
+        rows = regular(path.with_suffix(".jsonl"))
+        if rows.exists() and rows.stat().st_size:
+            left.append(rows)
+        if left:
+            reason = f"{left[0]} exists without the log of its run"
+            raise UserError(f"{reason}: choose another --run_id, or move it away")
     log = regular(path).open("a", buffering=1, encoding="utf-8")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1905,10 +1908,10 @@ def check_loss(loss: float, step: int) -> None:
 
 def script_of(run: type[Run]) -> Path:
     """Return the file that defines a Run: train_gpt.py, or a fork. UserError if none does."""
-    try:
-        return Path(inspect.getfile(run)).resolve()
-    except (OSError, TypeError) as error:  # in a notebook
-        raise UserError("save the class Run as a script, and start that: logs hold it") from error
+    with contextlib.suppress(OSError, TypeError):  # which a class of a notebook raises
+        if os.path.isfile(path := inspect.getfile(run)):
+            return Path(path).resolve()
+    raise UserError("save the class Run as a script, and start that: logs hold its source")
 
 
 def sources_of(run: type[Run]) -> list[str]:

@@ -9,9 +9,11 @@ import resource
 import shlex
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -211,6 +213,13 @@ def test_ranks_that_torchrun_has_not_made_are_refused(environment, flags, capsys
     for pair in environment.split():
         monkeypatch.setenv(*pair.split("="))
     assert ENVIRONMENTS[environment] in error_of(flags, capsys)[1]
+
+
+def test_a_run_of_a_notebook_is_asked_for_a_file(flags, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cell", ModuleType("cell"))
+    run = type("Run", (train_gpt.Run,), {"__module__": "cell"})
+    status, err = error_of(flags, capsys, functools.partial(main, run=run))
+    assert status == 1 and err.startswith("notebook: error: save the class Run as a script")
 
 
 def test_a_rank_without_others_is_none(flags, tmp_path, monkeypatch):

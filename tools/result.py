@@ -41,7 +41,7 @@ import shlex
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -89,13 +89,6 @@ def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float
     return round(bits_per_byte(val_loss, targets.numpy().ravel(), tokenizer), 5)
 
 
-def flags_of(path: Path, hp: Hyperparameters, record: str) -> str:
-    """Return the flags that make these settings of a record, without the run's name."""
-    run_class = script.load(path)
-    unnamed = replace(hp, run_id="", resume=False)
-    return shlex.join(script.core(run_class).changed_flags(unnamed, run_class.records[record]))
-
-
 def facts(path: Path, known: dict) -> dict:
     """Return the summary of a run that begins now, without its settings. `known` are other keys."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -115,7 +108,8 @@ class Start:
 
 def result_of(start: Start, end: End, last: dict | None = None) -> dict:
     """Return the summary of a run that has ended. `last` has the last values of its metrics."""
-    hp = start.hp
+    hp, run_class = start.hp, script.load(start.path)
+    flags = script.core(run_class).flags_of(hp, run_class.records[start.record])
     found = start.facts | {
         "run": hp.run_id,
         "exit": end.status,
@@ -123,7 +117,7 @@ def result_of(start: Start, end: End, last: dict | None = None) -> dict:
         "file": end.file,
         "line": end.line,
         "record": start.record,
-        "flags": flags_of(start.path, hp, start.record),
+        "flags": shlex.join(flags),
         "seed": hp.seed,
         "data": f"{hp.train_files}; {hp.val_tokens} tokens of {hp.val_files}",
         "total_s": round(time.monotonic() - start.clock, 1),
