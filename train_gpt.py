@@ -1021,26 +1021,32 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 # group as rows of one shape, of which each rank owns n. lr is the group's learning rate at the
 # Moment `now`. The rule reads rows.grad, the mean gradient of this rank's rows, and changes
 # rows.own, their weights; both are (n, *row_shape). Tensors (n, ...) in the dict rows.state are
-# saved and resumed. A rule may instead return an update (n, ...), and a function that is called
-# with the update of all ranks (ranks, n, ...), and changes rows.weights, which has the same shape.
-# A whole rule:
+# saved and resumed. A whole rule:
 #
 #     def sign_descent(rows, lr, now, hp):
 #         rows.own.sub_(rows.grad.sign(), alpha=lr)
+#
+# Ranks then send each other their weights. If the Group has a function `apply`, they send updates
+# instead: on a GPU, those of Muon have half the bytes. Such a rule changes no weights, and returns
+# an update (n, ...). apply(rows, updates, lr, now, hp) changes rows.weights by the updates of all
+# ranks; both are (ranks, n, ...).
 
 
-def muon(rows, lr: float, now: Moment, hp, orthogonalise=None):
-    """Step by Muon, for matrices, with zeropower_via_newtonschulz5 or another function. Ranks
-    exchange updates: on a GPU, these have half the bytes of weights."""
+def muon(rows, lr: float, now: Moment, hp, orthogonalise=None) -> Tensor:
+    """Return the update of matrices by Muon, with zeropower_via_newtonschulz5 or another function.
+    apply_muon makes the step."""
     orthogonalise = orthogonalise or zeropower_via_newtonschulz5
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
     buffer = rows.state["momentum_buffer"]
     momentum = torch.full((), now.momentum, device=buffer.device)  # a number would recompile
-    updates = muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
-    height, width = buffer.shape[-2:]
-    scaled_lr = lr * max(1, height / width) ** 0.5  # tall matrices take larger steps
-    return updates, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
+    return muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
+
+
+def apply_muon(rows, updates: Tensor, lr: float, now: Moment, hp) -> None:
+    """Subtract all ranks' updates from the weights. Tall matrices take larger steps."""
+    height, width = updates.shape[-2:]
+    rows.weights.sub_(updates, alpha=lr * max(1, height / width) ** 0.5)
 
 
 def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
@@ -1079,19 +1085,27 @@ class Group:
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
     steps: int = 1  # the rule is called once in so many steps, with the sum of their gradients
+    apply: Callable | None = None  # what ranks exchange: updates, which it applies, or weights
 
 
 class Rows:
-    """Parameters of one group and row shape, as views of one tensor, `weights` (ranks, n,
-    *row_shape). A row is a matrix, a row of a table, or a number, by Group.row_ndim. Each rank owns
-    n rows: on 8 ranks, 6 of the 44 matrices of 2025-01-26 with 768 x 768 numbers. What is left over
-    is padding, which stays zero. From now on, nothing may rebind a parameter's .data, as model.to()
-    does: the parameter would no longer learn.
+    """Parameters of one group and row shape, which ranks share. A row is a matrix, a row of a
+    table, or a number, by Group.row_ndim. Each rank owns n rows: on 8 ranks, 6 of the 44 matrices
+    of 2025-01-26 with 768 x 768 elements. What is left over is padding, which stays zero.
 
-    `grads` is the same for gradients. Backward passes add to it. With the last gradient of a step,
-    ranks sum it in one message. All ranks must use the same parameters in a step, because they send
-    in the order of their backward passes. A hook of your own that needs p.grad must be registered
-    before this object is made, whose hook takes p.grad away.
+        weights (ranks, n, *row_shape)    of all ranks; the parameters are views of it
+        own (n, *row_shape)               this rank's part of the weights
+        grads (ranks, n, *row_shape)      sums of this rank's gradients; backward passes add to it
+        grad (n, *row_shape)              own rows' part of it, then their mean over all ranks
+        state                             the update rule's tensors (n, ...), by their names
+
+    In a step, `grads` is sent once, with its last gradient: ranks sum it, and each receives `grad`.
+    When a rule has changed `own`, `gather` collects the parts of all ranks. All ranks must use the
+    same parameters in a step, because they send in the order of their backward passes.
+
+    Nothing may rebind a parameter's .data, as model.to() does: the parameter would no longer learn.
+    A hook of your own that needs p.grad must be registered before this object is made, whose hook
+    takes p.grad away.
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank, world_size, micro_batches):
@@ -1125,9 +1139,9 @@ class Rows:
     def clear(self) -> None:
         """Wait for what is under way, and forget all gradients: a step begins."""
         self.wait()
-        self.grad = self.grads[self.rank]  # of own rows: in a rule, the mean gradient
+        self.grad = self.grads[self.rank]
         self.missing = self.passes * len(self.params)  # gradients to come until they are sent
-        self.is_stale = True  # grads are still those of the step before
+        self.has_gradients = False  # until one comes, grads are still those of the step before
         for p in self.params:
             p.grad = None
 
@@ -1147,7 +1161,7 @@ class Rows:
             return
         views, dense = [], []
         for p, view in zip(self.params, self.grad_views, strict=True):
-            if self.is_stale and (p.grad is None or p.grad.is_sparse):
+            if not self.has_gradients and (p.grad is None or p.grad.is_sparse):
                 view.zero_()
             if p.grad is not None and p.grad.is_sparse:
                 view.add_(p.grad)
@@ -1156,9 +1170,9 @@ class Rows:
                 dense.append(p.grad)
             p.grad = None
         if dense:
-            write = torch._foreach_copy_ if self.is_stale else torch._foreach_add_
+            write = torch._foreach_add_ if self.has_gradients else torch._foreach_copy_
             write(views, dense)
-        self.is_stale = False
+        self.has_gradients = True
 
     def send(self) -> None:
         """Begin to sum the gradients over all ranks, in the weights' dtype. When it has ended,
@@ -1191,7 +1205,7 @@ class Optimizers:
        then those of the matrices, those of the embeddings at the end.
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
-    3. Muon's updates are applied on each rank. Adam's weights have arrived in their place.
+    3. Each rank applies the updates of all. Weights have arrived in their place.
 
     Keller Jordan let ranks share Muon's work (2024). @ryanyang0 and @vagrawal let them send within
     the backward pass (2025).
@@ -1230,7 +1244,7 @@ class Optimizers:
         scalars = [p for p in model.parameters() if p.ndim == 1]
         return [
             Group("head", [model.lm_head.weight], adam, hp.head_lr, row_ndim=1),
-            Group("muon", matrices[::-1], muon, hp.muon_lr, row_ndim=2),
+            Group("muon", matrices[::-1], muon, hp.muon_lr, row_ndim=2, apply=apply_muon),
             Group("embed", [model.embed.weight], adam, hp.embed_lr, row_ndim=1),
             Group("values", tables, adam, hp.embed_lr, row_ndim=1),
             Group("scalar", scalars, adam, hp.scalar_lr, row_ndim=0),
@@ -1255,7 +1269,7 @@ class Optimizers:
                 raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
             if not all(p.requires_grad for p in rows.params):
                 raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
-            if not rows.is_stale:  # else there is no gradient: it stays, as in torch's optimizers
+            if rows.has_gradients:  # else its weights stay, as in torch's optimizers
                 learning.append((group, rows))
         for _, rows in learning:
             if rows.missing and self.world_size > 1:  # not sent within the backward pass
@@ -1272,17 +1286,17 @@ class Optimizers:
         for group, rows in learning:
             rows.wait()
             rows.grad.mul_(grad_scale)
-            # A rule returns None, or an update and a function that applies it: see above muon.
             version = rows.weights._version  # counts changes in place, also those of rows.own
-            update, apply = group.rule(rows, group.lr * now.lr, now, self.hp) or (rows.own, None)
-            if apply is not None and rows.weights._version != version:
-                reason = "its rule returns an update, so it may not change rows.own, too"
-                raise UserError(f"{rows.name}: {reason}: other ranks would not have the change")
-            sent.append((rows, rows.gather(update), apply))
-        for rows, update, apply in sent:
+            update = group.rule(rows, group.lr * now.lr, now, self.hp)
+            returns, changes = update is not None, rows.weights._version != version
+            if returns != bool(group.apply) or (returns and changes):
+                reason = "a rule changes rows.own, or with Group.apply returns an update, not both"
+                raise UserError(f"{rows.name}: {reason}: ranks would not have the same weights")
+            sent.append(rows.gather(update if returns else rows.own))
+        for (group, rows), updates in zip(learning, sent, strict=True):
             rows.wait()
-            if apply is not None:
-                apply(update)
+            if group.apply:
+                group.apply(rows, updates, group.lr * now.lr, now, self.hp)
             rows.clear()
         return norms
 

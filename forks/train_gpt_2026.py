@@ -986,20 +986,26 @@ class GPT(t.GPT):
 # Optimizers: Polar Express, NorMuon, cautious weight decay, Adam at every second step
 
 
-def muon(rows, lr, now: Moment, hp: Hyperparameters):  # overrides
-    """Step by Muon. With muon_beta2 it is NorMuon. With muon_decay, weights decay cautiously, by
-    muon_decay * lr^2. muon_mul has factors on lr."""
+def muon(rows, lr, now: Moment, hp: Hyperparameters) -> Tensor:  # overrides
+    """Return the update of Muon. With muon_beta2 it is NorMuon's."""
     orthogonalise = cautious.polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
-    update, _ = t.muon(rows, lr, now, hp, orthogonalise)
+    update = t.muon(rows, lr, now, hp, orthogonalise)
     if hp.muon_beta2:
         if "second_moment" not in rows.state:
             rows.state["second_moment"] = cautious.new_second_moment(rows.grad)
         update = cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
-    scaled_lr = lr * cautious.shape_factor(update.shape, hp.muon_mul)
-    if not hp.muon_decay:
-        return update, lambda update: rows.weights.add_(update, alpha=-scaled_lr)
-    rates = cautious.numbers(scaled_lr, lr * hp.muon_decay)
-    return update, lambda update: cautious.decayed_step_(rows.weights, update, update, *rates)
+    return update
+
+
+def apply_muon(rows, updates: Tensor, lr, now: Moment, hp: Hyperparameters) -> None:  # overrides
+    """Subtract all ranks' updates from the weights. muon_mul has factors on lr. With muon_decay,
+    weights decay cautiously, by muon_decay * lr^2."""
+    scaled_lr = lr * cautious.shape_factor(updates.shape, hp.muon_mul)
+    if hp.muon_decay:
+        rates = cautious.numbers(scaled_lr, lr * hp.muon_decay)
+        cautious.decayed_step_(rows.weights, updates, updates, *rates)
+    else:
+        rows.weights.sub_(updates, alpha=scaled_lr)
 
 
 def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # overrides
@@ -1027,7 +1033,7 @@ class Optimizers(t.Optimizers):
         groups = []
         for name, params in members.items():
             if name == "muon":
-                groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2))
+                groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2, apply=apply_muon))
                 continue
             row = own.get(name, {})
             lr = row.get("lr", lrs.get(name, hp.scalar_lr))

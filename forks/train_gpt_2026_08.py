@@ -1203,15 +1203,20 @@ ADAM = {
 }
 
 
-def muon(rows, lr: float, now: Moment, hp: Hyperparameters, factors: Triple) -> tuple:
-    """Step by NorMuon with Polar Express and cautious weight decay, by muon_decay * lr^2."""
-    update, _ = t.muon(rows, lr, now, hp, cautious.polar_express)
+def muon(rows, lr: float, now: Moment, hp: Hyperparameters) -> Tensor:
+    """Return the update of NorMuon with Polar Express."""
+    update = t.muon(rows, lr, now, hp, cautious.polar_express)
     if "second_moment" not in rows.state:
         rows.state["second_moment"] = cautious.new_second_moment(rows.grad)
-    update = cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
-    factor = cautious.shape_factor(update.shape, factors)
+    return cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
+
+
+def apply_muon(rows, updates: Tensor, lr: float, now: Moment, hp, factors: Triple) -> None:
+    """Subtract all ranks' updates, times a factor on lr for the matrices' shape. Weights decay
+    cautiously, by muon_decay * lr^2."""
+    factor = cautious.shape_factor(updates.shape, factors)
     rates = cautious.numbers(lr * factor, lr * hp.muon_decay)
-    return update, lambda update: cautious.decayed_step_(rows.weights, update, update, *rates)
+    cautious.decayed_step_(rows.weights, updates, updates, *rates)
 
 
 def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay: float) -> None:
@@ -1252,8 +1257,11 @@ class Optimizers(t.Optimizers):
         groups = []
         for name, pattern in MATRICES.items():
             factors = hp.muon_mul if name == "muon" else (1.0, 1.0, 1.0)
-            rule = partial(anvil if hp.optimizer == "anvil" else muon, factors=factors)
-            groups.append(Group(name, matching(pattern)[::-1], rule, hp.muon_lr, row_ndim=2))
+            rule, apply = muon, partial(apply_muon, factors=factors)
+            if hp.optimizer == "anvil":
+                rule, apply = partial(anvil, factors=factors), None
+            params = matching(pattern)[::-1]
+            groups.append(Group(name, params, rule, hp.muon_lr, row_ndim=2, apply=apply))
         for name, (pattern, lr, *betas, decay, row_ndim) in ADAM.items():
             rule = partial(adam, betas=betas, decay=decay)
             if name == "values" and hp.ngram_rows:  # in the rhythm of the n-gram table
