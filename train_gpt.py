@@ -49,6 +49,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -63,18 +64,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-# A function whose name is in IN_USE calls a Triton kernel in place of its formula. choose_kernels
-# puts it there at the start of a run, if both agree.
 try:
     import gpu_kernels
-    from gpu_kernels import IN_USE, choose_kernels
-except ImportError:  # without Triton, or this file alone: it computes the same
-    IN_USE = set()
-
-    def choose_kernels(model, hp, device, all_reduce_, log):
-        if device.type == "cuda":
-            log("kernels: none, gpu_kernels.py or Triton is missing")
-
+except ImportError:
+    gpu_kernels = None  # without Triton, or this file alone: it computes the same
+# A function whose name is in IN_USE calls a Triton kernel in place of its formula.
+IN_USE: set[str] = gpu_kernels.IN_USE if gpu_kernels else set()
 
 HERE = Path(__file__).resolve().parent
 DATA = glob.escape(f"{HERE}/data")  # shards are named by patterns
@@ -326,16 +321,22 @@ def regular(path: str | Path) -> Path:
 
 
 class Shard(np.ndarray):
-    """The tokens (n,) uint16 of the file `path`, whose `stat` was taken when they were mapped."""
+    """The tokens (n,) uint16 of the file `path`, whose `stamp` was that when they were mapped."""
+
+
+def stamp_of(path: str | Path) -> tuple:
+    """Return the size of a file in bytes, and the time of its last change; () if it is gone."""
+    with contextlib.suppress(OSError):
+        stat = os.stat(path)
+        return stat.st_size, stat.st_mtime
+    return ()
 
 
 def load_data_shard(path: str | Path) -> Shard:
     """Return the tokens of a shard, memory-mapped. The format is llm.c's: 256 little-endian int32
     (20240520, version 1, n, zeros), then n uint16. UserError for another."""
-    with regular(path).open("rb") as file:
-        stat = os.fstat(file.fileno())
-        header = np.fromfile(file, "<i4", 3).tolist()
-    size = stat.st_size
+    header = np.fromfile(regular(path), "<i4", 3).tolist()
+    size, _ = stamp = stamp_of(path)
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
         reason = f"is not a whole shard: its {size} bytes begin with {header}, not {expected}"
@@ -345,7 +346,7 @@ def load_data_shard(path: str | Path) -> Shard:
     words = torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
     tokens = words[512:].numpy().view(Shard)
     tokens.flags.writeable = False
-    tokens.path, tokens.stat = path, stat
+    tokens.path, tokens.stamp = path, stamp
     return tokens
 
 
@@ -376,7 +377,7 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     if os.path.isdir(pattern):
         raise UserError(f"{pattern} is a folder: give a pattern of its shards, such as *.bin")
     if not paths:
-        remedy = "cached_fineweb.py fetches FineWeb; a pattern has [[] for [, no braces or commas"
+        remedy = "cached_fineweb.py fetches FineWeb; patterns have no braces, and [[] for a bracket"
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
     passes = min(hp.epochs or num_batches, num_batches)  # a pass has a batch, or no pass has
@@ -404,21 +405,16 @@ def distributed_data_generator(batches, hp, rank, world_size, device, start_step
     """Yield this rank's part of each batch of plan_batches from start_step on, on its way to the
     device: inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences.
     UserError if a shard has become shorter, or has a token outside the vocabulary."""
-    open_shard, file = None, None  # one at a time
     for shard, pieces in batches[start_step:]:
-        if shard is not open_shard:
-            if file:
-                file.close()
-            open_shard, file = shard, open(shard.path, "rb")  # noqa: SIM115
         batch = []
-        for start, stop in pieces:
-            # From the file: if that has become shorter, its memory map would kill the process.
-            data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
-            tokens = np.frombuffer(data, "<u2", len(data) // 2)
-            if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
-                reason = f"its tokens from {start} on are missing or wrong"
-                raise UserError(f"{shard.path} has changed: {reason}")
-            batch.append(tokens)
+        with open(shard.path, "rb") as file:  # if it is shorter now, its memory map would kill us
+            for start, stop in pieces:
+                data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
+                tokens = np.frombuffer(data, "<u2", len(data) // 2)
+                if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
+                    reason = f"its tokens from {start} on are missing or wrong"
+                    raise UserError(f"{shard.path} has changed: {reason}")
+                batch.append(tokens)
         rows = np.concatenate(batch).reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
@@ -429,15 +425,9 @@ def distributed_data_generator(batches, hp, rank, world_size, device, start_step
 
 def changed_shards(batches: list) -> list[str]:
     """Return a line for each file of the batches that is not as it was when it was mapped."""
-    lines = []
-    for shard in {id(shard): shard for shard, _ in batches}.values():
-        try:
-            now = os.stat(shard.path)
-        except OSError:
-            now = None
-        if not now or (now.st_size, now.st_mtime) != (shard.stat.st_size, shard.stat.st_mtime):
-            lines.append(f"{shard.path} has changed since the run began: its batches may have, too")
-    return lines
+    stamps = {shard.path: shard.stamp for shard, _ in batches}
+    changed = [path for path, stamp in stamps.items() if stamp_of(path) != stamp]
+    return [f"{p} has changed since the run began: its batches may have, too" for p in changed]
 
 
 # -----------------------------------------------------------------------------
@@ -474,7 +464,6 @@ def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
 class Moment:
     """All scheduled values at one step, 0 to num_iterations. Variables of it are named `now`."""
 
-    graph_key = ()  # decides which compiled code runs: warm_up makes a step for each value
     short = property(lambda self: self.window // 2)  # the short window, in tokens
 
     def __init__(self, step: int, hp: Hyperparameters):
@@ -491,33 +480,36 @@ class Moment:
 # Numerics: compiled functions, FP8 matmuls, the linear layer
 
 
+# `build` sets whether it is allowed. With torch's default of 4 for this option, kernels store
+# values that are cheaper to compute again.
+compilation = SimpleNamespace(allowed=False, options={"realize_reads_threshold": 8})
+
+
 def compiled(function):
-    """Decorate a function or method: torch.compile it at its first call, if compiled.allowed (which
-    `build` sets). If compiled code calls it, it becomes a part of that code."""
+    """Decorate a function or method: torch.compile it at its first call, if compilation.allowed. If
+    compiled code calls it, it becomes a part of that code."""
     fast = None
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         nonlocal fast
-        if torch.compiler.is_compiling() or not compiled.allowed:
+        if torch.compiler.is_compiling() or not compilation.allowed:
             return function(*args, **kwargs)
         if fast is None:
-            fast = torch.compile(function, dynamic=False, options=compiled.options)
+            fast = torch.compile(function, dynamic=False, options=compilation.options)
         return fast(*args, **kwargs)
 
     return call
 
 
-compiled.allowed = False
-# With torch's default of 4, kernels store values that are cheaper to compute again.
-compiled.options = {"realize_reads_threshold": 8}
+SMALL = 0.8e6  # bytes of memory for each token of a sequence: 40 GB for 49152 tokens
 
 
 def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Say whether a GPU has less than 0.8 MB for each token of a sequence: 40 GB for 49152."""
+    """Say whether a GPU has less memory than SMALL for each of so many tokens."""
     if device.type == "cpu":
         return False
-    return torch.cuda.get_device_properties(device).total_memory < 0.8e6 * tokens
+    return torch.cuda.get_device_properties(device).total_memory < SMALL * tokens
 
 
 def recomputed(function, *arguments):
@@ -655,7 +647,7 @@ def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
     """Return block_lists for compiled code on a GPU, else SDPA's mask (T, T), 0 or -inf:
     FlexAttention has no backward pass on a CPU, and uncompiled it would store T x T scores.
     UserError if that mask would fill the memory."""
-    if first.is_cuda and compiled.allowed:
+    if first.is_cuda and compilation.allowed:
         return block_lists(first)
     if len(first) > 16384:
         raise UserError(f"{len(first)} tokens need a GPU and --compile on: try --record demo")
@@ -760,7 +752,7 @@ def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H). Autograd
     would keep three tensors (..., H). The kernel and the formula keep one: for 2025-01-26, that is
     7 GB less."""
-    if "relu2_mlp" in IN_USE:
+    if "relu2_mlp" in IN_USE:  # an edit of the formula below turns this kernel off
         return gpu_kernels.FusedMLP.apply(x, w_in, w_out)
     return F.linear(recomputed(relu_squared, F.linear(x, w_in)), w_out)
 
@@ -870,7 +862,7 @@ class Head(CastedLinear):
     @compiled
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64."""
-        if "chunk_loss" in IN_USE:
+        if "chunk_loss" in IN_USE:  # an edit of the formula below turns this kernel off
             return gpu_kernels.fused_chunk_loss(self, x, targets, scale)
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
@@ -1114,7 +1106,7 @@ class Rows:
         self.works = []  # collectives that are under way
         row_shape = params[0].shape[params[0].ndim - group.row_ndim :]
         row_len = math.prod(row_shape)
-        self.name = f"{group.name} {'x'.join(map(str, row_shape))}"
+        self.name = f"{group.name} {'x'.join(map(str, row_shape))}".rstrip()
         # Each parameter begins at a multiple of 16 bytes, because compiled code assumes that.
         spacing = 16 // math.gcd(16, row_len * params[0].element_size())
         starts = [0]
@@ -1316,6 +1308,7 @@ class Optimizers:
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients.
         KeyError or RuntimeError if it cannot be the state of these groups."""
+        saved = {name.rstrip(): state for name, state in saved.items()}  # "scalar " had a blank
         if saved and saved.keys() != {rows.name for _, rows in self.groups}:
             raise RuntimeError(f"its groups are {', '.join(saved)}")
         for _, rows in self.groups:
@@ -1336,47 +1329,6 @@ class Optimizers:
 
 # -----------------------------------------------------------------------------
 # Training: steps, validation, warm-up and the timed loop: `train` is the whole program
-
-
-class Run:
-    """What a fork may replace. It subclasses Run and sets, for example, GPT = MyGPT. These names
-    are looked up when they are called, so a fork may also assign train_gpt.GPT."""
-
-    records: dict[str, Hyperparameters] = RECORDS
-    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    GPT = staticmethod(lambda hp: GPT(hp))
-    Optimizers = staticmethod(lambda *arguments: Optimizers(*arguments))
-    Moment = staticmethod(lambda step, hp: Moment(step, hp))
-    check = staticmethod(lambda hp: check(hp))
-    plan = staticmethod(lambda shards, hp, moments: consecutive(shards, hp, moments))
-    read_per_token = staticmethod(lambda hp: 1.0)  # most tokens read per token that trains
-
-    def __init_subclass__(cls):
-        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
-        if unknown:
-            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
-
-
-def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
-    """Return the model on its device, with initial weights. Decide what @compiled does."""
-    compiled.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
-    if compiled.allowed:  # the first mention of torch._dynamo imports it, which takes a second
-        torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
-        # Otherwise, layers with an autograd.Function would be compiled anew at each start.
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-        for function in (memory_is_small, bfloat16_is_fast):  # constants for compiled code
-            torch.compiler.assume_constant_result(function)
-    # glibc gives the memory of each chunk of logits back to the system, and page faults fetch it
-    # again. Let it keep what is freed: without this, a step of the demo takes 2 to 3 times as long.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt and device.type == "cpu":
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes
-    torch.manual_seed(hp.seed)
-    model = run.GPT(hp).to(device)
-    for table in model.tables():
-        table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return model
 
 
 def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
@@ -1421,30 +1373,132 @@ def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Te
     return inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
 
 
-def warm_up(model: GPT, optimizers, moments: list[Moment], device, log=print) -> None:
-    """Choose kernels, and make a step for each graph_key of the moments, on made-up tokens. Weights
-    and state are to be loaded afterwards. Compilation leaves cycles that hold gigabytes: they are
-    collected, and more steps reserve the memory that the run needs."""
+def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
+    """Let all be compiled: validate, and make steps until all groups have learned, on made-up
+    tokens. Weights and state are to be loaded afterwards. Compilation leaves cycles that hold
+    gigabytes: they are collected, and a second round reserves the memory that the run needs. It has
+    more steps, because a step divides memory in another way than a validation."""
     hp = model.hp
-    choose_kernels(model, hp, device, all_reduce_, log)
-    kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
-    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
-    size = max(longest.seq_len, hp.val_seq_len)
-    tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
-    # The last steps are in a row: as many as let all groups learn, and for compiled code twice as
-    # many, because a step divides memory in another way than a validation does.
-    count = optimizers.period * (2 if compiled.allowed else 1)
-    in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
-    alone = [[now] for now in kinds.values()] if compiled.allowed else []
-    for steps in [*alone, in_a_row]:
-        optimizers.load_state_dict({})  # in a run, other steps come before these
+    tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device)[None]
+    val, x = (tokens[:, :size] % hp.vocab_size for size in (hp.val_seq_len, hp.seq_len))
+    for count in (1, 2) if compilation.allowed else (1,):
         gc.collect()
         torch.cuda.empty_cache()
-        val = tokens[:, : hp.val_seq_len]
-        evaluate(model, (val.int(), val), steps[-1], device)  # first: its blocks are larger
-        for now in steps:
-            x = tokens[:, : now.seq_len]
+        evaluate(model, (val.int(), val), moments[-1], device)  # first: its blocks are larger
+        for now in moments[-1 - count * optimizers.period : -1]:
             train_step(model, optimizers, x.int(), x, now)
+
+
+class Run:
+    """The parts of a run. A fork subclasses Run, and sets those that it replaces, as GPT = MyGPT.
+    What is not listed here, such as train_gpt.muon, it replaces by an assignment."""
+
+    records = RECORDS
+    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
+    GPT = GPT
+    Optimizers = Optimizers
+    Moment = Moment
+    check = staticmethod(check)
+    plan = staticmethod(consecutive)
+    warm_up = staticmethod(warm_up)
+
+    def __init_subclass__(cls):
+        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
+        if unknown:
+            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
+
+
+def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
+    """Return the model on its device, with initial weights. Decide what @compiled does."""
+    compilation.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
+    if compilation.allowed:  # the first mention of torch._dynamo imports it, which takes a second
+        torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
+        # Otherwise, layers with an autograd.Function would be compiled anew at each start.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        for function in (memory_is_small, bfloat16_is_fast):  # constants for compiled code
+            torch.compiler.assume_constant_result(function)
+    # glibc gives the memory of each chunk of logits back to the system, and page faults fetch it
+    # again. Let it keep what is freed: without this, a step of the demo takes 2 to 3 times as long.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt and device.type == "cpu":
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes
+    torch.manual_seed(hp.seed)
+    model = run.GPT(hp).to(device)
+    for table in model.tables():
+        table.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model
+
+
+def check_loss(loss: float, step: int) -> None:
+    """Raise UserError if a loss is not finite. All ranks have the same one."""
+    if not math.isfinite(loss):
+        remedy = "try lower rates, smaller initial weights or --fp8 off"
+        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+
+
+def has_diverged(loss: float, hp: Hyperparameters) -> bool:
+    """Say whether a run's last loss is above that of a uniform guess."""
+    return not loss <= math.log(hp.vocab_size)
+
+
+class Progress:
+    """The steps of a run, as the host knows them. A GPU is a step ahead: the host reads the result
+    of a step, by train_step, while the GPU computes the next one.
+
+    So a signal to stop takes two steps. `note_signal` notes it, on any rank. The next train_step
+    sums it over all ranks, with the loss. The sum is read a step later, as `stop`: all ranks leave
+    at the same step."""
+
+    def __init__(self, log: "Log", hp: Hyperparameters, step: int, seconds: float):
+        self.log, self.hp = log, hp
+        self.step, self.seconds = step, seconds  # steps made, and their time
+        self.ended = 0.0  # when the last one ended, or when the next one may begin
+        self.result = self.arrival = None  # of a step that is not read
+        self.stop = False  # whether a rank had a signal to stop
+
+    @property
+    def times(self) -> str:
+        """The time of all steps, as a line of the log says it."""
+        ms = 1e3 * self.seconds
+        return f"train_time:{ms:.0f}ms step_avg:{ms / max(self.step, 1):.2f}ms"
+
+    def begin_step(self, now: Moment, result: Tensor) -> None:
+        """Read the result of the step before, and let this one's come to the host."""
+        self.end_step()
+        self.now = now
+        self.result = result.to("cpu", non_blocking=True)
+        if result.is_cuda:
+            self.arrival = torch.cuda.current_stream().record_event()
+        else:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """If a result is not read, wait until it is on the host, and write its line of the log and
+        its row of the metrics. UserError if its loss is not finite."""
+        if self.result is None:
+            return
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        seconds = time.perf_counter() - self.ended
+        self.ended += seconds
+        self.seconds += seconds
+        loss, stop, *norm = self.result.tolist()
+        self.result = None
+        self.stop = stop > 0
+        self.step = self.now.step + 1
+        rate = round(self.hp.batch_seqs * self.now.seq_len / seconds)
+        row = vars(self.now) | {"step": self.step, "train_loss": loss}
+        row |= {"ms": round(1e3 * seconds, 3), "tokens_per_s": rate}
+        if norm:
+            row["grad_norm"] = norm[0]
+        line = f"step:{self.step}/{self.hp.num_iterations} {self.times} train_loss:{loss:.4f}"
+        bar = self.log.bar
+        self.log(line, row, shown=bar.disable)  # else the bar shows it
+        bar.update(self.step - bar.n)
+        left = tqdm.format_interval((self.hp.num_iterations - self.step) * seconds)  # at this rate
+        bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
+        check_loss(loss, self.step)
 
 
 def introduce(log: "Log", run, record: str, model: GPT, batches: list, ranks: int) -> None:
@@ -1472,23 +1526,19 @@ def introduce(log: "Log", run, record: str, model: GPT, batches: list, ranks: in
     log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
 
 
-def validate(log: "Log", model: GPT, batch: tuple[Tensor, Tensor], now: Moment, device) -> None:
+def validate(progress: Progress, model: GPT, batch: tuple, now: Moment, device) -> None:
     """Write the validation loss of a moment. UserError if it is not finite."""
-    hp, step = model.hp, now.step
+    hp, step, log = model.hp, now.step, progress.log
     log.bar.set_postfix_str("validating")
     loss = evaluate(model, batch, now, device)
-    log(
-        f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {log.times}",
-        {"step": step, "val_loss": loss},
-    )
+    line = f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {progress.times}"
+    log(line, {"step": step, "val_loss": loss})
     check_loss(loss, step)
-    if step == 0:
-        log.highest = min(log.highest, loss)
-    if step == hp.num_iterations and loss > log.highest:
-        log(f"the run has diverged: its last loss is above {log.highest:.4f}")
+    if step == hp.num_iterations and has_diverged(loss, hp):
+        log("the run has diverged: its last loss is above that of a uniform guess")
 
 
-def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: int) -> None:
+def save(progress: Progress, run: type[Run], record: str, model: GPT, optimizers, step) -> None:
     """Save a checkpoint after a step. All ranks must call this. UserError if a weight is not
     finite, or if it cannot be written."""
     hp = model.hp
@@ -1496,7 +1546,7 @@ def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: 
         raise UserError(f"a weight is not finite after step {step}: lower the rates")
     # No run resumes from the last step. All ranks must call state_dict.
     states = {} if step == hp.num_iterations else optimizers.state_dict()
-    path = Path("logs", log.run_id, f"state_step{step:06}.pt")
+    path = Path("logs", progress.log.run_id, f"state_step{step:06}.pt")
     model.save_pieces(path)
     if optimizers.rank == 0:
         state = {
@@ -1504,7 +1554,7 @@ def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: 
             "record": record,
             "hyperparameters": dict(vars(hp)),
             "step": step,
-            "seconds": log.seconds,
+            "seconds": progress.seconds,
             # Weights are views: torch.save would write all that they are views of.
             "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
             "optimizers": states,
@@ -1512,15 +1562,15 @@ def save(log: "Log", run: type[Run], record: str, model: GPT, optimizers, step: 
         save_checkpoint(path, state, hp.keep)
 
 
-def save_after_error(log: "Log", run: type[Run], record: str, model: GPT, optimizers) -> None:
+def save_after_error(progress: Progress, run, record: str, model: GPT, optimizers) -> None:
     """If one process trains, and the error came between two updates: save the last step. Of several
     ranks, the others wait for the one that has failed, and cannot give it their state."""
-    hp, step = model.hp, optimizers.made
+    hp, step, log = model.hp, optimizers.made, progress.log
     if optimizers.world_size > 1 or not hp.keep or not step or step % optimizers.period:
         return
     try:
-        log.end_step()
-        save(log, run, record, model, optimizers, step)
+        progress.end_step()
+        save(progress, run, record, model, optimizers, step)
         remedy = f"after a remedy, {command_to_resume(log, run, record)}"
         if step == hp.num_iterations:
             remedy = "tools/evaluate.py measures its loss"
@@ -1535,8 +1585,6 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     reads a step's values during the next step. An .item() in a step would break this."""
     device, rank, world_size = start_device(hp.device)
     on_gpu = device.type == "cuda"
-    if world_size == 1:
-        refuse_tasks()
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
@@ -1549,7 +1597,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     saved = beginning(run, hp, model)
     log = Log(run, hp, rank)
     first_step = saved.get("step", 0)
-    log.seconds = saved.get("seconds", 0.0)
+    progress = Progress(log, hp, first_step, saved.get("seconds", 0.0))
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
     if first_step == hp.num_iterations:
@@ -1557,10 +1605,14 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     optimizers = run.Optimizers(model, hp, rank, world_size)
 
     introduce(log, run, record, model, batches, world_size)
-    if compiled.allowed:
+    if compilation.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
-    warm_up(model, optimizers, moments, device, log)
+    if gpu_kernels:
+        gpu_kernels.choose_kernels(model, hp, device, all_reduce_, log)
+    elif on_gpu:
+        log("kernels: none, gpu_kernels.py or Triton is missing")
+    run.warm_up(model, optimizers, moments, device)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     restore(model, optimizers, saved)
     optimizers.made = None  # what earlier starts have made is saved
@@ -1573,31 +1625,31 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
     note_signals()
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
-    log.ended = clock(device)
+    progress.ended = clock(device)
     try:
         for now in moments[first_step:]:
             step = now.step  # steps made so far
-            leave = step == hp.num_iterations or (log.stop and step % optimizers.period == 0)
+            leave = step == hp.num_iterations or (progress.stop and step % optimizers.period == 0)
             if step > first_step or step == 0:  # else the earlier start has validated and saved
                 due = leave or (hp.save_every and step % hp.save_every == 0)
                 saves = hp.keep and step > 0 and due
                 if now.validate or saves or leave:
-                    log.end_step()
+                    progress.end_step()
                 if now.validate:
-                    validate(log, model, val_batch, now, device)
+                    validate(progress, model, val_batch, now, device)
                 if saves:
                     optimizers.made = None  # an error is not followed by another try
-                    save(log, run, record, model, optimizers, step)
+                    save(progress, run, record, model, optimizers, step)
                 if now.validate or saves:
-                    log.ended = clock(device)
+                    progress.ended = clock(device)
             if leave:
                 break
 
             batch = next(train_loader)  # while a GPU computes the step before
             result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
-            log.begin_step(now, result)
+            progress.begin_step(now, result)
     except Exception:
-        save_after_error(log, run, record, model, optimizers)
+        save_after_error(progress, run, record, model, optimizers)
         raise
 
     log.bar.close()
@@ -1625,7 +1677,7 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     """Join the other ranks; return this one's device, its rank, their number. UserError if that is
     impossible."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
-    hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if not local_rank.isdecimal() or int(local_rank) >= gpus:
@@ -1637,6 +1689,7 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
     if os.environ.get("WORLD_SIZE", "1") == "1":
+        refuse_tasks()
         return device, 0, 1
     found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
@@ -1821,6 +1874,11 @@ def open_log(path: Path, resume: bool, source: str) -> tuple:
     return log, metrics, before if has_header else ""
 
 
+def new_name() -> str:
+    """Return a name for a run: the time, and a random part for those that start together."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()
+
+
 class Log:
     """What rank 0 writes: the log, which begins with `header`, the metrics, and the console.
     logs/RUN_ID.jsonl has an object for each step: `step`, the number of steps made, and the other
@@ -1830,7 +1888,7 @@ class Log:
 
     def __init__(self, run: type[Run], hp: Hyperparameters, rank: int):
         self.hp, self.rank = hp, rank
-        names = [hp.run_id or time.strftime("%Y-%m-%d_%H-%M-%S_") + os.urandom(3).hex()]
+        names = [hp.run_id or new_name()]
         if dist.is_initialized():
             dist.broadcast_object_list(names)  # all ranks take that of rank 0
         self.run_id = names[0]
@@ -1853,12 +1911,6 @@ class Log:
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
         )
         self.lost = False  # whether a line could not be written
-        self.result = self.arrival = None  # of the last step, on its way to the host
-        self.stop = False  # whether a rank had a signal to stop, before that step
-        self.ended = 0.0  # when the step before ended, in seconds
-        self.seconds = 0.0  # of all steps
-        self.highest = math.log(hp.vocab_size)  # loss of a uniform guess, or a lower first loss
-        self.times = "train_time:0ms step_avg:0.00ms"  # seconds, in the words of a line
 
     def __call__(self, line: str, row: dict | None = None, shown: bool = True) -> None:
         """Write a line to the log, and show it on the console. Write a row of the metrics. A full
@@ -1873,51 +1925,6 @@ class Log:
             self.lost = True
         if shown:
             self.bar.write(line)
-
-    def begin_step(self, now: Moment, result: Tensor) -> None:
-        """End the step before, and note this one's result, which is on its way to the host."""
-        self.end_step()
-        self.now = now
-        self.result = result.to("cpu", non_blocking=True)
-        if result.is_cuda:
-            self.arrival = torch.cuda.current_stream().record_event()
-        else:
-            self.end_step()
-
-    def end_step(self) -> None:
-        """If a step has begun, wait until its result is on the host, and write its line of the log
-        and its row of the metrics. UserError if its loss is not finite."""
-        if self.result is None:
-            return
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        seconds = time.perf_counter() - self.ended
-        self.ended += seconds
-        self.seconds += seconds
-        loss, stop, *norm = self.result.tolist()
-        self.result = None
-        self.stop = stop > 0
-        step = self.now.step + 1
-        ms = 1e3 * self.seconds
-        self.times = f"train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
-        line = f"step:{step}/{self.hp.num_iterations} {self.times} train_loss:{loss:.4f}"
-        rate = round(self.hp.batch_seqs * self.now.seq_len / seconds)
-        row = vars(self.now) | {"step": step, "train_loss": loss}
-        row |= {"ms": round(1e3 * seconds, 3), "tokens_per_s": rate}
-        if norm:
-            row["grad_norm"] = norm[0]
-        self(line, row, shown=self.bar.disable)  # else the bar shows it
-        self.bar.update(step - self.bar.n)
-        left = tqdm.format_interval((self.hp.num_iterations - step) * seconds)  # at this rate
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
-        check_loss(loss, step)
-
-
-def check_loss(loss: float, step: int) -> None:
-    """Raise UserError if a loss is not finite. All ranks have the same one."""
-    if not math.isfinite(loss):
-        remedy = "try lower rates, smaller initial weights or --fp8 off"
-        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
 
 
 def script_of(run: type[Run]) -> Path:
@@ -2024,23 +2031,17 @@ def load_checkpoint(path: str | Path, run: type[Run]) -> dict:
         raise UserError(f"{path} is not an intact checkpoint ({type(error).__name__})") from error
 
 
-def load_weights(model: GPT, saved: dict) -> None:
-    """Load a checkpoint's weights. UserError if they do not fit."""
+def restore(model: GPT, optimizers, saved: dict) -> None:
+    """Load a checkpoint's weights and, into optimizers that are not None, its state. UserError if
+    they do not fit."""
     try:
         for name, weight in saved["model"].items():
             if weight.dtype not in (torch.float32, torch.bfloat16):
                 raise RuntimeError(f"{name} is {weight.dtype}")
         model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        raise UserError(f"the checkpoint is not one of this model: {error}") from error
-
-
-def restore(model: GPT, optimizers, saved: dict) -> None:
-    """Load a checkpoint's weights and state, if it has state. UserError if they do not fit."""
-    load_weights(model, saved)
-    try:
-        optimizers.load_state_dict(saved["optimizers"])
-        model.load_pieces(saved.get("path"), weights_only=not saved["optimizers"])
+        if optimizers is not None:
+            optimizers.load_state_dict(saved["optimizers"])
+            model.load_pieces(saved.get("path"), weights_only=not saved["optimizers"])
     except (KeyError, RuntimeError) as error:
         raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
@@ -2051,7 +2052,7 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
     paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
     if not paths and hp.init_from:
         saved = {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
-        load_weights(model, saved)
+        restore(model, None, saved)
         return saved | {"path": Path(hp.init_from)}
     if not paths:  # a copy, because the warm-up changes the weights
         weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}

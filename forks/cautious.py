@@ -92,6 +92,6 @@ def adam(rows, lr: float, betas: tuple[float, float], eps: float, decay: float) 
     size = rows.own.numel() if rows.own.is_cuda else 65536
     tensors = rows.own, rows.grad, rows.state["exp_avg"], rows.state["exp_avg_sq"]
     for parts in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
-        for part in parts if t.compiled.allowed else ():
+        for part in parts if t.compilation.allowed else ():
             torch._dynamo.mark_dynamic(part, 0)  # one graph for groups of any size
         cautious_adam_(*parts, step, lr, betas, shares, eps, decay)

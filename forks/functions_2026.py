@@ -1,6 +1,8 @@
-"""Functions that train_gpt_2026.py and train_gpt_2026_08.py share: of settings that are written in
-rows, of attention, and of embeddings."""
+"""What train_gpt_2026.py and train_gpt_2026_08.py share: settings that are written in rows,
+attention, embeddings, a head with several targets, its tie to the embedding, and the warm-up of
+several kinds of steps."""
 
+import gc
 import itertools
 import math
 import re
@@ -166,7 +168,7 @@ def gate_of(x: Tensor, weight: Tensor) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# Embeddings and targets
+# Embeddings
 
 
 @t.compiled
@@ -186,6 +188,10 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
     return torch.cat([first, (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)])
 
 
+# -----------------------------------------------------------------------------
+# The head, and its tie to the embedding
+
+
 def next_targets(targets: Tensor, count: int) -> Tensor:
     """Return the next `count` targets of each token, (T, count), from targets (T,). Beyond the end
     they are -1."""
@@ -200,3 +206,79 @@ def weighted_loss(logits: Tensor, targets: Tensor, shares: Tensor, scale: float)
     learned = -scale * (chances * shares * (targets >= 0)).sum()
     shown = -scale * chances[:, 0].sum()
     return learned + (shown - learned).detach()
+
+
+class Head(t.Head):
+    """train_gpt.py's Head, with logits capped by a sigmoid, and several targets for each token."""
+
+    def __init__(self, hp, form: tuple[float, float, float], std: float):
+        super().__init__(hp)
+        if std:
+            self.weight.data.normal_(std=std)
+        self.form = form
+        # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
+        self.grad_scale = 1.0
+        self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
+        self.shares = None  # of several targets (K,), while a loss is computed
+
+    def logits(self, x: Tensor) -> Tensor:  # overrides
+        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
+        a, b, c = self.form
+        return a * self(x).float().add_(b).div_(c).sigmoid_()
+
+    @t.compiled
+    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
+        """Return scale times the summed loss () of the next token: with shares (K,), weighted_loss
+        of targets (T, K)."""
+        if self.shares is None:
+            return super().chunk_loss(x, targets, scale)
+        if "chunk_loss" in t.IN_USE:
+            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
+        return weighted_loss(self.logits(x), targets, self.shares, scale)
+
+
+class TiedOptimizers(t.Optimizers):
+    """train_gpt.py's Optimizers, with a head that may be tied. While it is, the group "head" learns
+    from the gradients of head and embedding; the embedding, which has no gradient, is a copy. After
+    the split it learns on its own, from a copy of the head's state."""
+
+    @torch.no_grad()
+    def step(self, now) -> list[Tensor]:  # overrides
+        """Update all groups that learn at a moment: see train_gpt.py."""
+        found = {group.name: (group, rows) for group, rows in self.groups}
+        if not self.hp.tied_frac or not {"head", "embed"} <= found.keys():  # a frozen one has none
+            return super().step(now)
+        (group, head), (_, embed) = found["head"], found["embed"]  # of one shape
+        if not now.tied and not embed.state:
+            embed.state = {key: value.clone() for key, value in head.state.items()}
+        norms = super().step(now)
+        if now.tied and (now.step + 1) % group.steps == 0:
+            embed.weights.copy_(head.weights)
+        return norms
+
+
+# -----------------------------------------------------------------------------
+# Warm-up
+
+
+def warm_up(model, optimizers, moments: list, device: torch.device) -> None:
+    """Warm up as train_gpt.py does. Steps are of several kinds, which differ in graph_key: each
+    kind has compiled code of its own, and one step of each is made."""
+    hp = model.hp
+    kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
+    longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
+    size = max(longest.seq_len, hp.val_seq_len)
+    tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
+    # Then some of the longest steps in a row reserve memory, and let all groups learn.
+    count = optimizers.period * (2 if t.compilation.allowed else 1)
+    in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
+    alone = [[now] for now in kinds.values()] if t.compilation.allowed else []
+    for steps in [*alone, in_a_row]:
+        optimizers.load_state_dict({})  # in a run, other steps come before these
+        gc.collect()
+        torch.cuda.empty_cache()
+        val = tokens[:, : hp.val_seq_len]
+        t.evaluate(model, (val.int(), val), steps[-1], device)
+        for now in steps:
+            x = tokens[:, : now.seq_len]
+            t.train_step(model, optimizers, x.int(), x, now)

@@ -203,7 +203,7 @@ class NgramTable:
         sums = sums.to(self.second.dtype) / self.hp.batch_seqs
         state = self.rows, self.second, self.learned_at
         # Of another size in each cycle of other sequences.
-        for tensor in (distinct, sums) if t.compiled.allowed else ():
+        for tensor in (distinct, sums) if t.compilation.allowed else ():
             torch._dynamo.mark_dynamic(tensor, 0)
         ngram_adam_(*state, distinct, sums, step, *rates)
 

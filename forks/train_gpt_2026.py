@@ -37,9 +37,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cautious
+import functions_2026
 import train_gpt as t
 from functions_2026 import (
     GATE_CHANNELS,
+    TiedOptimizers,
     as_pairs,
     bigram_hash,
     gate_of,
@@ -53,7 +55,7 @@ from functions_2026 import (
     smeared,
     two_places,
     visible_by_distance,
-    weighted_loss,
+    warm_up,
     yarn,
 )
 from train_gpt import Group, UserError
@@ -781,28 +783,13 @@ class Block(nn.Module):
         return self.kept(x, -1) + out
 
 
-class Head(t.Head):
-    """train_gpt.py's Head, with logits capped by a sigmoid, and several targets for each token."""
+class Head(functions_2026.Head):
+    """The head of these records: its loss has the shares of a moment's targets."""
 
     def __init__(self, hp: Hyperparameters):
-        super().__init__(hp)
-        if hp.head_init:
-            self.weight.data.normal_(std=hp.head_init)
-        self.form = hp.sigmoid_form
-        # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
-        self.grad_scale = 1.0 if hp.loss_sum else None
-        self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
-        self.shares = None  # of several targets (K,), while a loss is computed
-
-    @t.compiled
-    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
-        """Return scale times the summed loss () of the next token: with shares (K,), weighted_loss
-        of targets (T, K)."""
-        if self.shares is None:
-            return super().chunk_loss(x, targets, scale)
-        if "chunk_loss" in t.IN_USE:
-            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
-        return weighted_loss(self.logits(x), targets, self.shares, scale)
+        super().__init__(hp, hp.sigmoid_form, hp.head_init)
+        if not hp.loss_sum:
+            self.grad_scale = None
 
     def loss(self, x, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:  # overrides
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K
@@ -814,11 +801,6 @@ class Head(t.Head):
             return super().loss(x, next_targets(targets, len(shares)))
         finally:
             self.shares = None
-
-    def logits(self, x: Tensor) -> Tensor:  # overrides
-        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
-        a, b, c = self.form
-        return a * self(x).float().add_(b).div_(c).sigmoid_()
 
 
 class GPT(t.GPT):
@@ -1016,10 +998,8 @@ def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # over
         cautious.adam(rows, lr, betas, hp.adam_eps, decay)
 
 
-class Optimizers(t.Optimizers):
-    """train_gpt.py's Optimizers, with a head that may be tied. While it is, the group "head" learns
-    from the gradients of head and embedding; the embedding, which has no gradient, is a copy. After
-    the split it learns on its own, from a copy of the head's state."""
+class Optimizers(TiedOptimizers):
+    """Optimizers with the groups of --adam, and a head that may be tied."""
 
     @staticmethod
     def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
@@ -1046,18 +1026,6 @@ class Optimizers(t.Optimizers):
             groups.sort(key=lambda group: group.name != "muon")
         return groups
 
-    def step(self, now: Moment) -> list[Tensor]:  # overrides
-        """Update all groups that learn at a moment: see train_gpt.py."""
-        rows_of = {group.name: rows for group, rows in self.groups}
-        head, embed = rows_of.get("head"), rows_of.get("embed")  # of one shape, if ever tied
-        can_part = self.hp.tied_frac > 0 and head is not None and embed is not None
-        if can_part and not now.tied and not embed.state:
-            embed.state = {key: value.clone() for key, value in head.state.items()}
-        norms = super().step(now)
-        if can_part and now.tied and (now.step + 1) % self.hp.adam_every == 0:
-            embed.weights.copy_(head.weights)
-        return norms
-
 
 # -----------------------------------------------------------------------------
 # Run
@@ -1073,15 +1041,7 @@ class Run(t.Run):
     Moment = Moment
     check = staticmethod(check)
     plan = staticmethod(plan)
-
-    @staticmethod
-    def read_per_token(hp: Hyperparameters) -> float:  # overrides
-        """Return how many tokens are read for each that trains. If sequences begin with documents,
-        those in between are skipped: 3 % or, with cut documents, up to 60 % (in the public logs,
-        424.7M tokens are read from 7 shards)."""
-        if not hp.align_to_documents:
-            return 1.0
-        return 1.6 if hp.max_document_tokens else 1.03
+    warm_up = staticmethod(warm_up)
 
 
 if __name__ == "__main__":

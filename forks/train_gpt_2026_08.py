@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cautious
+import functions_2026
 import tail_average
 import train_gpt as t
 from anvil import anvil
@@ -47,6 +48,7 @@ from composed_heads import composed
 from fp8_layers import FP8Projection, fp8_mlp, fp8_relu2_mlp
 from functions_2026 import (
     GATE_CHANNELS,
+    TiedOptimizers,
     as_pairs,
     bigram_hash,
     gate_of,
@@ -59,7 +61,7 @@ from functions_2026 import (
     smeared,
     two_places,
     visible_by_distance,
-    weighted_loss,
+    warm_up,
     yarn,
 )
 from ngram_table import NgramTable, ngram_hashes, table_adam
@@ -855,18 +857,12 @@ class Block(nn.Module):
 # Model: the head, and the whole
 
 
-class Head(t.Head):
-    """train_gpt.py's Head, with logits capped by a sigmoid. In training, a token has several
-    targets, and the softmax covers a part of the vocabulary."""
+class Head(functions_2026.Head):
+    """The head of these records: in training, the softmax covers a part of the vocabulary."""
 
     def __init__(self, hp: Hyperparameters):
-        super().__init__(hp)
-        self.weight.data.normal_(std=0.005)
-        self.form, self.end_of_text = hp.logit_sigmoid, hp.end_of_text
-        # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
-        self.grad_scale = 1.0
-        self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
-        self.shares = None  # of several targets (K,), while a loss is computed
+        super().__init__(hp, hp.logit_sigmoid, 0.005)
+        self.end_of_text = hp.end_of_text
         # Of this rank's sequences, in the order in which they come: the next one's is first.
         self.register_buffer("offsets", self.first_offsets(hp.batch_seqs), persistent=False)
 
@@ -879,21 +875,6 @@ class Head(t.Head):
         """The longest token that begins each token (V,), or -1."""
         prefixes = token_prefixes(self.end_of_text, self.out_features)
         return torch.tensor(prefixes, device=self.weight.device)
-
-    def logits(self, x: Tensor) -> Tensor:  # overrides
-        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
-        a, b, c = self.form
-        return a * self(x).float().add_(b).div_(c).sigmoid_()
-
-    @t.compiled
-    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
-        """Return scale times the summed loss () of the next token: with shares (K,), weighted_loss
-        of targets (T, K)."""
-        if self.shares is None:
-            return super().chunk_loss(x, targets, scale)
-        if "chunk_loss" in t.IN_USE:
-            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
-        return weighted_loss(self.logits(x), targets, self.shares, scale)
 
     def training_loss(self, x: Tensor, targets: Tensor, now: Moment) -> Tensor:
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. The
@@ -1224,15 +1205,10 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
     cautious.adam(rows, lr, betas, hp.adam_eps, decay)
 
 
-class Optimizers(t.Optimizers):
-    """train_gpt.py's Optimizers, and what is no group of theirs: the n-gram table, averages of the
-    last weights, and scales of squares in FP8.
-
-    While head and embedding are tied, the group "head" learns from the gradients of both, and the
-    embedding, which has no gradient, is a copy. After the split it learns on its own, from a copy
-    of the head's state. A sequence of the batch has a sweep of the sampled softmax of its own, so
-    it does not matter how many ranks there are.
-    """
+class Optimizers(TiedOptimizers):
+    """Optimizers with a head that may be tied, and what is no group of theirs: the n-gram table,
+    averages of the last weights, and scales of squares in FP8. A sequence of the batch has a sweep
+    of the sampled softmax of its own, so it does not matter how many ranks there are."""
 
     changes_early = True  # a forward pass moves the head's offsets, and reads the n-gram table
 
@@ -1273,14 +1249,7 @@ class Optimizers(t.Optimizers):
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment, and the n-gram table when its cycle ends."""
-        rows_of = {group.name: rows for group, rows in self.groups}
-        head, embed = rows_of.get("head"), rows_of.get("embed")  # of one shape, if not frozen
-        can_part = self.hp.tied_frac > 0 and head is not None and embed is not None
-        if can_part and not now.tied and not embed.state:
-            embed.state = {key: value.clone() for key, value in head.state.items()}
         norms = super().step(now)
-        if can_part and now.tied and (now.step + 1) % ADAM_EVERY == 0:
-            embed.weights.copy_(head.weights)
         self.scale_squares()
         ngrams = self.model.ngrams
         if ngrams is not None:
@@ -1340,7 +1309,7 @@ class Run(t.Run):
     Moment = Moment
     check = staticmethod(check)
     plan = staticmethod(plan)
-    read_per_token = staticmethod(lambda hp: 1.6)  # of cut documents, up to 40 % are skipped
+    warm_up = staticmethod(warm_up)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ for number, handler in SIGNALS.items():
 def as_before():
     """Undo, after each test, what a run in this process leaves behind."""
     yield
-    train_gpt.compiled.allowed = False
+    train_gpt.compilation.allowed = False
     train_gpt.stop_signals.clear()
     if "gpu_kernels" in sys.modules:
         sys.modules["gpu_kernels"].IN_USE.clear()

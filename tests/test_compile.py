@@ -35,13 +35,13 @@ def test_a_run_compiles_nothing_after_warm_up_and_has_no_graph_break(
     script, words, elsewhere, tmp_path, compile_with, monkeypatch
 ):
     """The backend runs graphs as they are: a break depends on what is traced alone."""
-    warm_up, graphs = train_gpt.warm_up, []
+    warm_up, graphs = script.Run.warm_up, []
 
     def warm_up_and_count(*arguments):
         warm_up(*arguments)
         graphs.append(counters["stats"]["unique_graphs"])
 
-    monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
+    monkeypatch.setattr(script.Run, "warm_up", staticmethod(warm_up_and_count))
     compile_with(lambda graph, inputs: graph)
     more = ["--compile", "on", "--batch_seqs", "2", "--keep", "0"]
     train_gpt.main([*language(tmp_path), *words.split(), *more], script.Run)

@@ -116,7 +116,7 @@ def test_an_edited_line_changes_compiled_code_as_uncompiled(result_of, old, new,
     expected = result_of(module, tiny)
     assert not same(result_of(train_gpt, tiny), expected)
     torch._dynamo.reset()
-    module.compiled.allowed = True
+    module.compilation.allowed = True
     assert same(result_of(module, tiny), expected)
 
 

@@ -40,7 +40,8 @@ def start(words: list[str], run: type[train_gpt.Run]) -> None:
     """Run main; in July on the path of FP8, whose matmuls are plain on a CPU. Chunks of the n-gram
     table are as small as pieces need to begin and end within them."""
     if "2026-07" in words:
-        train_gpt.choose_kernels = lambda *_: train_gpt.IN_USE.add("fp8_relu2_mlp")
+        in_use = train_gpt.IN_USE
+        train_gpt.gpu_kernels.choose_kernels = lambda *_: in_use.add("fp8_relu2_mlp")
         train_gpt.gpu_kernels.FusedFP8MLP.apply = plain_fp8_mlp
     NgramTable.CHUNK = 100
     main = spy.main if "RANK" in os.environ else train_gpt.main

@@ -81,7 +81,7 @@ import significance
 import timing
 from logfile import Run, is_finished, put_aside, read_log
 from significance import ALPHA, FEWEST, Difference, show_p
-from train_gpt import UserError, regular, written_whole
+from train_gpt import UserError, new_name, regular, written_whole
 
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
@@ -388,7 +388,7 @@ def main(words: list[str]) -> None:
         texts, words = words[place + 1 : place + 3], words[:place] + words[place + 3 :]
     # No help: run.sh prints the docstring itself, before packages are installed.
     parser = console.parser_of()
-    parser.add_argument("--run_id", default=script.new_name())
+    parser.add_argument("--run_id", default=new_name())
     parser.add_argument("--judge", choices=tuple(QUESTIONS), default="loss")
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--runs", type=int)

@@ -34,7 +34,8 @@ def main(words: list[str]) -> None:
     batch = functions.validation_batch(hp, 0, 1, device)
     model = checkpoint.model(device)
     with console.doing(f"validating on {hp.val_tokens} tokens"):
-        functions.choose_kernels(model, hp, device, train_gpt.all_reduce_, print)
+        if functions.gpu_kernels:
+            functions.gpu_kernels.choose_kernels(model, hp, device, functions.all_reduce_)
         loss = functions.evaluate(model, batch, checkpoint.now, device)
     text = ""
     if tokenizer:

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from script import new_name
-from train_gpt import UserError, regular
+from train_gpt import RULE, UserError, new_name, regular
 
-RULE = "=" * 100  # separates the parts of a log: script, machine, settings, other files, steps
 FILE = re.compile(r"(\w+\.py):(\n|$)")  # the first line of another file's part
 STEP = re.compile(
     r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))?((?: val_\w+:\S+)*) "

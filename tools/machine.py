@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 
 import console
 import script
-from train_gpt import FINEWEB, HERE, Hyperparameters, RunSettings, UserError, fp8_supported
+from train_gpt import FINEWEB, HERE, SMALL, Hyperparameters, RunSettings, UserError, fp8_supported
 
 # A GPU's line in nvidia-smi's list. Without a memory of its own, as in GB10, it has [N/A].
 GPU = re.compile(r"\S.*, (\d+ MiB|\[.+\])")
 
-SMALL = 0.8e6 * 49152 / 1e9  # GB: runs on cards with less take smaller pieces (memory_is_small)
+SMALL_GB = SMALL * 49152 / 1e9  # runs on cards with less take smaller pieces (memory_is_small)
 # Settings that do not change what a run reserves. Rates and the like do not either.
 FREE = {field.name for field in fields(RunSettings)} - {"compile", "kernels"}
 FREE |= {"seed", "epochs", "num_iterations", "val_tokens"}
@@ -78,7 +78,7 @@ def torch_here() -> str:
 def fault() -> str:
     """Return why torch cannot use the GPUs that nvidia-smi lists, and a remedy; "" if it can, if
     there are none, or if CUDA_VISIBLE_DEVICES hides them."""
-    hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not (gpus := gpus_and_complaints()[0]):
         return ""
     venv = HERE / ".venv"
@@ -205,7 +205,7 @@ def memory_of(path: Path, hp: Hyperparameters, record: str) -> str:
     has = known and path in script.of_project() and gigabytes()  # nvidia-smi may take seconds
     if not has:
         return ""
-    card, name = ("small", "an RTX 4090") if has < SMALL else ("large", "an H100")
+    card, name = ("small", "an RTX 4090") if has < SMALL_GB else ("large", "an H100")
     rows = {flags: row[card] for flags, row in known.items() if card in row}
     for flags, needs in rows.items():
         if has_sizes_of(hp, script.parse(path, ["--record", record, *flags.split()])[0]):

@@ -51,7 +51,7 @@ import torch
 import logfile
 import script
 from tokenizer import bits_per_byte
-from train_gpt import STOPS, Hyperparameters, Run, UserError, regular, to_json
+from train_gpt import STOPS, Hyperparameters, Run, UserError, has_diverged, regular, to_json
 
 RESULTS = Path("logs", "results.jsonl")
 
@@ -148,7 +148,7 @@ def what_is_known_without_log(start: Start, end: End, last: dict) -> dict:
     found |= {"status": "finished", "reason": reason, "steps": hp.num_iterations}
     if last.get("step") == hp.num_iterations:
         found |= {key: last.get(key) for key in ("train_loss", "val_loss")}
-    if (found.get("val_loss") or 0.0) > math.log(hp.vocab_size):
+    if has_diverged(found.get("val_loss") or 0.0, hp):
         found["status"] = "diverged"
     return found
 
@@ -158,11 +158,10 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
     hp, run_class = start.hp, script.load(start.path)
     rows = logfile.read_metrics(start.log.with_suffix(".jsonl"))
     losses = [row["train_loss"] for row in rows if "train_loss" in row]
-    first_loss, _ = run.curve.get(0, (math.inf, 0.0))
     steps, seconds = run.last
     tokens = hp.batch_seqs * sum(run_class.Moment(step, hp).seq_len for step in range(steps))
     val_loss, _ = run.curve.get(hp.num_iterations, (None, None))
-    went_up = val_loss is not None and val_loss > min(first_loss, math.log(hp.vocab_size))
+    went_up = val_loss is not None and has_diverged(val_loss, hp)
     status, reason = "failed" if end.status else "finished", end.reason
     if end.status in STOPPED:
         status = "stopped"

@@ -9,8 +9,6 @@ import importlib.util
 import os
 import re
 import sys
-import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -156,8 +154,3 @@ def tokenizer_for(hp: Hyperparameters) -> GPT2 | HuggingFace | None:
         return tokenizer_of(hp.tokenizer, hp.end_of_text)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def new_name() -> str:
-    """Return a name for a run: the time, and some letters."""
-    return time.strftime("%Y-%m-%d_%H-%M-%S_") + uuid.uuid4().hex[:6]

@@ -26,7 +26,7 @@ import logfile
 import result
 import script
 import timing
-from train_gpt import HERE, Hyperparameters, UserError
+from train_gpt import HERE, Hyperparameters, UserError, new_name
 
 
 def difference(path: Path, hp: Hyperparameters) -> str:
@@ -65,7 +65,7 @@ def repeat(count: int, path: Path, flags: list[str], known: dict) -> int:
     of this name are not made again. Weights are saved only if the flags ask for it. Return the
     exit status; the first run that fails is the last one."""
     hp, _ = script.parse(path, flags)
-    name = hp.run_id or script.new_name()
+    name = hp.run_id or new_name()
     logs = []
     for seed in range(hp.seed, hp.seed + count):
         own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]

@@ -58,11 +58,13 @@ class Timed:
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start, notes = clock(device), []
         self.model = core.build(run_class, hp, device)
-        self.compiled = core.compiled.allowed
+        self.compiled = core.compilation.allowed
         begins_from = core.beginning(run_class, replace(hp, resume=False), self.model)
         self.optimizers = run_class.Optimizers(self.model, hp, RANK, RANKS)
         self.every = min(self.optimizers.period, hp.num_iterations)
-        core.warm_up(self.model, self.optimizers, self.moments, device, log=notes.append)
+        if core.gpu_kernels:
+            core.gpu_kernels.choose_kernels(self.model, hp, device, core.all_reduce_, notes.append)
+        run_class.warm_up(self.model, self.optimizers, self.moments, device)
         core.restore(self.model, self.optimizers, begins_from)
         self.kernels = set(core.IN_USE)
         self.report = {"script": script.show(path), "record": record, "flags": shlex.join(flags)}
@@ -80,7 +82,7 @@ class Timed:
         Adam learns only at every second step, it learns in every second call."""
         self.core.IN_USE.clear()  # of kernels of another model in this process
         self.core.IN_USE.update(self.kernels)
-        self.core.compiled.allowed = self.compiled
+        self.core.compilation.allowed = self.compiled
         if step not in self.batches:
             self.batches[step] = self.batches_of(self.moments[step])
         inputs, targets = next(self.batches[step])

@@ -44,8 +44,8 @@ def outer_step(rows) -> None:
 
 
 def with_pieces(rule, rows, lr: float, now, hp):
-    """Call a rule, which changes a rank's own weights, and then what goes around it. Return what the
-    rule returns, so that train_gpt.py refuses an update."""
+    """Call a rule, which changes a rank's own weights, and then what goes around it. Return what
+    the rule returns, so that train_gpt.py refuses an update."""
     found = rule(rows, lr, now, hp)
     if hp.ema_nesterov[0]:
         remember_move(rows)

@@ -26,7 +26,7 @@ def whole(flags, tmp_path_factory) -> SimpleNamespace:
 
 
 def test_a_warm_up_changes_no_bit(flags, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Run, "warm_up", lambda *arguments: None)
     console_of(flags[D], tmp_path, main)
     assert_same(outcome(tmp_path), whole)
     moments = [(row["seq_len"], row["tied"]) for row in whole.rows[1:]]

@@ -132,7 +132,7 @@ def test_the_model_on_cuda_equals_the_model_on_a_cpu(script, record, tied, rando
     results = []
     for device in (torch.device("cpu"), torch.device("cuda")):
         model = placed(randomize(script.GPT(hp)), device)
-        train_gpt.compiled.allowed = device.type == "cuda"
+        train_gpt.compilation.allowed = device.type == "cuda"
         inputs, targets = tokens[:-1].to(device), tokens[1:].long().to(device)
         loss = model(inputs, targets, moment_of(script, hp, tied))
         loss.backward()
@@ -176,7 +176,7 @@ def test_a_step_after_warm_up_neither_synchronises_nor_compiles(run):
     model = train_gpt.build(run, hp, device)
     optimizers = run.Optimizers(model, hp)
     moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
-    train_gpt.warm_up(model, optimizers, moments, device)
+    run.warm_up(model, optimizers, moments, device)
     tokens = documents(8193).to(device)
 
     def step_of(now) -> None:
