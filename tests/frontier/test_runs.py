@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import train_gpt
 from frontier.small_runs import C5, LAST, D, checkpoint, main, outcome
 from runs import Program, assert_close, assert_same, before_step, begin_from, console_of
+from train_gpt_2026 import Run
 
 RESUME = ["--resume", "on"]
 
