@@ -104,7 +104,7 @@ class RunSettings:
     resume: bool = False  # resume from the newest checkpoint of --run_id, or begin that run
     train_files: str = f"{FINEWEB}_train_*.bin"  # glob for training shards
     val_files: str = f"{FINEWEB}_val_*.bin"  # glob for validation shards
-    tokenizer: str = "gpt2"  # whose tokens they are: gpt2, a tokenizer.json, or none
+    tokenizer: str = "gpt2"  # vocabulary of the tokens: gpt2, a tokenizer.json, or none
     val_loss_every: int = 125  # steps between validations, 0 for the last step only
     save_every: int = 0  # steps between checkpoints, 0 for the last step only
     keep: int = 2  # newest checkpoints of a run to keep, 0 to save nothing
@@ -306,7 +306,7 @@ def check(hp: Hyperparameters) -> None:
     largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
     steps, heads = hp.num_iterations, hp.num_layers * hp.num_heads
     if steps > 10**6 or heads > 10**4 or largest > 10**10:
-        raise UserError(f"{steps} steps, {heads} heads, matrices of {largest} numbers: too many")
+        raise UserError(f"{steps} steps, {heads} heads, matrices of {largest} elements: too many")
 
 
 # -----------------------------------------------------------------------------
@@ -814,7 +814,7 @@ class WithGradients(torch.autograd.Function):
 def leaves_below(result: Tensor) -> list[Tensor]:
     """Return the leaf tensors, such as parameters, that a result depends on."""
     nodes = [result.grad_fn]
-    for node in nodes:  # which grow in the loop
+    for node in nodes:  # nodes grows in the loop
         for below, _ in node.next_functions:
             if below is not None and below not in nodes:
                 nodes.append(below)
@@ -1732,7 +1732,7 @@ def clock(device: torch.device) -> float:
 
 # Slurm's --signal and time limits send the last three.
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT
-stop_signals: list[tuple[int, float]] = []  # those received so far, with their times
+stop_signals: list[tuple[int, float]] = []  # signals so far, with their times
 
 
 def note_signal(number: int, frame) -> None:
@@ -1893,7 +1893,7 @@ class Log:
             dist.broadcast_object_list(names)  # all ranks take that of rank 0
         self.run_id = names[0]
         self.path = Path("logs", f"{self.run_id}.txt")
-        self.file = self.metrics = sys.stdout  # which goes nowhere but on rank 0
+        self.file = self.metrics = sys.stdout  # of other ranks it goes nowhere
         self.before = ""  # what earlier starts of the run have written
         if rank == 0:
             self.file, self.metrics, self.before = open_log(
@@ -1929,7 +1929,7 @@ class Log:
 
 def script_of(run: type[Run]) -> Path:
     """Return the file that defines a Run: train_gpt.py, or a fork. UserError if none does."""
-    with contextlib.suppress(OSError, TypeError):  # which a class of a notebook raises
+    with contextlib.suppress(OSError, TypeError):  # a class of a notebook has no file
         if os.path.isfile(path := inspect.getfile(run)):
             return Path(path).resolve()
     raise UserError("save the class Run as a script, and start that: logs hold its source")
@@ -2158,7 +2158,7 @@ def command_to_resume(log: "Log", run: type[Run], record: str) -> str:
     """Return the words of a message: the command that resumes this run."""
     words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record]
     words += [*flags_of(log.hp, run.records[record]), "--run_id", log.run_id, "--resume", "on"]
-    return f"go on with cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+    return f"resume with cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
 
 
 def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:

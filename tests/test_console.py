@@ -197,7 +197,7 @@ def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
     number = STOPS.get(lose)
     assert run.end() == [128 + number if number else 0], run.text("err")
     if number:
-        said = f"stopped by {number.name} after step {AT + 2}: saved; go on with "
+        said = f"stopped by {number.name} after step {AT + 2}: saved; resume with "
         said += f"cd {Path.cwd()} && {HERE}/run.sh {SCRIPT} "
         assert said in Path("logs/it.txt").read_text()
         console_of([*flags, "--resume", "on"], Path.cwd())

@@ -188,7 +188,7 @@ def test_a_run_that_fails_between_updates_saves_its_last_step(mistake, flags, tm
         assert not saved
         return
     assert saved == ["state_step000003.pt"]
-    assert "saved after step 3; after a remedy, go on with cd " in program.text("out")
+    assert "saved after step 3; after a remedy, resume with cd " in program.text("out")
     console_of([*flags, "--resume", "on"], tmp_path)
     console_of([*flags, "--run_id", "whole"], tmp_path)
     found, whole = (

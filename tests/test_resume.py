@@ -94,7 +94,7 @@ def test_ctrl_c_saves_leaves_with_130_and_says_how_to_go_on(flags, tmp_path):
     run = Program(flags, work=interrupted_twice)
     assert run.end() == [130]
     assert run.text("err") == "\nstopping after this step; a second Ctrl-C ends at once\n"
-    said = r"stopped by SIGINT after step (\d+): saved; go on with cd \S+ && "
+    said = r"stopped by SIGINT after step (\d+): saved; resume with cd \S+ && "
     said += r"\S*/run.sh \S*/train_gpt.py (.*)\n"
     step, command = re.search(said, run.text("out")).groups()
     assert (tmp_path / f"logs/it/state_step{int(step):06}.pt").exists() and int(step) >= 3

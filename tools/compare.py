@@ -147,7 +147,7 @@ class Side:
             flags = [*WITHOUT, *self.flags, *own]
             found = launch.train(self.path, flags, f"{label}, {self.name}", group=name)
             if found["exit"] in result.STOPPED:
-                print(f"stopped; the same command with --run_id {name} goes on", flush=True)
+                print(f"stopped; the same command with --run_id {name} resumes it", flush=True)
                 raise KeyboardInterrupt
             if found["exit"]:
                 raise UserError(f"the run {log.stem} {found['status']}: {found['reason']}")

@@ -165,7 +165,7 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
     status, reason = "failed" if end.status else "finished", end.reason
     if end.status in STOPPED:
         status = "stopped"
-        reason += "" if "; go on with" in run.stop else ": no checkpoint was saved"
+        reason += "" if "; resume with" in run.stop else ": no checkpoint was saved"
     if end.diverged or went_up or not all(map(math.isfinite, losses[-1:])):
         status = "diverged"
     return {
