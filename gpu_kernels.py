@@ -139,14 +139,13 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def fused_chunk_loss(head, x, targets, scale):
-    """Compute chunk_loss of a head of train_gpt.py, or of the forks of 2026 with its form and
-    shares. cap * tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap.
-    """
+def fused_chunk_loss(head, x, targets, scale, shares=None, weight=None):
+    """Compute chunk_loss of a head of train_gpt.py, or of the forks of 2026 with its form. cap *
+    tanh(logit / cap) is the sigmoid form (2 cap, 0, cap / 2) minus the constant cap."""
+    weight = head.weight if weight is None else weight
     form = getattr(head, "form", (2 * head.softcap, 0.0, head.softcap / 2))
-    shares = getattr(head, "shares", None)
     fp8_scales = head.fp8_scales if head.use_fp8 and head.training and has_fp8(x.device) else None
-    return FusedLoss.apply(x, head.weight, targets, shares, form, scale, fp8_scales)
+    return FusedLoss.apply(x, weight, targets, shares, form, scale, fp8_scales)
 
 
 # -----------------------------------------------------------------------------
@@ -346,10 +345,10 @@ class AllFP8MLP(torch.autograd.Function):
 # By a function's name: digests of the formulas that its kernel computes. An edit may change a
 # formula by less than `fault` detects: the kernel is then not used.
 WRITTEN_FOR = {
-    "chunk_loss": ("9fa3d779bbd4", "667707c7f23a"),
+    "chunk_loss": ("09ad0aaa3695", "e066125de7cc"),
     "fp8_mlp": ("f65adb4f033a",),
     "fp8_relu2_mlp": ("527c53fbc390",),
-    "relu2_mlp": ("733fa9bbbf25",),
+    "relu2_mlp": ("5f6cd4701c21",),
 }
 
 
@@ -398,9 +397,8 @@ def example(name: str, model, hp, device, dtype, rows: int) -> tuple:
     targets = torch.randint(V, (rows, count), device=device)
     targets[-1, 1:] = -1
     scale = head.grad_scale or 1 / hp.seq_len
-    if count > 1:
-        head.shares = torch.linspace(1, 0.25, count, device=device)
-    return head, drawn(rows, C), targets.squeeze(1), scale
+    shares = [torch.linspace(1, 0.25, count, device=device)] if count > 1 else []
+    return head, drawn(rows, C), targets.squeeze(1), scale, *shares
 
 
 def outcome(function, arguments, in_use: set[str]) -> list[Tensor]:

@@ -380,7 +380,7 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
         remedy = "cached_fineweb.py fetches FineWeb; patterns have no braces, and [[] for a bracket"
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
-    passes = min(hp.epochs or num_batches, num_batches)  # a pass has a batch, or no pass has
+    passes = min(hp.epochs or num_batches, num_batches)  # if one has no batch, none has
     in_turn = itertools.chain.from_iterable(itertools.repeat(shards, passes))
     batches = list(itertools.islice(plan(in_turn, hp, moments), num_batches))
     if len(batches) < num_batches:
@@ -486,8 +486,8 @@ compilation = SimpleNamespace(allowed=False, options={"realize_reads_threshold":
 
 
 def compiled(function):
-    """Decorate a function or method: torch.compile it at its first call, if compilation.allowed. If
-    compiled code calls it, it becomes a part of that code."""
+    """Decorate a function or method: torch.compile it at its first call, if compilation.allowed.
+    Within other compiled code it is inlined."""
     fast = None
 
     @functools.wraps(function)
@@ -506,7 +506,7 @@ SMALL = 0.8e6  # bytes of memory for each token of a sequence: 40 GB for 49152 t
 
 
 def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Say whether a GPU has less memory than SMALL for each of so many tokens."""
+    """Say whether a GPU has fewer than SMALL bytes for each of so many tokens."""
     if device.type == "cpu":
         return False
     return torch.cuda.get_device_properties(device).total_memory < SMALL * tokens
@@ -580,15 +580,16 @@ class CastedLinear(nn.Linear):
         self.use_fp8 = use_fp8
         self.fp8_scales = x_s, w_s, grad_s
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Map (..., in_features) to (..., out_features), by the layer's weight or another."""
+        weight = self.weight if weight is None else weight
         if self.use_fp8 and self.training:
             if fp8_supported(x.device):
-                out = FP8Linear.apply(x.flatten(0, -2), self.weight, *self.fp8_scales)
+                out = FP8Linear.apply(x.flatten(0, -2), weight, *self.fp8_scales)
                 return out.view(*x.shape[:-1], -1)
             if x.dtype == torch.float32 and bfloat16_is_fast(x.device):
                 x = x.bfloat16()
-        return F.linear(x, self.weight.type_as(x))
+        return F.linear(x, weight.type_as(x))
 
 
 # -----------------------------------------------------------------------------
@@ -752,7 +753,7 @@ def relu2_mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """Return relu(x @ w_in.T)^2 @ w_out.T of x (..., C), w_in (H, C) and w_out (C, H). Autograd
     would keep three tensors (..., H). The kernel and the formula keep one: for 2025-01-26, that is
     7 GB less."""
-    if "relu2_mlp" in IN_USE:  # an edit of the formula below turns this kernel off
+    if "relu2_mlp" in IN_USE:  # if the formula below is edited, gpu_kernels.py leaves it out
         return gpu_kernels.FusedMLP.apply(x, w_in, w_out)
     return F.linear(recomputed(relu_squared, F.linear(x, w_in)), w_out)
 
@@ -831,18 +832,19 @@ class Head(CastedLinear):
         self.softcap = hp.logit_softcap
         self.grad_scale = None  # factor on the gradient of a sequence's summed loss; None: its mean
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
         """Return the mean loss () of x (T, C) and targets (T, ...), one chunk of tokens after
-        another: the logits of a sequence take 9.9 GB in float32. In training, a chunk's gradients
-        are made at once: those of x, and of all parameters that chunk_loss reads. It may not read
-        other tensors that were computed from parameters."""
+        another: the logits of a sequence take 9.9 GB in float32. In training, the backward pass of
+        a chunk runs here, too; that of the result only hands these gradients on. They are those of
+        x, and of all parameters that chunk_loss reads. It may not read other tensors that were
+        computed from parameters. `more` are its further arguments."""
         total, grads_x, grads = 0, [], {}  # grads of parameters
         size = self.chunk_len(x.device)
         scale = self.grad_scale or 1 / len(x)  # factor on gradients; the value is without it
         for chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
             # Apart from x, which also depends on the weight if embeddings are tied to it.
             chunk = chunk.detach().requires_grad_(torch.is_grad_enabled())
-            loss = self.chunk_loss(chunk, chunk_targets, scale)
+            loss = self.chunk_loss(chunk, chunk_targets, scale, *more)
             total = total + loss.detach()
             if loss.requires_grad:
                 # From the graph, because chunk_loss may also read parameters of other modules.
@@ -862,7 +864,7 @@ class Head(CastedLinear):
     @compiled
     def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Return scale times the summed loss () of a chunk x (T, C) and targets (T,) int64."""
-        if "chunk_loss" in IN_USE:  # an edit of the formula below turns this kernel off
+        if "chunk_loss" in IN_USE:  # if the formula below is edited, gpu_kernels.py leaves it out
             return gpu_kernels.fused_chunk_loss(self, x, targets, scale)
         return scale * F.cross_entropy(self.logits(x), targets, reduction="sum")
 
@@ -1026,7 +1028,7 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
 
 def muon(rows, lr: float, now: Moment, hp, orthogonalise=None) -> Tensor:
     """Return the update of matrices by Muon, with zeropower_via_newtonschulz5 or another function.
-    apply_muon makes the step."""
+    lr is for apply_muon, which makes the step."""
     orthogonalise = orthogonalise or zeropower_via_newtonschulz5
     if not rows.state:
         rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
@@ -1046,7 +1048,7 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
     `betas` replace hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
     if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
+        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)  # equal numbers
         rows.state["exp_avg"] = torch.zeros_like(rows.own)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own)
     rows.state["step"] += 1
@@ -1077,7 +1079,7 @@ class Group:
     lr: float
     row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
     steps: int = 1  # the rule is called once in so many steps, with the sum of their gradients
-    apply: Callable | None = None  # what ranks exchange: updates, which it applies, or weights
+    apply: Callable | None = None  # of updates; None: the rule changes weights (see above muon)
 
 
 class Rows:
@@ -1088,7 +1090,7 @@ class Rows:
         weights (ranks, n, *row_shape)    of all ranks; the parameters are views of it
         own (n, *row_shape)               this rank's part of the weights
         grads (ranks, n, *row_shape)      sums of this rank's gradients; backward passes add to it
-        grad (n, *row_shape)              own rows' part of it, then their mean over all ranks
+        grad (n, *row_shape)              this rank's part; in a rule, the mean over all sequences
         state                             the update rule's tensors (n, ...), by their names
 
     In a step, `grads` is sent once, with its last gradient: ranks sum it, and each receives `grad`.
@@ -1184,7 +1186,7 @@ class Rows:
         return parts
 
     def wait(self) -> None:
-        """Wait for what is sent and gathered."""
+        """Wait for what is sent and gathered. With NCCL, only the GPU waits."""
         for work in self.works:
             work.wait()
         self.works = []
@@ -1197,14 +1199,14 @@ class Optimizers:
        then those of the matrices, those of the embeddings at the end.
     2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
        matrices are orthogonalised while gradients of the tables are still on their way.
-    3. Each rank applies the updates of all. Weights have arrived in their place.
+    3. Each rank applies the updates of all. Gathered weights are already in place.
 
     Keller Jordan let ranks share Muon's work (2024). @ryanyang0 and @vagrawal let them send within
     the backward pass (2025).
     """
 
     changes_early = False  # whether weights or state already change before `step`, as in some forks
-    made = None  # the steps that weights and state have made, if none is half made
+    made = None  # completed steps; None while one is half made
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
@@ -1212,6 +1214,8 @@ class Optimizers:
         groups = self.parameter_groups(model, hp)
         # A run can stop before a step whose number is a multiple of this: all gradients are used.
         self.period = math.lcm(*(group.steps for group in groups))
+        if hp.save_every % self.period:
+            raise UserError(f"--save_every {hp.save_every}: must be a multiple of {self.period}")
         for name, p in model.named_parameters():
             count = sum(p is other for group in groups for other in group.params)
             if count != 1:
@@ -1249,8 +1253,8 @@ class Optimizers:
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:
-        """Update all groups that learn at a moment, and clear their gradients. Return a list, which
-        with grad_clip holds the mean gradient's global L2 norm ()."""
+        """Update all groups that learn at a moment, and clear their gradients. Return a list: with
+        grad_clip, of the mean gradient's global L2 norm ()."""
         self.add_gradients()
         learning = []
         for group, rows in self.groups:
@@ -1264,7 +1268,7 @@ class Optimizers:
             if rows.has_gradients:  # else its weights stay, as in torch's optimizers
                 learning.append((group, rows))
         for _, rows in learning:
-            if rows.missing and self.world_size > 1:  # not sent within the backward pass
+            if rows.missing and self.world_size > 1:  # some parameters had no gradient
                 rows.send()
         grad_scale, norms = 1 / self.hp.batch_seqs, []
         if self.hp.grad_clip:
@@ -1274,7 +1278,7 @@ class Optimizers:
                 squares += torch.linalg.vector_norm(rows.grad, dtype=torch.float32).square()
             norms = [all_reduce_(squares).sqrt() * grad_scale]
             grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
-        sent = []
+        gathered = []
         for group, rows in learning:
             rows.wait()
             rows.grad.mul_(grad_scale)
@@ -1284,8 +1288,8 @@ class Optimizers:
             if returns != bool(group.apply) or (returns and changes):
                 reason = "a rule changes rows.own, or with Group.apply returns an update, not both"
                 raise UserError(f"{rows.name}: {reason}: ranks would not have the same weights")
-            sent.append(rows.gather(update if returns else rows.own))
-        for (group, rows), updates in zip(learning, sent, strict=True):
+            gathered.append(rows.gather(update if returns else rows.own))
+        for (group, rows), updates in zip(learning, gathered, strict=True):
             rows.wait()
             if group.apply:
                 group.apply(rows, updates, group.lr * now.lr, now, self.hp)
@@ -1334,7 +1338,7 @@ class Optimizers:
 def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
     """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
     (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
-    grad_clip the gradient's norm. Dividing by batch_seqs comes last: grad_s is for one sequence."""
+    grad_clip the gradient's norm. Optimizers divide gradients by batch_seqs: grad_s is for one."""
     if optimizers.changes_early:
         optimizers.made = None
     loss = torch.zeros((), device=inputs.device)
@@ -1374,10 +1378,11 @@ def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Te
 
 
 def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
-    """Let all be compiled: validate, and make steps until all groups have learned, on made-up
-    tokens. Weights and state are to be loaded afterwards. Compilation leaves cycles that hold
-    gigabytes: they are collected, and a second round reserves the memory that the run needs. It has
-    more steps, because a step divides memory in another way than a validation."""
+    """Compile everything before the clock starts: validate, and make the last steps, so many that
+    all groups learn, on made-up tokens. The caller loads weights and state afterwards. Compilation
+    leaves cycles that hold gigabytes: they are collected, and a second round reserves the memory of
+    the run, by twice the steps, because steps and validations divide memory differently. Forks with
+    several kinds of steps have another warm_up, in functions_2026.py."""
     hp = model.hp
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device)[None]
     val, x = (tokens[:, :size] % hp.vocab_size for size in (hp.val_seq_len, hp.seq_len))
@@ -1385,13 +1390,13 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         evaluate(model, (val.int(), val), moments[-1], device)  # first: its blocks are larger
-        for now in moments[-1 - count * optimizers.period : -1]:
+        for now in moments[-count * optimizers.period :]:
             train_step(model, optimizers, x.int(), x, now)
 
 
 class Run:
-    """The parts of a run. A fork subclasses Run, and sets those that it replaces, as GPT = MyGPT.
-    What is not listed here, such as train_gpt.muon, it replaces by an assignment."""
+    """What a script trains with: names, and never an object. A fork subclasses Run, and sets what
+    it replaces, as GPT = MyGPT. Anything else it assigns, as train_gpt.muon = my_muon."""
 
     records = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
@@ -1443,18 +1448,17 @@ def has_diverged(loss: float, hp: Hyperparameters) -> bool:
 
 
 class Progress:
-    """The steps of a run, as the host knows them. A GPU is a step ahead: the host reads the result
-    of a step, by train_step, while the GPU computes the next one.
+    """The steps of a run, as the host knows them: the host reads the result of a step, which
+    train_step returns, while a GPU computes the next one.
 
-    So a signal to stop takes two steps. `note_signal` notes it, on any rank. The next train_step
-    sums it over all ranks, with the loss. The sum is read a step later, as `stop`: all ranks leave
-    at the same step."""
+    So does a signal to stop arrive: note_signal notes it on any rank; the next train_step sums it
+    over all ranks, with the loss; when that result is read, it is `stop`, on all ranks alike."""
 
     def __init__(self, log: "Log", hp: Hyperparameters, step: int, seconds: float):
         self.log, self.hp = log, hp
         self.step, self.seconds = step, seconds  # steps made, and their time
         self.ended = 0.0  # when the last one ended, or when the next one may begin
-        self.result = self.arrival = None  # of a step that is not read
+        self.now = self.result = self.arrival = None  # of a step whose result is not read
         self.stop = False  # whether a rank had a signal to stop
 
     @property
@@ -1464,7 +1468,7 @@ class Progress:
         return f"train_time:{ms:.0f}ms step_avg:{ms / max(self.step, 1):.2f}ms"
 
     def begin_step(self, now: Moment, result: Tensor) -> None:
-        """Read the result of the step before, and let this one's come to the host."""
+        """Read the result of the step before, and start to copy this one's to the host."""
         self.end_step()
         self.now = now
         self.result = result.to("cpu", non_blocking=True)
@@ -1588,7 +1592,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
-    # Data, model and weights come before the log: after a mistake in them, the name is still free.
+    # Data, model and weights come before the log: if they fail, the run's name is still free.
     moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     val_batch = validation_batch(hp, rank, world_size, device)
     batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
@@ -1615,7 +1619,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     run.warm_up(model, optimizers, moments, device)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     restore(model, optimizers, saved)
-    optimizers.made = None  # what earlier starts have made is saved
+    optimizers.made = None  # the steps of the warm-up do not count
     saved.clear()  # frees more than the model's size
     if first_step or hp.init_from:
         log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
@@ -1638,7 +1642,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
                 if now.validate:
                     validate(progress, model, val_batch, now, device)
                 if saves:
-                    optimizers.made = None  # an error is not followed by another try
+                    optimizers.made = None  # if this fails, save_after_error does not try again
                     save(progress, run, record, model, optimizers, step)
                 if now.validate or saves:
                     progress.ended = clock(device)

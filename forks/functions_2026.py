@@ -20,22 +20,20 @@ from train_gpt import BLOCK, UserError
 
 
 def read_layer(row: str, layer_class: type):
-    """Return the layer that a row of --layers describes, such as long+v0+x5: a window, then words.
-    layer_class.words has the words without their numbers: for each, its field and the field's type.
-    UserError if a row is of another form."""
-    known = layer_class.words
+    """Return the layer that a row of --layers describes, such as long+v0+x5: a window, then words
+    of layer_class.numbered or layer_class.plain. UserError if a row is of another form."""
     window, *words = row.split("+")
     given, is_layer = {}, window in ("long", "short", "none")
     for word in words:
         name = word.rstrip("0123456789")
-        field, kind = known.get(name, ("", bool))
         number = word[len(name) :]
-        is_word = name in known and bool(number) != (kind is bool)
-        is_layer = is_layer and is_word and field not in given
-        if is_layer:
-            given[field] = kind(number or True)
+        field = (layer_class.numbered if number else layer_class.plain).get(name)
+        is_layer = is_layer and field is not None and field not in given
+        given[field] = True
+        if number:  # value tables go by their names
+            given[field] = number if field == "values" else int(number)
     if not is_layer:
-        words = " ".join(name if kind is bool else f"{name}1" for name, (_, kind) in known.items())
+        words = " ".join([*(f"{name}1" for name in layer_class.numbered), *layer_class.plain])
         rule = f"a layer is long, short or none, then any of {words}, each after a +"
         raise UserError(f"--layers: {row!r} is not a layer; {rule}")
     return layer_class(window, **given)
@@ -219,42 +217,62 @@ class Head(t.Head):
         # FP8 scales and Adam's epsilon of these records expect the gradient of a sum.
         self.grad_scale = 1.0
         self.weight.grad_dtype = torch.float32  # that of a tied head, too, which is bfloat16
-        self.shares = None  # of several targets (K,), while a loss is computed
 
-    def logits(self, x: Tensor) -> Tensor:  # overrides
-        """Return the logits (T, padded vocabulary) of x (T, C), between 0 and a, in float32."""
+    def logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # overrides
+        """Return the logits (T, V) of x (T, C), between 0 and a, in float32: by the head's weight,
+        whose vocabulary is padded, or by another (V, C)."""
         a, b, c = self.form
-        return a * self(x).float().add_(b).div_(c).sigmoid_()
+        return a * self(x, weight).float().add_(b).div_(c).sigmoid_()
 
     @t.compiled
-    def chunk_loss(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:  # overrides
-        """Return scale times the summed loss () of the next token: with shares (K,), weighted_loss
-        of targets (T, K)."""
-        if self.shares is None:
+    def chunk_loss(self, x: Tensor, targets: Tensor, scale, shares=None, weight=None) -> Tensor:
+        """Return scale times the summed loss () of the next token, by a weight as in `logits`. With
+        shares (K,), it is weighted_loss of targets (T, K)."""
+        if shares is None:
             return super().chunk_loss(x, targets, scale)
-        if "chunk_loss" in t.IN_USE:
-            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale)
-        return weighted_loss(self.logits(x), targets, self.shares, scale)
+        if "chunk_loss" in t.IN_USE:  # if the formula below is edited, it is left out
+            return t.gpu_kernels.fused_chunk_loss(self, x, targets, scale, shares, weight)
+        return weighted_loss(self.logits(x, weight), targets, shares, scale)
+
+    def shares_loss(self, x: Tensor, targets: Tensor, shares: tuple, weight=None) -> Tensor:
+        """Return the mean loss () of the next token, of x (T, C) and targets (T, K). Its gradients
+        are those of the losses of all K targets, times their shares."""
+        if shares == (1.0,) and weight is None:
+            return self.loss(x, targets[:, 0])
+        shares = torch.stack([torch.full((), share, device=x.device) for share in shares])
+        return self.loss(x, targets, shares, weight)
 
 
-class TiedOptimizers(t.Optimizers):
-    """train_gpt.py's Optimizers, with a head that may be tied. While it is, the group "head" learns
-    from the gradients of head and embedding; the embedding, which has no gradient, is a copy. After
-    the split it learns on its own, from a copy of the head's state."""
+# For the first part of a run (Moment.tied), head and embedding are one table. Then only the head
+# learns, from the gradients of both: hidden states look tokens up in it, which gives the embedding
+# no gradient. The embedding is a copy. At the split it begins to learn, with a copy of the head's
+# state.
 
-    @torch.no_grad()
-    def step(self, now) -> list[Tensor]:  # overrides
-        """Update all groups that learn at a moment: see train_gpt.py."""
-        found = {group.name: (group, rows) for group, rows in self.groups}
-        if not self.hp.tied_frac or not {"head", "embed"} <= found.keys():  # a frozen one has none
-            return super().step(now)
-        (group, head), (_, embed) = found["head"], found["embed"]  # of one shape
-        if not now.tied and not embed.state:
+
+def tied_pair(groups: list[tuple], hp) -> tuple | None:
+    """Return the head's Group and Rows and the embedding's Rows, which have one shape; None if they
+    are never tied, or one is frozen."""
+    found = {group.name: (group, rows) for group, rows in groups}
+    if not hp.tied_frac or not {"head", "embed"} <= found.keys():
+        return None
+    return *found["head"], found["embed"][1]
+
+
+def split(groups: list[tuple], now, hp) -> None:
+    """Before the first step without a tie: copy the head's state to the embedding."""
+    if not now.tied and (pair := tied_pair(groups, hp)):
+        _, head, embed = pair
+        if not embed.state:
             embed.state = {key: value.clone() for key, value in head.state.items()}
-        norms = super().step(now)
-        if now.tied and (now.step + 1) % group.steps == 0:
+
+
+def tie(groups: list[tuple], now, hp) -> None:
+    """After a step that has changed a tied head, as the last one may: copy its weights to the
+    embedding."""
+    if now.tied and (pair := tied_pair(groups, hp)):
+        group, head, embed = pair
+        if (now.step + 1) % group.steps == 0 or now.step + 1 == hp.num_iterations:
             embed.weights.copy_(head.weights)
-        return norms
 
 
 # -----------------------------------------------------------------------------

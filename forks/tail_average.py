@@ -32,27 +32,46 @@ def bank_of(group, rows) -> str:
     return name if name in SHARES else ""
 
 
+# An average takes in the weights of some steps, at a rate from 0 to 1. `left` is the number of
+# steps after this one; `learns` says whether the bank's weights have changed in it.
+#
+#     average                    at each step that                        rate, of 1194 steps
+#     short, of matrices         has left % 4 == 0                        4 / 53
+#     short, of values           has changed them                         4 / 53
+#     long, of matrices          has left % 4 == 0, and the last two      2 / 75
+#     long, of head and embed    has changed them, the first, the last    2 / 299, once a step
+
+
+def short_rate(bank: str, left: int, learns: bool, steps: int) -> float:
+    """Return how far the short average moves to a bank's weights, in a run of so many steps."""
+    is_time = learns if bank == "values" else left % 4 == 0
+    return min(SHORT_RATE * (STEPS / steps), 1.0) if is_time else 0.0
+
+
+def long_rate(bank: str, left: int, learns: bool, length: int, every: int) -> float:
+    """Return how far the long average of so many steps moves to a bank's weights. Those of head and
+    embed stay equal for `every` steps, which count as so many."""
+    if bank not in ("head", "embed"):
+        return 2 / (length // 4 + 1) if left % 4 == 0 or left <= 1 else 0.0
+    of_one_step = 2 / (length + 1)
+    if left == 0:
+        return of_one_step
+    return 1 - (1 - of_one_step) ** every if learns or left == length - 1 else 0.0
+
+
 def rate(bank: str, average: str, now, hp, every: int) -> float:
-    """Return how far an average moves to the weights that this step has made, from 0 to 1. Each
-    average has a rhythm: most are of each fourth step, those of Adam's groups of its steps, which
-    are `every` so many."""
-    learns = (now.step + 1) % every == 0
-    longer = STEPS / hp.num_iterations
-    left = hp.num_iterations - 1 - now.step  # steps after this one
-    if not SHARES[bank][average == "long"] or left >= round(LENGTHS[average] / longer):
+    """Return how far an average moves to the weights that this step has made. A bank learns at each
+    step whose number `every` divides, or with the n-gram table."""
+    left = hp.num_iterations - 1 - now.step
+    length = round(LENGTHS[average] / (STEPS / hp.num_iterations))
+    if not SHARES[bank][average == "long"] or left >= length:
         return 0.0
-    if average == "short":
-        ticks = left % 4 == 0
-        if bank == "values":  # when they learn
-            ticks = now.ngrams if hp.ngram_rows else learns
-        return min(SHORT_RATE * longer, 1.0) * ticks
-    length = round(LENGTHS["long"] / longer)
-    if bank in ("head", "embed"):
-        of_one_step = 2 / (length + 1)
-        if left == 0:
-            return of_one_step
-        return (1 - (1 - of_one_step) ** every) * (learns or left == length - 1)
-    return 2 / (length // 4 + 1) * (left % 4 == 0 or left <= 1)
+    learns = (now.step + 1) % every == 0
+    if average == "long":
+        return long_rate(bank, left, learns, length, every)
+    if bank == "values" and hp.ngram_rows:
+        learns = now.ngrams
+    return short_rate(bank, left, learns, hp.num_iterations)
 
 
 def norms(banks: list[tuple]) -> dict[str, torch.Tensor]:
@@ -83,8 +102,7 @@ def mix_(banks: list[tuple]) -> None:
 def average(groups: list[tuple], now, hp) -> None:
     """Let the averages of a rank's rows take in the weights that this step has made; after the last
     step, use them. An average is float32, begins with the first weights that it takes in, and is
-    saved with rows.state. A tied embedding, a copy of the head, has none. When it parts from the
-    head, it gets a copy of the head's."""
+    saved with rows.state. An embedding that is tied to the head has none."""
     learning = []
     for group, rows in groups:
         bank = bank_of(group, rows)
@@ -99,6 +117,3 @@ def average(groups: list[tuple], now, hp) -> None:
                 rows.state[f"{name} average"].lerp_(weights, share)
     if now.step == hp.num_iterations - 1:
         mix_(learning)
-        rows_of = {group.name: rows for group, rows in groups}
-        if now.tied and {"head", "embed"} <= rows_of.keys():
-            rows_of["embed"].weights.copy_(rows_of["head"].weights)

@@ -41,7 +41,6 @@ import functions_2026
 import train_gpt as t
 from functions_2026 import (
     GATE_CHANNELS,
-    TiedOptimizers,
     as_pairs,
     bigram_hash,
     gate_of,
@@ -53,6 +52,8 @@ from functions_2026 import (
     recomputed_if_small,
     rotated,
     smeared,
+    split,
+    tie,
     two_places,
     visible_by_distance,
     warm_up,
@@ -78,14 +79,9 @@ class Layer:
     paired: bool = False  # pair: two heads attend as one of twice as many positions
     backout: bool = False  # backout: a share of its output is subtracted before the last norm
 
-    # The words, without their numbers; the field that each sets, and the field's type.
-    words: ClassVar[dict[str, tuple[str, type]]] = {
-        "v": ("values", str),
-        "x": ("skip_from", int),
-        "in": ("source", int),
-        "pair": ("paired", bool),
-        "backout": ("backout", bool),
-    }
+    # The fields that words set. A numbered word is followed by a number.
+    numbered: ClassVar = {"v": "values", "x": "skip_from", "in": "source"}
+    plain: ClassVar = {"pair": "paired", "backout": "backout"}
 
     @property
     def mask(self) -> str:
@@ -784,23 +780,12 @@ class Block(nn.Module):
 
 
 class Head(functions_2026.Head):
-    """The head of these records: its loss has the shares of a moment's targets."""
+    """The head of these records."""
 
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp, hp.sigmoid_form, hp.head_init)
         if not hp.loss_sum:
             self.grad_scale = None
-
-    def loss(self, x, targets: Tensor, shares: tuple[float, ...] = (1.0,)) -> Tensor:  # overrides
-        """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. With K
-        shares, the gradients are those of the losses of K targets, times their shares."""
-        if shares == (1.0,):
-            return super().loss(x, targets)
-        self.shares = torch.stack([torch.full((), share, device=x.device) for share in shares])
-        try:
-            return super().loss(x, next_targets(targets, len(shares)))
-        finally:
-            self.shares = None
 
 
 class GPT(t.GPT):
@@ -957,11 +942,12 @@ class GPT(t.GPT):
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, now: Moment) -> Tensor:  # overrides
         """Return the mean loss () of the next token, of tokens (T,) and targets (T,) int64. In
-        training, its gradients are those of all targets of the moment: see Head.loss."""
+        training, its gradients are those of all targets of the moment: see Head.shares_loss."""
         if not self.training:
             return self.lm_head.loss(self.hidden(input_seq, now), target_seq)
         self.tied = now.tied
-        return self.lm_head.loss(self.hidden(input_seq, now), target_seq, now.targets)
+        targets = next_targets(target_seq, len(now.targets))
+        return self.lm_head.shares_loss(self.hidden(input_seq, now), targets, now.targets)
 
 
 # -----------------------------------------------------------------------------
@@ -998,8 +984,8 @@ def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # over
         cautious.adam(rows, lr, betas, hp.adam_eps, decay)
 
 
-class Optimizers(TiedOptimizers):
-    """Optimizers with the groups of --adam, and a head that may be tied."""
+class Optimizers(t.Optimizers):
+    """train_gpt.py's Optimizers, with the groups of --adam_groups, and a head that may be tied."""
 
     @staticmethod
     def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
@@ -1025,6 +1011,14 @@ class Optimizers(TiedOptimizers):
             # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
             groups.sort(key=lambda group: group.name != "muon")
         return groups
+
+    @torch.no_grad()
+    def step(self, now: Moment) -> list[Tensor]:  # overrides
+        """Update all groups that learn at a moment: see train_gpt.py."""
+        split(self.groups, now, self.hp)
+        norms = super().step(now)
+        tie(self.groups, now, self.hp)
+        return norms
 
 
 # -----------------------------------------------------------------------------

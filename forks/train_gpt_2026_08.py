@@ -48,7 +48,6 @@ from composed_heads import composed
 from fp8_layers import FP8Projection, fp8_mlp, fp8_relu2_mlp
 from functions_2026 import (
     GATE_CHANNELS,
-    TiedOptimizers,
     as_pairs,
     bigram_hash,
     gate_of,
@@ -59,6 +58,8 @@ from functions_2026 import (
     recomputed_if_small,
     rotated,
     smeared,
+    split,
+    tie,
     two_places,
     visible_by_distance,
     warm_up,
@@ -67,7 +68,7 @@ from functions_2026 import (
 from ngram_table import NgramTable, ngram_hashes, table_adam
 from prefixes import token_prefixes
 from sampled_softmax import choose_candidates, most_different_targets
-from train_gpt import Group, UserError, norm
+from train_gpt import BLOCK, Group, UserError, norm
 
 Triple = tuple[float, float, float]
 
@@ -96,16 +97,10 @@ class Layer:
     bigram: bool = False  # and a share of the n-grams' embedding; in layer 0, before attention
     mudd: bool = False  # multiway dynamic dense: the last layer and the head mix earlier streams
 
-    # The words, without their numbers; the field that each sets, and the field's type.
-    words: ClassVar[dict[str, tuple[str, type]]] = {
-        "v": ("values", str),
-        "x": ("skip_from", int),
-        "in": ("source", int),
-        "mlps": ("mlps", int),
-        "pair": ("paired", bool),
-        "narrowv": ("narrow_values", bool),
-    } | {
-        word: (word, bool)
+    # The fields that words set. A numbered word is followed by a number.
+    numbered: ClassVar = {"v": "values", "x": "skip_from", "in": "source", "mlps": "mlps"}
+    plain: ClassVar = {"pair": "paired", "narrowv": "narrow_values"} | {
+        word: word
         for word in ("narrow", "xsa", "gate", "composed", "mixer", "embed", "bigram", "mudd")
     }
 
@@ -152,6 +147,11 @@ class Stage:
     prefix: tuple[float, ...] = (0.0,)  # shares of --prefix, by equal parts of the stage
     falls: int = 0  # 1: these shares also fall to 0 within the stage
     candidates: tuple[float, ...] = (0.0,)  # tokens in the softmax, by equal parts; 0: all
+
+    @property
+    def short_window(self) -> int:
+        """The short window in tokens: whole blocks, as masks have them."""
+        return (self.short or self.window // 2) // BLOCK * BLOCK
 
 
 # They begin at steps 0, 320, 681, 1107 and 1174. With an extension, the last stage is that, and its
@@ -281,7 +281,10 @@ class Hyperparameters(t.RunSettings):
 
 RECORD_92 = Hyperparameters()
 # Record 89 as the public project's master has it, at commit f411b3d of 2026-08-01. The logs in the
-# folder of this name are of an older program, without composed heads and prefixes.
+# folder of this name are of an older program, without composed heads and prefixes. It has composed
+# heads, and more layers that add embeddings and n-grams (layers); bigrams in a table that learns as
+# the value tables do (bigram_rows); Muon with one momentum (optimizer); FP8 in forward passes of
+# MLPs alone (fp8_mlp); head and embedding apart from 2/3 of the steps on (tied_frac).
 RECORD_89 = replace(
     RECORD_92,
     val_loss_every=250,
@@ -407,7 +410,7 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
             rule = "the layer of mudd adds embeddings and n-grams without these words"
         if rule:
             raise UserError(f"--layers: {row!r} cannot be layer {i} of {count}: {rule}")
-        if not hp.narrow_heads:
+        if not hp.narrow_heads:  # a setting turns words off, so that nobody types all layers
             layer = replace(layer, narrow=False, narrow_values=False)
         if not (hp.ngram_rows or hp.bigram_rows):
             layer = replace(layer, bigram=False)
@@ -545,7 +548,8 @@ class Moment:
 
         def part(values: tuple[float, ...]) -> float:
             """Return which of the values holds, each for an equal part of the stage."""
-            return values[min(int((1 - left) * len(values) + 1e-9), len(values) - 1)]
+            number = (step - start) * len(values) // max(end - start, 1)
+            return values[min(number, len(values) - 1)]
 
         fall = 1.0  # of all learning rates: flat, then a linear fall to lr_final
         if hp.cooldown_frac:
@@ -562,7 +566,7 @@ class Moment:
         self.seq_len = int(hp.seq_len * stage.length)  # tokens in a training sequence
         self.longest = stage.cap  # tokens at which documents are cut
         self.window = hp.last_window if last and hp.last_window else stage.window  # the long one
-        self.short = stage.short or stage.window // 2  # the short window, in tokens
+        self.short = stage.short_window
         *first, final = stage.targets
         self.targets = (*first, final * left if first else final)  # weights of the next tokens
         self.prefix = hp.prefix * part(stage.prefix) * (left if stage.falls else 1.0)
@@ -750,6 +754,17 @@ def named(numbers: Tensor, first: dict[str, list[float]]) -> dict[str, Tensor]:
     return dict(zip(first, numbers.split(sizes, dim=-1), strict=True))
 
 
+# Layers and mixers know streams (1, T, C) by these names:
+#
+#     x             the residual stream
+#     x0            the normed embeddings; bigram: those of n-grams; v0, v1, ...: value tables' rows
+#     start         what layer 0 reads: x0, with its share of n-grams
+#     output 7      the output of layer 7, if a later layer reads it; normed 7: the same, normed
+#     input, read   what the layer of mudd reads, and what its MLP reads
+#
+# "numbers 7" (1, T, n) are a mixer's for layer 7, until that layer has come.
+
+
 def numbers_of(i: int, layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]:
     """Return the numbers that a mixer makes for layer i, as they are at first: factors on streams,
     and then a number for each head. Attention of layer 0 reads its share of n-grams."""
@@ -778,11 +793,11 @@ def numbers_of_mudd(layer: Layer, hp: Hyperparameters) -> dict[str, list[float]]
 
 def numbers_of_end(layers: tuple[Layer, ...], hp: Hyperparameters) -> dict[str, list[float]]:
     """Return the factors on the streams that the end adds, as they are at first. In record 92 these
-    are start, output 7, input, tables 0 to 3 with output 3 behind the first, read, and normed 7."""
+    are start, output 7, input, v0, output 3, v1 to v3, read, and normed 7."""
     source = layers[-1].source
     late = [] if source is None else [f"output {source}"]
     skips = [f"output {layer.skip_from}" for layer in layers if layer.skip_from is not None]
-    tables = [layer.values for layer in layers if layer.values is not None]
+    tables = [f"v{layer.values}" for layer in layers if layer.values is not None]
     names = ["start", *late, "input", *tables[:1], *skips]
     if hp.mudd_all:
         names += [*tables, "read", *(f"normed {source}" for _ in late)]
@@ -791,8 +806,7 @@ def numbers_of_end(layers: tuple[Layer, ...], hp: Hyperparameters) -> dict[str, 
 
 class Block(nn.Module):
     """One layer: attention, if it has that, and no, one or two MLPs. Each of these two sublayers
-    has factors on the residual stream and on its output; in the layer of mudd, its mixer makes
-    them for each token. `streams` (1, T, C) go by their names: see GPT.run_graph."""
+    has factors on the residual stream and on its output."""
 
     def __init__(self, hp: Hyperparameters, i: int, layer: Layer):
         super().__init__()
@@ -801,9 +815,8 @@ class Block(nn.Module):
         self.attn = None if layer.window == "none" else CausalSelfAttention(hp, layer)
         self.mlp = MLP(hp) if layer.mlps else None
         self.second_mlp = MLP(hp) if layer.mlps == 2 else None
-        if layer.mudd:
-            self.first_of_mudd = numbers_of_mudd(layer, hp)
-        else:
+        self.value = f"v{layer.values}"  # the stream, if there is one
+        if not layer.mudd:
             self.residual_lambda = nn.Parameter(torch.full((2,), hp.residual_lambda))
             self.post_lambda = nn.Parameter(torch.ones(2))
 
@@ -813,11 +826,11 @@ class Block(nn.Module):
             return streams[f"normed {self.layer.source}"]
         return recomputed_if_small(norm, x, self.eps)
 
-    def forward(self, x, streams, numbers: dict[str, Tensor], rotary, mask) -> Tensor:
-        """Map x (1, T, C) to (1, T, C), with the numbers (1, T, n) that a mixer has made for it."""
-        keep, post, added = self.residual_lambda, self.post_lambda, []
+    def forward(self, streams: dict, numbers: dict[str, Tensor], rotary, mask) -> Tensor:
+        """Return the layer's output (1, T, C), with a mixer's numbers (1, T, n) for it."""
+        x, keep, post, added = streams["x"], self.residual_lambda, self.post_lambda, []
         if self.attn is not None:
-            read, value = self.read_by_attention(x, streams), streams.get(self.layer.values)
+            read, value = self.read_by_attention(x, streams), streams.get(self.value)
             added.append(self.attn(read, value, rotary, mask, numbers, post[0]))
         shares = [numbers[name] * streams[name] for name in ("x0", "bigram") if name in numbers]
         if shares:
@@ -833,24 +846,33 @@ class Block(nn.Module):
                 x = x + mlp(read, post[1])
         return x
 
-    def mudd(self, x, streams, numbers: dict[str, Tensor], rotary, mask) -> tuple[Tensor, Tensor]:
-        """Map x (1, T, C) to (1, T, C) in the layer of mudd, whose numbers also mix earlier streams
-        into the values and the input of attention. Also return what the MLP reads."""
+
+class MuddBlock(Block):
+    """The layer of mudd. A mixer of its own makes its factors for each token, and also mixes
+    earlier streams into the values and the input of attention."""
+
+    def __init__(self, hp: Hyperparameters, i: int, layer: Layer):
+        super().__init__(hp, i, layer)
+        self.first_of_mudd = numbers_of_mudd(layer, hp)
+
+    def forward(self, streams, numbers, rotary, mask) -> Tensor:  # overrides
+        """Return the layer's output (1, T, C). Add `input` and `read` to the streams."""
+        x = streams["input"] = streams["x"]
         added = numbers["start"] * streams["start"]
         if "bigram" in streams:
             added = added + numbers["bigram"] * streams["bigram"]
-        value = streams.get(self.layer.values, 0)
-        if self.layer.values is not None:
-            value = numbers["tables"].repeat_interleave(x.size(-1) // 2, dim=-1) * value
-        streams = streams | {"x": x}
+        value = 0
+        if self.value in streams:
+            value = numbers["tables"].repeat_interleave(x.size(-1) // 2, dim=-1)
+            value = value * streams[self.value]
         for name in ("start", f"output {self.layer.source}", "x"):
             if name in streams:
                 value = value + numbers[f"v {name}"] * streams[name]
                 x = x + numbers[f"x {name}"] * streams[name]
         out = self.attn(self.read_by_attention(x, streams), value, rotary, mask, numbers, None)
         x = numbers["keep"] * x + numbers["attention"] * out + added
-        read = recomputed_if_small(norm, x, self.eps)
-        return numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(read), read
+        streams["read"] = recomputed_if_small(norm, x, self.eps)
+        return numbers["keep mlp"] * x + numbers["mlp"] * self.mlp(streams["read"])
 
 
 # -----------------------------------------------------------------------------
@@ -863,7 +885,8 @@ class Head(functions_2026.Head):
     def __init__(self, hp: Hyperparameters):
         super().__init__(hp, hp.logit_sigmoid, 0.005)
         self.end_of_text = hp.end_of_text
-        # Of this rank's sequences, in the order in which they come: the next one's is first.
+        # Of this rank's sequences, in the order in which they come: the next one's is first. Other
+        # ranks have others, so Optimizers save those of all.
         self.register_buffer("offsets", self.first_offsets(hp.batch_seqs), persistent=False)
 
     def first_offsets(self, sequences: int) -> Tensor:
@@ -880,24 +903,16 @@ class Head(functions_2026.Head):
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. The
         gradients are those of a sequence's summed losses of all targets of the moment, times their
         shares, in a softmax of now.candidates, if it names some."""
-        shares, columns, whole = now.targets, next_targets(targets, len(now.targets)), self.weight
+        shares, columns, rows = now.targets, next_targets(targets, len(now.targets)), None
         if now.prefix:  # 2026-07-13's record
             shares = *shares, now.prefix
             columns = torch.cat([columns, self.prefixes[targets][:, None]], dim=1)
-        if shares == (1.0,) and not now.candidates:
-            return self.loss(x, targets)
         if now.candidates:
             chosen, columns = self.choose(columns, now.candidates)
-            # While the loss is computed, the chosen rows stand for the weight. They are a leaf: the
-            # hook adds their gradient to the weight's, with which it is sent.
-            self.weight = nn.Parameter(F.embedding(chosen, whole.detach()))
-            self.weight.grad_dtype = whole.grad_dtype
-            self.weight.register_post_accumulate_grad_hook(partial(self.add_gradient, chosen))
-        self.shares = torch.stack([torch.full((), share, device=x.device) for share in shares])
-        try:
-            return self.loss(x, columns)
-        finally:
-            self.weight, self.shares = whole, None
+            rows = F.embedding(chosen, self.weight.detach()).requires_grad_()
+            rows.grad_dtype = self.weight.grad_dtype
+            rows.register_post_accumulate_grad_hook(partial(self.add_gradient, chosen))
+        return self.shares_loss(x, columns, shares, rows)
 
     def choose(self, columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` candidates (count,) for a softmax, and the targets (T, K) as places among
@@ -912,7 +927,7 @@ class Head(functions_2026.Head):
         return chosen, columns
 
     def add_gradient(self, chosen: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the chosen rows (n,) at their places, in the backward pass."""
+        """Add the gradient of the chosen rows (n,) to the weight's, in the backward pass."""
         if self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight, dtype=rows.grad.dtype)
         self.weight.grad.index_add_(0, chosen, rows.grad)
@@ -955,7 +970,9 @@ class GPT(nn.Module):
         self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
         self.smear_lambda = nn.Parameter(torch.zeros(1))
 
-        self.blocks = nn.ModuleList(Block(hp, *row) for row in enumerate(self.layers))
+        self.blocks = nn.ModuleList()
+        for i, layer in enumerate(self.layers):
+            self.blocks.append((MuddBlock if layer.mudd else Block)(hp, i, layer))
         self.lm_head = Head(hp)
         if hp.tied_frac:
             self.embed.weight.data.copy_(self.lm_head.weight.data)
@@ -1014,10 +1031,8 @@ class GPT(nn.Module):
 
     @t.compiled
     def run_graph(self, start: int, stop: int, streams: dict, rotary: dict, masks: dict) -> dict:
-        """Run the layers from start to stop, if there are so many. Return the streams (1, T, C)
-        with those of these layers: x; x0, the embeddings; start, with a share of n-grams; what
-        later layers read of layer i, "output i" and "normed i"; what the layer of mudd reads,
-        input, and what its MLP does, read. "numbers i" (1, T, n) are those of layer i."""
+        """Run the layers from start to stop, if there are so many. Return the streams with those of
+        these layers."""
         streams, hp = dict(streams), self.hp
         if start == 0:
             streams["x"] = streams["x0"] = norm(streams["x"], hp.norm_eps)[None]
@@ -1031,18 +1046,16 @@ class GPT(nn.Module):
             x = streams["x"]
             if "bigram before" in numbers:
                 x = x + numbers["bigram before"] * streams["bigram"]
-            streams.setdefault("start", x)
+            if i == 0:
+                streams["start"] = x
             if layer.skip_from is not None:
                 factor = torch.sigmoid(self.skip_weights[i - len(self.layers)]) * numbers["skip"]
                 x = x + factor * streams[f"output {layer.skip_from}"]
-            case = streams, numbers, rotary.get((layer.narrow, layer.paired)), masks.get(layer.mask)
             if layer.mudd:
                 numbers |= named(self.mixers["last"](x), block.first_of_mudd)
-                streams["input"] = x
-                x, streams["read"] = block.mudd(x, *case)
-            else:
-                x = block(x, *case)
+            turned, mask = rotary.get((layer.narrow, layer.paired)), masks.get(layer.mask)
             streams["x"] = x
+            x = streams["x"] = block(streams, numbers, turned, mask)
             if any(i in (later.skip_from, later.source) for later in self.layers):
                 streams[f"output {i}"] = x
             if any(later.source == i for later in self.layers):
@@ -1062,12 +1075,11 @@ class GPT(nn.Module):
 
     def embedded(self, input_seq: Tensor, tied: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the smeared embeddings (T, C) of tokens (T,), of which the head is the table if it
-        is tied; and what else layers add: rows of each value table by its name, and n-grams by
-        "bigram"."""
+        is tied; and what else layers add: v0 and so on, and bigram."""
         x = t.look_up(input_seq, (self.lm_head if tied else self.embed).weight)
         x = smeared(x, self.smear_gate, self.smear_lambda)
         tables = self.value_embeds["embed"].items()
-        more = {name: t.look_up(input_seq, table.weight) for name, table in tables}
+        more = {f"v{name}": t.look_up(input_seq, table.weight) for name, table in tables}
         if self.bigram_embed is not None:
             rows = bigram_hash(input_seq, self.hp.bigram_rows)
             more["bigram"] = t.look_up(rows, self.bigram_embed.weight)
@@ -1116,7 +1128,7 @@ class GPT(nn.Module):
         for narrow, paired in sorted({(layer.narrow, layer.paired) for layer in attend}):
             windows = tuple(stage.window for stage in stages)
             if narrow:
-                windows = tuple(stage.short or stage.window // 2 for stage in stages)
+                windows = tuple(stage.short_window for stage in stages)
             if (narrow, windows) not in self.frequencies:
                 frequency = t.rotary_frequencies(self.hp, position.device)
                 frequency, factor = yarn(frequency, windows)
@@ -1205,10 +1217,11 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
     cautious.adam(rows, lr, betas, hp.adam_eps, decay)
 
 
-class Optimizers(TiedOptimizers):
-    """Optimizers with a head that may be tied, and what is no group of theirs: the n-gram table,
-    averages of the last weights, and scales of squares in FP8. A sequence of the batch has a sweep
-    of the sampled softmax of its own, so it does not matter how many ranks there are."""
+class Optimizers(t.Optimizers):
+    """train_gpt.py's Optimizers, with a head that may be tied, and what is no group of theirs: the
+    n-gram table, averages of the last weights, and scales of squares in FP8. A sequence of the
+    batch has a sweep of the sampled softmax of its own, so it does not matter how many ranks there
+    are."""
 
     changes_early = True  # a forward pass moves the head's offsets, and reads the n-gram table
 
@@ -1218,7 +1231,7 @@ class Optimizers(TiedOptimizers):
             rule = "val_tokens / val_seq_len must be a multiple of the ranks"
             raise UserError(f"--ngram_rows, on {world_size} ranks: {rule}")
         if hp.ngram_rows:
-            self.period = 4  # the table's gradients wait for so many steps
+            self.period = math.lcm(self.period, 4)  # the table learns at each fourth step
         model.share_ngrams(rank, world_size)
         self.set_offsets(model.lm_head.first_offsets(hp.batch_seqs))
 
@@ -1249,6 +1262,7 @@ class Optimizers(TiedOptimizers):
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:  # overrides
         """Update all groups that learn at a moment, and the n-gram table when its cycle ends."""
+        split(self.groups, now, self.hp)
         norms = super().step(now)
         self.scale_squares()
         ngrams = self.model.ngrams
@@ -1258,6 +1272,7 @@ class Optimizers(TiedOptimizers):
                 ngrams.learn(now)
         if self.hp.tail_average:
             tail_average.average(self.groups, now, self.hp)
+        tie(self.groups, now, self.hp)
         return norms
 
     def scale_squares(self) -> None:

@@ -196,6 +196,13 @@ class Evil:
         return Path.mkdir, (Path("made"),)
 
 
+def test_the_highest_steps_are_kept_and_the_one_that_is_saved(tmp_path):
+    """Whenever they were saved: a run may resume from a copy of an older checkpoint."""
+    for step in (9, 3, 12, 5):
+        train_gpt.save_checkpoint(tmp_path / f"state_step{step:06}.pt", {}, keep=3)
+    assert [int(path.stem[-6:]) for path in train_gpt.checkpoints(tmp_path)] == [12, 9, 5]
+
+
 def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {}, "optimizers": Evil()}, "it.pt")

@@ -159,6 +159,15 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
     assert (line["verdict"], line["pairs"], line["judge"]) == (sentence, pairs, judge)
 
 
+def test_each_look_has_its_own_limit(fork, monkeypatch):
+    """Of made-up limits, only the second can be met: after five pairs."""
+    limits = np.array([0.0, 1.0] + [0.0] * 15)
+    monkeypatch.setattr(significance, "thresholds", lambda *_: limits)
+    assert fork.compare("--muon_lr 0.06", "--seed", 3)[0] == 0
+    made = fork.calls()
+    assert made.pop(2) == "A_longer_seed3" and made == in_turn(range(3, 8))
+
+
 def test_a_change_that_does_nothing_ends_the_comparison_and_is_named(fork):
     fork.noise = 0.0
     status, answers, _ = fork.compare("")

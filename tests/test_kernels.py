@@ -1,5 +1,6 @@
 """Triton's kernels in its interpreter against float64, and the run that chooses them."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -290,13 +291,15 @@ def test_a_run_uses_kernels_that_build_and_agree_and_says_why_others_are_off(fak
         broken=broken,
         wrong_gradient=lambda x: x.detach().square() + (x - x.detach()),
         rounded=lambda x: (1 + 1e-5) * x.square(),
+        nan=lambda x: x.square() * math.nan,
     )
     used, lines = chosen(model, tiny)
-    assert used == ["good", "rounded"] and len(lines) == 4
+    assert used == ["good", "rounded"] and len(lines) == 5
     assert lines[0].startswith("kernel wrong is off: in torch.float32 it deviates")
     assert lines[1] == "kernel broken is off: RuntimeError: PTX was invalid"
     assert lines[2].startswith("kernel wrong_gradient is off: in torch.float32 it deviates")
-    assert lines[3] == "kernels: good rounded"
+    assert lines[3] == "kernel nan is off: in torch.float32 it deviates from the formula by nan"
+    assert lines[4] == "kernels: good rounded"
 
 
 def test_without_kernels_or_a_gpu_nothing_is_compared(fake_kernels, tiny, monkeypatch):

@@ -1,10 +1,13 @@
 """run.sh, tools/launch.py and tools/start.py: what they install, fetch and start."""
 
 import fcntl
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +65,18 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     expected = ["--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=8"]
     expected += [f"{HERE}/{fork}", *words, "--run_id"]
     assert end.value.code[1:-1] == [f"{HERE}/tools/ranks.py", *expected]
+
+
+def test_a_signal_that_comes_before_the_program_ends_it(monkeypatch):
+    begin = subprocess.Popen
+
+    def begin_late(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", begin_late)
+    hp = replace(train_gpt.RECORDS["demo"], device="cpu")
+    assert launch.start(hp, ["-c", "import time; time.sleep(100)"]).status == 128 + signal.SIGTERM
 
 
 def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys):

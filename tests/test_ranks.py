@@ -3,6 +3,9 @@
 import contextlib
 import functools
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +19,16 @@ import train_gpt_track3 as track3
 from conftest import language
 from frontier.small_runs import AUGUST, JULY, LAST, ROW, WORDS, D, plain_fp8_mlp, table_of
 from ngram_table import NgramTable
-from runs import Program, assert_close, assert_same, begin_from, console_of, outcome, val_losses
+from runs import (
+    Program,
+    assert_close,
+    assert_same,
+    before_step,
+    begin_from,
+    console_of,
+    outcome,
+    val_losses,
+)
 
 # Adam's epsilon does not amplify rounding noise. Of 4 sequences in validation, 8 ranks have none.
 OF_DEMO = (
@@ -105,6 +117,30 @@ def check_ranks(flags: list[str], alone: Path, together: Path, ranks: int) -> No
     assert len(reports) == ranks and len({report["weights"] for report in reports}) == 1
     for report in reports:
         assert state / ranks <= report["state"] < 1.35 * state / ranks
+
+
+def stopped_by_one(words: list[str]) -> None:
+    """Run main, of which rank 1 gets a signal, and then says whether rank 0 has saved. That takes a
+    second."""
+    save = train_gpt.save_checkpoint
+
+    def slowly(*arguments) -> None:
+        time.sleep(1)
+        save(*arguments)
+
+    train_gpt.save_checkpoint = slowly
+    if os.environ["RANK"] == "1":
+        before_step(1, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
+    try:
+        train_gpt.main(words)
+    finally:
+        sys.stderr.write(f"saved: {[path.name for path in Path('logs/it').glob('*.pt')]}\n")
+
+
+def test_a_signal_to_one_rank_stops_all_which_wait_until_rank_0_has_saved(flags):
+    program = Program([*flags, "--run_id", "it"], 2, stopped_by_one)
+    assert program.end() == [128 + signal.SIGTERM] * 2
+    assert "saved: ['state_step000003.pt']" in program.text("err", 1)
 
 
 def test_ranks_of_two_nodes_equal_one(flags, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,24 @@ def test_the_memory_of_a_step_serves_the_next_ones(flags):
     assert program.end() == [0], program.text("err")
     before, after = (int(n) for n in re.findall(r"faults (\d+)", program.text("out")))
     assert after - before < 60_000
+
+
+def test_a_model_trains_again_after_a_validation(tiny):
+    """In training, forks have more targets, and heads are in FP8."""
+    model, tokens = train_gpt.GPT(tiny), torch.arange(tiny.seq_len)[None]
+    now = train_gpt.Moment(0, tiny)
+    train_gpt.evaluate(model, (tokens.int(), tokens), now, torch.device("cpu"))
+    assert all(module.training for module in model.modules())
+
+
+def test_tables_are_bfloat16_on_a_gpu_alone():
+    """Of a made-up device and model."""
+    for kind, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        table, device = torch.nn.Linear(2, 2, dtype=torch.float64), SimpleNamespace(type=kind)
+        model = SimpleNamespace(to=lambda device: model, tables=lambda: [table])  # noqa: B023
+        run = SimpleNamespace(GPT=lambda hp: model)  # noqa: B023
+        train_gpt.build(run, replace(train_gpt.RECORDS["demo"], compile="off"), device)
+        assert table.weight.dtype == dtype
 
 
 def test_the_gradient_s_norm_is_that_of_the_mean_loss(tiny, randomize):

@@ -1,6 +1,7 @@
 """Copies of train_gpt.py, forks that import it, and checkpoints: how tools find and start them. How
 a run begins with other tokens, from given weights, and on ranks."""
 
+import ast
 import contextlib
 import re
 import shutil
@@ -21,6 +22,25 @@ from runs import SCRIPT, Program, console_of, error_of, val_losses
 from train_gpt import HERE, UserError, load_checkpoint
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
+
+
+# Flags that texts name of torchrun, nvidia-smi and lm_eval; that argparse has; that stand for any.
+OTHERS = {"standalone", "nproc_per_node", "local_addr", "query", "format", "model", "tasks"}
+OTHERS |= {"model_args", "help", "FLAG", "SETTING"}
+
+
+def test_each_flag_that_a_text_names_exists():
+    """In docstrings, and in what errors advise. A tool's flag is a string of its own somewhere."""
+    exist, named = set(OTHERS), set()
+    folders = ("", "data/", "forks/", "forks/optimizers/", "tools/")
+    for path in (path for folder in folders for path in HERE.glob(f"{folder}*.py")):
+        tree = ast.walk(ast.parse(path.read_text()))
+        texts = [node.value for node in tree if isinstance(node, ast.Constant)]
+        texts = [text for text in texts if isinstance(text, str)]
+        exist |= {text.removeprefix("--") for text in texts if text.startswith("--")}
+        exist |= set(re.findall(r"^    (\w+): .* = .*  # ", path.read_text(), re.M))  # settings
+        named |= {name for text in texts for name in re.findall(r"(?<!\w)--(\w+)", text)}
+    assert len(named) > 80 and not named - exist
 
 
 @pytest.fixture

@@ -304,6 +304,16 @@ def test_a_folder_of_the_user_s_is_not_that_of_unfinished_shards(tmp_path):
     assert (tmp_path / "out.unfinished/new/notes").read_text() == "mine" and not out.exists()
 
 
+def test_two_processes_do_not_write_one_folder(tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    (tmp_path / "out.unfinished").mkdir()
+    lock = os.open(tmp_path / "out.unfinished", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(SystemExit, match="another process is writing .*out.unfinished: wait for"):
+        tokenize(path, "--out", tmp_path / "out")
+    os.close(lock)
+
+
 @pytest.mark.parametrize(
     ("number", "is_written"),
     [(errno.EWOULDBLOCK, True), (errno.EACCES, True)]

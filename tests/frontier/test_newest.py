@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tail_average
 import train_gpt
 import train_gpt_2026_08 as august
 from composed_heads import composed
@@ -102,6 +103,12 @@ def test_the_last_weights_are_averages_as_published(randomize, float64):
         assert (moved > 0.01 * (expected[key] - initial[key]).norm()) == (
             exact.without_numbers(key) in reading.FACTOR or "embed" in key or "lm_head" in key
         )
+
+
+def test_averages_keep_the_norm_of_all_ranks_weights(monkeypatch):
+    monkeypatch.setattr(train_gpt, "all_reduce_", lambda square: square + 16)  # of another rank
+    rows = SimpleNamespace(own=torch.tensor([3.0]))
+    assert tail_average.norms([("head", rows)]) == {"head": 5}
 
 
 def first_step(hp, randomize, frozen: str = "") -> tuple:

@@ -102,6 +102,18 @@ def test_updates_equal_those_of_a_dense_adam():
     assert torch.equal(table.learned_at[9:12], torch.zeros(3, dtype=torch.int32))
 
 
+def test_a_rank_takes_the_mean_over_the_sequences_of_all():
+    """The first of two ranks has the same second moments as one rank: rates hide a scale."""
+    whole, half = small_table(batch_seqs=2), small_table(batch_seqs=2)
+    half.share(0, 2, torch.device("cpu"), torch.float64)
+    grads = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for table in (whole, half):
+        table.waiting = [(torch.tensor([0, 3, 3, 5]), grads)]
+        table.learn(Moment(1, table.hp))
+    assert half.second[3] > 0 and torch.equal(half.second[:6], whole.second[:6])
+    assert torch.equal(half.rows[:6], whole.rows[:6])
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Return the outcome of a small run on two ranks."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train_gpt
 from frontier.small_runs import C5, LAST, D, checkpoint, main, outcome
 from runs import Program, assert_close, assert_same, before_step, begin_from, console_of
 from train_gpt_2026 import Run
@@ -23,6 +24,14 @@ def whole(flags, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("whole")
     console_of(flags[D], folder, main)
     return outcome(folder)
+
+
+def test_a_stop_waits_until_all_gradients_are_used(flags, tmp_path, monkeypatch):
+    """The signal has come before the first step, and Adam learns at every second one."""
+    monkeypatch.setattr(train_gpt, "stop_signals", [(signal.SIGTERM, 0.0)])
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        console_of(flags[D], tmp_path, main)
+    assert [path.name for path in tmp_path.glob("logs/*/*.pt")] == ["state_step000002.pt"]
 
 
 def test_a_warm_up_changes_no_bit(flags, whole, tmp_path, monkeypatch):
