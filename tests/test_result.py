@@ -1,6 +1,7 @@
 """The summary of a run: its last lines, and its line in logs/results.jsonl."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import launch
 import result
 import train_gpt
-from runs import SCRIPT, Program, rows
+from runs import SCRIPT, Program
 from test_scripts import launch_with
 from tokenizer import GPT2
 from train_gpt import SAMPLE
@@ -32,7 +33,7 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
         "run": "it",
         "status": "finished",
         "data": f"{SAMPLE}_train_*.bin; 1024 tokens of {SAMPLE}_val_*.bin",
-        "train_loss": rows(Path("logs/it.jsonl"))[-1]["train_loss"],
+        "train_loss": float(re.findall(r"train_loss:(\S+)", trained.console)[-1]),
         "script": "train_gpt.py",
         "machine": "1 x CPU",
         "tokens": 8 * 2 * 128,
@@ -44,9 +45,12 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
     assert {key: found[key] for key in expected | known} == expected | known
     assert f"val_loss:{loss:.5f}" in trained.console
     assert found.keys() == result.not_begun(Path(SCRIPT), [], ValueError(), {}).keys()
+    shown = "log status steps train_loss val_loss bits_per_byte train_time_s ms_per_step"
+    lines = [f"{key}: {found[key]}" for key in f"{shown} tokens_per_s".split()]
     result.print_result(found)
-    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.split("\n")[1:-1])
-    assert lines == {key: str(value) for key, value in found.items() if value is not None}
+    assert capsys.readouterr().out == "\n" + "\n".join(lines) + "\n"
+    result.print_result(found | {"group": "ten", "resume": "cd a && b"})
+    assert capsys.readouterr().out == ", ".join([*lines, "resume: cd a && b"]) + "\n"
 
 
 def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(trained, elsewhere):

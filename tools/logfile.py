@@ -72,7 +72,7 @@ class Run:
     devices: str | None = None  # such as 8 x NVIDIA H100; for a CPU, `gpu` has its model
     warm_up: float | None = None  # seconds
     parameters: int | None = None
-    stop: str = ""  # the line of a run that a signal stopped
+    resume: str = ""  # the command that resumes it, if it was saved and not finished
     steps: int = 0  # of the whole run
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: loss, seconds
     last: tuple[int, float] = (0, 0.0)  # the last step that it reports, and seconds up to there
@@ -228,8 +228,8 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
         run.warm_up = float(match[-1])
     if match := re.search(r"^parameters: (\d+)", results, re.M):
         run.parameters = int(match[1])
-    if results.splitlines()[-1].startswith("stopped by "):
-        run.stop = results.splitlines()[-1]
+    if match := re.search(r"resume with (.+)\Z", results):  # its last line
+        run.resume = match[1]
     return run
 
 
