@@ -82,8 +82,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        known = [self.settings.get("script"), self.record or self.path.stem]
-        return " ".join(word for word in known if word) + self.flags
+        """The script, record and flags; of a public log of no record, its folder (this_pr)."""
+        known = [self.settings.get("script"), self.record or self.path.parent.name]
+        return " ".join(word for word in known if word) + self.flags or self.path.stem
 
     @property
     def published(self) -> dict | None:
