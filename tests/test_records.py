@@ -185,6 +185,10 @@ def test_diff_prefers_a_script_that_has_both_records(printed):
 
 def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     other = write_log(tmp_path / "it.txt", "2025-01-26_BatchSize", {0: (10.8, 0)}, data="mine")
-    for word, reason in ((other, "nothing is published"), ("no_such.txt", "No such file")):
-        status, lines, err = printed(word)
+    for words, reason in (
+        ([other], "nothing is published"),
+        (["no_such.txt"], "No such file"),
+        ([other, other], "name one log, not 2: tools/leaderboard.py compares several"),
+    ):
+        status, lines, err = printed(*words)
         assert (status, lines, err.count("\n")) == (1, [], 1) and reason in err
