@@ -61,6 +61,7 @@ STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
 NUMBERS = "exit", "steps", "tokens", "val_loss"  # the keys that tools read again
+NUMBERS += "bits_per_byte", "ms_per_step"
 TEXTS = "run", "group", "status", "reason", "script", "digest", "record", "flags", "data"
 TEXTS += "machine", "host", "torch", "log"
 SHOWN = "log", "status", "reason", "steps", "train_loss", "val_loss", "bits_per_byte"
