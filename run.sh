@@ -344,7 +344,7 @@ tools | tools/* | ./tools/*)
         die "there is no tool $tool; there are" $known
     fi
     case "$tool" in
-    tools/records* | tools/bench* | tools/bundle* | tools/machine* | tools/evaluate*) setup ;;
+    tools/records* | tools/history* | tools/bench* | tools/bundle* | tools/machine* | tools/evaluate*) setup ;;
     tools/sample*) setup_more data ;;
     *) setup_more tools ;;
     esac

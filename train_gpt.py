@@ -2088,27 +2088,34 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
 
 def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:
     """Return the settings that flags ask for, and the record's name. UserError for a bad flag."""
-    default = run.records[run.default_record]
+    on_cpu = "demo" in run.records and not torch.cuda.is_available()
+    usual = "demo" if on_cpu else run.default_record
+    text = f"settings to start from, or a beginning of: {', '.join(run.records)} [{usual}]"
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--record", nargs="?", const="", default=usual, help=text)
+    record = first.parse_known_args(argv)[0].record
+    if record not in run.records:
+        names = [n for n in run.records if n.replace("_", "").startswith(record.replace("_", ""))]
+        if len(names) != 1:
+            raise UserError(f"--record {record}: must be one of {', '.join(names or run.records)}")
+        record = names[0]
+    default = run.records[record]
     parser = argparse.ArgumentParser(
         usage=f"{script_of(run).name} [--record NAME] [--SETTING VALUE ...]",
-        description=f"The values in brackets are those of {run.default_record}.",
+        description=f"The values in brackets are those of {record}.",
+        parents=[first],
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         exit_on_error=False,
     )
-    on_cpu = "demo" in run.records and not torch.cuda.is_available()
-    usual = "demo" if on_cpu else run.default_record
-    text = f"settings to start from, or a beginning of: {', '.join(run.records)} [{usual}]"
-    parser.add_argument("--record", default=usual, help=text)
     comments = {}  # after the settings
     for cls in reversed(type(default).__mro__[:-1]):
         source = Path(inspect.getfile(cls)).read_text("utf-8")
         comments |= re.findall(r"^    (\w+): [^=\n]* = .*  # (.*)$", source, re.MULTILINE)
-    for f in fields(default):
-        value = getattr(default, f.name)
+    for f, value in zip(fields(default), vars(default).values(), strict=True):
         options = {"type": type(value), "choices": get_args(f.type) or None}
         if isinstance(value, bool):
-            options = {"choices": ("on", "off")}
+            options = {"type": str.lower, "choices": ("on", "off", "true", "false")}
         elif isinstance(value, tuple):
             options = {"type": float, "nargs": len(value)}
         text = f"{comments.get(f.name, '')} [{show(value)}]".replace("%", "%%")
@@ -2118,28 +2125,22 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     except argparse.ArgumentError as error:
         raise UserError(error) from error
     if unknown:
-        known = [f"--{f.name}" for f in fields(default)]
-        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.75)
-        remedy = f"is it {near[0]}? --help" if near else "--help"
+        word = unknown[0].strip("-").partition("=")[0]
+        near = difflib.get_close_matches(word, vars(default), n=1, cutoff=0.7)
+        near = near or [name for name in vars(default) if word in name.split("_")]
+        remedy = f"is it --{' or --'.join(near)}? --help" if near else "--help"
         if unknown[0].endswith(".bin"):
             remedy = "a pattern must be quoted, as '*.bin'; --help"
         raise UserError(f"unknown words: {' '.join(unknown):.200}; {remedy} lists the flags")
-    given = vars(given)
+    given = {name: value for name, value in vars(given).items() if name != "record"}
     if [] in given.values():
         raise UserError("-- is not a value of a flag")  # argparse has dropped it
-    record = given.pop("record")
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
         elif isinstance(getattr(default, name), bool):
-            given[name] = value == "on"
-    if record not in run.records:
-        names = [name for name in run.records if name.startswith(record)]
-        if len(names) != 1:
-            names = names or difflib.get_close_matches(record, run.records, 1) or run.records
-            raise UserError(f"--record {record}: must be one of {', '.join(names)}")
-        record = names[0]
-    hp = replace(run.records[record], **given)
+            given[name] = value in ("on", "true")
+    hp = replace(default, **given)
     run.check(hp)
     return hp, record
 
@@ -2165,9 +2166,8 @@ def command_to_resume(log: "Log", run: type[Run], record: str) -> str:
     return f"resume with cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
 
 
-def main(argv: list[str] | None = None, run: type[Run] | None = None) -> None:
+def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:
     """Run the command line of this file, or of a fork whose Run is given."""
-    run = run or Run
     file = getattr(sys.modules[run.__module__], "__file__", "notebook")
     as_program(Path(file).name, lambda: train(run, *parse_args(argv, run)))
 

@@ -526,8 +526,8 @@ def tokenize(args: argparse.Namespace) -> None:
                 bar.update(len(tokens["val"]) + len(tokens["train"]))
         if not any(shards.filled or shards.written for shards in (val, train)):
             fail("no documents: there is nothing but white space in the input")
-        if args.val_fraction and not args.val and not token_files:
-            share_the_text(val, train, args.val_fraction)
+        may_be_cut = args.val_fraction and not args.val and not token_files
+        is_cut = may_be_cut and share_the_text(val, train, args.val_fraction)
         if not train.filled and not train.written:
             remedy = f"add text, a run needs {2 * SHORTEST} tokens"
             remedy += ", or try --blank_line_documents, --split_at or --val_fraction 0"
@@ -537,7 +537,11 @@ def tokenize(args: argparse.Namespace) -> None:
 
     for name, count in (val.written | train.written).items():
         print(f"{args.out / name}: {count} tokens")
-    print(f"documents: {train.documents} for training, {val.documents} for validation")
+    if is_cut:
+        found = f"documents: {train.documents + val.documents}, too few to choose from"
+        print(f"{found}: the last {sum(val.written.values())} tokens are for validation")
+    else:
+        print(f"documents: {train.documents} for training, {val.documents} for validation")
     if not val.written:
         print("no validation text: a run validates on the training text")
     vocab_size = max(train.largest + 1, val.largest + 1, named.vocab_size if named else 0)
@@ -546,18 +550,20 @@ def tokenize(args: argparse.Namespace) -> None:
     print(command_of(args.out / args.name, train.written, val.written or train.written, words))
 
 
-def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> None:
+def share_the_text(val: Shards, train: Shards, val_fraction: Fraction) -> bool:
     """If there are so few documents that a split is too short for a run, and if all of the text is
-    still in memory: let its end be validation, a share of the tokens or enough of them."""
+    still in memory: let its end be validation, a share of the tokens or enough of them. Return
+    whether it is."""
     if val.written or train.written or min(val.filled, train.filled) >= SHORTEST:
-        return
+        return False
     tokens = np.concatenate([split.buffer[: split.filled] for split in (val, train)])
     size = max(SHORTEST, math.ceil(len(tokens) * val_fraction))
     if len(tokens) - size < SHORTEST:
-        return
+        return False
     for split, part in ((train, tokens[:-size]), (val, tokens[-size:])):
         split.filled = split.documents = 0
         split.add(part)
+    return True
 
 
 def command_of(stem: Path, train: dict[str, int], val: dict[str, int], flags: list[str]) -> str:

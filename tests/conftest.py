@@ -62,7 +62,7 @@ def tool(elsewhere, capsys):
 
     def call(main, words: list, files: dict[str, str] | None = None) -> tuple[int, str, str]:
         for name, text in (files or {}).items():
-            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(text)
         capsys.readouterr()
         status = 0

@@ -121,6 +121,8 @@ def test_a_launcher_without_a_console_notes_how_its_run_ended(flags):
     (line,) = result.noted()
     assert (line["status"], line["reason"], line["val_loss"]) == ("stopped", "SIGHUP", None)
     assert Path(f"logs/it/state_step{line['steps']:06}.pt").exists()
+    assert line["resume"].startswith(f"cd {Path.cwd()} && {HERE}/run.sh {SCRIPT} --record demo --")
+    assert line["resume"].endswith(" --run_id it --resume on")
 
 
 LAST, AT = 6, 3  # steps, and the step before which the console is lost

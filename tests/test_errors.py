@@ -36,6 +36,10 @@ from train_gpt import UserError, main
 # Flags added to those of a run that works, and words of the message.
 TABLE = [
     ("--num_iter 3", "unknown words: --num_iter 3; is it --num_iterations? --help lists the flags"),
+    ("--iterations=3 --lr 1", "words: --iterations=3 --lr 1; is it --num_iterations? --help"),
+    ("--beta 1 --lr", "unknown words: --beta 1 --lr; --help lists the flags"),
+    ("--lr 0.1", "--lr 0.1; is it --lr_final or --embed_lr or --head_lr or --scalar_lr or --muon"),
+    ("--record", "--record : must be one of 2024-11-19_FlexAttention, 2024-"),
     ("--muon_lr fast", "argument --muon_lr: invalid float value: 'fast'"),
     ("--record 2024", "be one of 2024-11-19_FlexAttention, 2024-11-24_WindowWarmup"),
     ("--seq_len 100", "--seq_len 100: must be a positive multiple of 128"),

@@ -96,6 +96,7 @@ def test_the_printed_code_gives_the_script_s_model_and_tokenizer(
     x[0, :4] = torch.tensor(PROMPT)
     x[0, [30, 40]] = x[1, 100] = END_OF_TEXT
     torch.save(x, "x.pt")
+    assert len({path.stat().st_mode for path in Path("exported").glob("*.*")}) == 1
     code = (code + USE).replace("FOLDER", str(tmp_path))
     subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
     found = torch.load("answers.pt")

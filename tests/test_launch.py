@@ -149,7 +149,9 @@ def test_a_name_that_is_taken_or_a_typo_starts_nothing_and_adds_no_line(monkeypa
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a run was started"))
     Path("logs").mkdir()
     Path("logs/it.txt").write_text("a log")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     messages = {"--num_iteration 3": "unknown words", "": "it.txt exists: .* or --resume on"}
+    messages["--device cuda"] = "--device cuda: torch finds no GPU here"
     with open("logs/it.txt") as log:
         for words, message in messages.items():
             _, err = error_of(["--run_id", "it", *words.split()], capsys, start.main)
@@ -178,6 +180,19 @@ def test_what_the_end_of_a_run_needs_is_looked_up_before_it_begins(what, monkeyp
     message = {"vocab.bpe": "data/vocab.bpe is missing", "its mask": "alone/data/vocab.bpe is"}
     _, err = error_of(words, capsys, start.main)
     assert message.get(what, "error: could not write logs") in err
+
+
+def test_the_bar_of_a_run_whose_lines_are_hidden_shows_what_its_own_would(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((100, 30)))
+    hp = replace(train_gpt.RECORDS["demo"], run_id="it", num_iterations=80)
+    live = launch.Live(Path("my.py"), hp, "pair 1 of 20, A")
+    Path("logs").mkdir()
+    row = {"step": 20, "train_loss": 4.5678, "ms": 1500.0, "tokens_per_s": 2048}
+    Path("logs/it.jsonl").write_text(f"{train_gpt.to_json(row)}\n")
+    live.check()
+    bar = re.sub(r"\|.*\|", "|", str(live.bar))
+    assert bar == "pair 1 of 20, A:  25%| 20/80, loss 4.568, 2.0k tokens/s, 01:30 left"
 
 
 def copy_run_sh(project: Path) -> None:

@@ -14,6 +14,7 @@ from scipy import stats
 
 import leaderboard
 import logfile
+import significance
 import submission
 import train_gpt
 import train_gpt_track3 as track
@@ -105,22 +106,29 @@ def rows_of(out: str) -> list[list[str]]:
 
 
 def test_our_logs_and_public_ones_are_read(board):
-    """x.txt lies in a record's folder, but has other steps than the record. z.txt is a public log
-    without a source, and with seconds."""
-    folder = "2025-01-26_BatchSize"
-    files = {"a.txt": ours(), f"{folder}/x.txt": of_2024(), f"{folder}/y.txt": of_2025()}
+    """The second lies in a record's folder, but has other steps than the record. z.txt is a public
+    log without a source, and with seconds."""
+    folder, uuid = "2025-01-26_BatchSize", "8384493d-dba9-4991-b16b-8696953f5e6d"
+    files = {"a.txt": ours(), f"{folder}/this_pr/{uuid}.txt": of_2024()}
+    files[f"{folder}/y.txt"] = of_2025()
     files["z.txt"] = "step:2/2 val_loss:3.27888 train_time:618.893s step_avg:196.60ms\n"
     status, out, err = board(files)
     assert (status, err) == (0, "")
     gpu, memory, record = "8 x NVIDIA H100 80GB HBM3", "29898/44552", "2025-01-26_BatchSize"
-    torch24, torch25 = "2.6.0.dev20241119+cu124", "2.7.0.dev20250125+cu126"
-    a, x, y, z = files
-    assert rows_of(out)[:4] == [
-        ["A", record, "2.13.0", gpu, "4", "3.28000", "0.40", "100.00", memory, a],
-        ["B", "x", torch24, gpu, "1875", "3.2783", "301.82", "161.84", "-", x],
-        ["C", record, torch25, gpu, "1770", "3.2808", "176.00", "100.00", memory, y],
-        ["D", "z", "-", "-", "2", "3.27888", "618.89", "196.60", "-", z],
+    a, _, y, z = files
+    assert out.splitlines()[:4] == [
+        f"A: {record}, torch 2.13.0, {gpu}",
+        f"B: this_pr, torch 2.6.0.dev20241119+cu124, {gpu}",
+        f"C: {record}, torch 2.7.0.dev20250125+cu126, {gpu}",
+        "D: z",
     ]
+    assert rows_of(out)[:4] == [
+        ["A", "4", "3.28000", "0.40", "100.00", memory, a],
+        ["B", "1875", "3.2783", "301.82", "161.84", "-", f"this_pr/{uuid}.txt"],
+        ["C", "1770", "3.2808", "176.00", "100.00", memory, y],
+        ["D", "2", "3.27888", "618.89", "196.60", "-", z],
+    ]
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_each_group_is_tested_against_its_records_target(board):
@@ -136,11 +144,12 @@ def test_each_group_is_tested_against_its_records_target(board):
     titles = [line.split() for line in out.splitlines() if line.startswith("group  n")]
     assert [title[4] for title in titles] == ["p(<=3.28)", "p(<=2.92)"]
     small, unknown, medium = rows_of(out)[-3:]
-    assert unknown[-1] == "small"
+    assert re.findall(r"^[BC]: ([^,\n]+)", out, re.M) == ["2025-01-18", "medium_2025-01-18"]
+    assert unknown[1] == "1"
     assert float(small[4]) == pytest.approx(
         stats.ttest_1samp([3.271, 3.272, 3.273], 3.28, alternative="less").pvalue, rel=0.01
     )
-    assert medium[-2:] == ["+0.00340", "medium_2025-01-18"]
+    assert medium[-1] == "+0.00340"
     assert "p(<=2.9)" in board(files, "--target", 2.9)[1]
 
 
@@ -148,7 +157,7 @@ def test_a_resumed_run_is_one_run_and_its_later_steps_count(board):
     again = ours(3.1, ms=200).split("log in logs/a.txt\n")[1].split("step:1/4")[1]
     again = "step:1/4 val_loss:3.5 train_time:1ms step_avg:1.00ms\nstep:1/4" + again
     out = board({"a.txt": ours(3.28) + again})[1]
-    assert [row[5:7] for row in rows_of(out)[:-1]] == [["3.10000", "0.80"]]
+    assert [row[2:4] for row in rows_of(out)[:-1]] == [["3.10000", "0.80"]]
     assert [*logfile.read_log(Path("a.txt")).curve] == [0, 1, 2, 4]
 
 
@@ -207,7 +216,7 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
             files[f"{name}{i}.txt"] = ours(loss, time / 4, flags=f"{flags} --seed {i}")
     status, out, _ = board(files, "--target", 3.279)
     rows = rows_of(out)
-    assert status == 0 and rows[-1][-1] == "2025-01-26_BatchSize --muon_lr 0.06"
+    assert status == 0 and "\nC: 2025-01-26_BatchSize --muon_lr 0.06, torch" in out
     p = stats.ttest_1samp(losses[0], 3.279, alternative="less").pvalue
     assert rows[-2][1:5] == ["4", "3.27820", f"{np.std(losses[0], ddof=1):.5f}", f"{p:.3f}"]
     of_loss, of_time = (stats.ttest_ind(b, a, equal_var=False) for a, b in (losses, ms))
@@ -217,9 +226,32 @@ def test_two_groups_are_compared_by_welch_in_a_plain_sentence(board):
     assert [line for line in out.splitlines() if "faster" in line or "slower" in line] == [
         f"C is {faster:.1f} % ± {by:.1f} % faster than B; "
         f"its loss is {(low + high) / 2:.4f} ± {(high - low) / 2:.4f} higher; "
-        f"the difference in loss is not significant (p = {of_loss.pvalue:.3f}); "
+        f"the difference in loss is not significant (p = {of_loss.pvalue:.3f} > 0.01); "
         "--compare tests after each pair of runs"
     ]
+
+
+def test_two_comparisons_share_the_chance_of_a_false_answer(board):
+    losses = np.array([3.2780, 3.2784, 3.2788, 3.2792])
+    p = stats.ttest_ind(losses, losses + 0.0014, equal_var=False).pvalue
+    two = group("a", "", losses) | group("b", FLAGS, losses + 0.0014)
+    assert f"is significant (p = {p:.2e} < 0.01)" in board(two)[1]
+    out = board(two | group("c", " --muon_lr 0.07", losses + 0.0014))[1]
+    assert out.count(f"is not significant (p = {p:.2e} > 0.005)") == 2
+
+
+def test_the_picture_has_the_target_and_the_end_where_groups_differ(board, monkeypatch):
+    figures = []
+    monkeypatch.setattr(significance, "save", lambda figure, path: figures.append(figure))
+    board(group("a") | group("b", FLAGS, (3.281, 3.282, 3.283)), "--plot", "curves.png")
+    (figure,) = figures
+    by_time, by_step, at_end = figure.axes
+    for axes in figure.axes:
+        assert any({*line.get_ydata()} == {3.28} for line in axes.lines)
+    assert at_end.get_xlim()[0] == 0.9 * 4
+    low, high = at_end.get_ylim()
+    assert 3.26 < low < 3.271 and 3.283 < high < 3.29
+    assert by_step.get_ylim() == by_time.get_ylim() and by_step.get_ylim()[1] > 5
 
 
 def trial(losses: dict[int, float], steps: int) -> str:
@@ -250,13 +282,13 @@ def test_trials_in_one_log_are_runs_and_have_the_benchmarks_statistic(board):
         logs[f"{name}.txt"] = of_benchmark(*trials, source=name)
     status, out, err = board(logs)
     rows = rows_of(out)
-    assert (status, err) == (0, "") and "8 x NVIDIA H100 80GB HBM3" in rows[0]
-    assert [row[4] for row in rows[:-2]] == ["3375"] * 20 + ["3325"] * 10
+    assert (status, err) == (0, "") and out.startswith("A: old, torch 2.10.0+cu128, 8 x NVIDIA H1")
+    assert [row[1] for row in rows[:-2]] == ["3375"] * 20 + ["3325"] * 10
     for row, (loss, count, _) in zip(rows[-2:], results.values(), strict=True):
         assert row[1:3] == [str(count), f"{loss:.5f}"]
-        assert row[-2] == f"{(3.28 - loss) * count**0.5:+.5f}"
+        assert row[-1] == f"{(3.28 - loss) * count**0.5:+.5f}"
     rows = rows_of(board(logs, "--at", 125, "--field", "val_ema_loss")[1])
-    assert [row[4:6] for row in rows[:-2]] == 30 * [["125", "3.39600"]]
+    assert [row[1:3] for row in rows[:-2]] == 30 * [["125", "3.39600"]]
 
 
 def test_one_run_has_a_p_if_the_deviation_is_known(board):
@@ -296,6 +328,7 @@ def test_the_folder_holds_the_logs_of_both_groups(submit):
     for copy, text in zip(logs, PAIR.values(), strict=True):
         assert Path(NAME, copy).read_text() == text
     assert "`diff baseline/a0.txt this_pr/b0.txt`" in readme
+    assert "  baseline/a0.txt\n" in readme and "logs/" not in readme
     assert "an interval and p need 4 runs of each group" in readme and "signif" not in readme
 
 

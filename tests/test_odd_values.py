@@ -31,6 +31,7 @@ TOOLS = {
     "bundle train_gpt.py out.py": "",
     "leaderboard logs/it.txt": "target at field deviation plot",
     "records --diff demo 2025": "",
+    "history x": "sort",
     "submission out logs/it.txt": "",
     "bench --device cpu": "steps vs trace json seq_len",
     "start --device cpu": "runs seconds run_id seed record",

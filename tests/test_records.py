@@ -3,6 +3,7 @@ tools/records.py: records side by side, and runs beside what is published of the
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ SYSTEMS["medium_2025-01-18"] = f"""{SYSTEMS["2025-01-26_BatchSize"]}
 def test_each_record_has_the_published_numbers(name):
     words = ["--record", name, *SYSTEMS[name].split()]
     assert train_gpt.parse_args(words, Run) == (RECORDS[name], name)
+
+
+def test_a_record_is_found_without_its_underscore_and_true_and_false_are_on_and_off():
+    for words, name, fp8 in (
+        ("--record medium2025 --fp8 False", "medium_2025-01-18", False),
+        ("--record 2024-11-24 --fp8 true", "2024-11-24_WindowWarmup", True),
+    ):
+        found = train_gpt.parse_args(words.split(), Run)
+        assert found == (replace(RECORDS[name], fp8=fp8), name)
 
 
 def test_published_curves_agree_with_the_records_and_the_official_results():
@@ -175,6 +185,10 @@ def test_diff_prefers_a_script_that_has_both_records(printed):
 
 def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
     other = write_log(tmp_path / "it.txt", "2025-01-26_BatchSize", {0: (10.8, 0)}, data="mine")
-    for word, reason in ((other, "nothing is published"), ("no_such.txt", "No such file")):
-        status, lines, err = printed(word)
+    for words, reason in (
+        ([other], "nothing is published"),
+        (["no_such.txt"], "No such file"),
+        ([other, other], "name one log, not 2: tools/leaderboard.py compares several"),
+    ):
+        status, lines, err = printed(*words)
         assert (status, lines, err.count("\n")) == (1, [], 1) and reason in err

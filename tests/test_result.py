@@ -1,15 +1,17 @@
 """The summary of a run: its last lines, and its line in logs/results.jsonl."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import history
 import launch
 import result
 import train_gpt
-from runs import SCRIPT, Program, rows
+from runs import SCRIPT, Program
 from test_scripts import launch_with
 from tokenizer import GPT2
 from train_gpt import SAMPLE
@@ -32,7 +34,7 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
         "run": "it",
         "status": "finished",
         "data": f"{SAMPLE}_train_*.bin; 1024 tokens of {SAMPLE}_val_*.bin",
-        "train_loss": rows(Path("logs/it.jsonl"))[-1]["train_loss"],
+        "train_loss": float(re.findall(r"train_loss:(\S+)", trained.console)[-1]),
         "script": "train_gpt.py",
         "machine": "1 x CPU",
         "tokens": 8 * 2 * 128,
@@ -44,9 +46,12 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
     assert {key: found[key] for key in expected | known} == expected | known
     assert f"val_loss:{loss:.5f}" in trained.console
     assert found.keys() == result.not_begun(Path(SCRIPT), [], ValueError(), {}).keys()
+    shown = "log status steps train_loss val_loss bits_per_byte train_time_s ms_per_step"
+    lines = [f"{key}: {found[key]}" for key in f"{shown} tokens_per_s".split()]
     result.print_result(found)
-    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.split("\n")[1:-1])
-    assert lines == {key: str(value) for key, value in found.items() if value is not None}
+    assert capsys.readouterr().out == "\n" + "\n".join(lines) + "\n"
+    result.print_result(found | {"group": "ten", "resume": "cd a && b"})
+    assert capsys.readouterr().out == ", ".join([*lines, "resume: cd a && b"]) + "\n"
 
 
 def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(trained, elsewhere):
@@ -97,6 +102,30 @@ def test_a_run_whose_log_is_gone_ended_as_its_program_did(status, last, saved, e
     assert tuple(found[key] for key in ("status", "exit", "steps", "val_loss")) == expected
     assert found["log"] is None
     assert ("it.txt was moved or removed" in found["reason"]) == (expected[1] == 0)
+
+
+def test_runs_are_listed_by_a_pattern_and_in_the_order_of_a_column(tool):
+    """Unknown numbers come last; a run of two starts has one row, and comparisons have none."""
+    row = {"kind": "run", "script": "train_gpt.py", "record": "demo", "flags": ""}
+    tried = {
+        "a": {"status": "finished", "val_loss": 3.4, "steps": 320, "flags": "--muon_lr 0.06"},
+        "b": {"status": "failed", "script": "my_fork.py", "flags": "--muon_lr 0.07"},
+        "c": {"status": "finished", "val_loss": 3.3, "bits_per_byte": 1.5, "ms_per_step": 210.04},
+    }
+    stopped = row | {"run": "a", "status": "stopped", "log": "logs/a.txt"}
+    objects = [stopped, *(row | of | {"run": name} for name, of in tried.items())]
+    objects.append({"kind": "comparison", "run": "d"})
+    files = {"logs/results.jsonl": "".join(f"{train_gpt.to_json(of)}\n" for of in objects)}
+    _, out, _ = tool(history.main, ["--sort", "val_loss"], files)
+    assert [re.split("  +", line) for line in out.splitlines()[1:]] == [
+        ["c", "finished", "-", "3.3000", "1.5000", "210.0", "train_gpt.py demo"],
+        ["a", "finished", "320", "3.4000", "-", "-", "train_gpt.py demo --muon_lr 0.06"],
+        ["b", "failed", "-", "-", "-", "-", "my_fork.py demo --muon_lr 0.07"],
+    ]
+    _, out, _ = tool(history.main, ["muon_lr|failed"], files)
+    assert re.findall("(?m)^[abcd] ", out) == ["a ", "b "]
+    for pattern, message in (("e5", "has no such run"), ("(", "is not a regular expression")):
+        assert message in tool(history.main, [pattern], files)[2]
 
 
 TRACEBACK = """Traceback (most recent call last):

@@ -132,14 +132,24 @@ def test_without_flags_and_without_a_gpu_the_demo_trains_on_the_sample(
     assert losses[8] < last
 
 
-@pytest.mark.parametrize("run", [train_gpt.Run, small_fork.Run, train_gpt_2026.Run])
-def test_every_setting_is_a_flag_with_a_help_text(run, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("run", "words", "record"),
+    [
+        (train_gpt.Run, "--help", "demo"),
+        (train_gpt.Run, "--help --record medium", "medium_2025-01-18"),
+        (small_fork.Run, "--help", "demo"),
+        (train_gpt_2026.Run, "--record 2026-03 -h", "2026-03-06_SimplifyHC"),
+    ],
+)
+def test_every_setting_is_a_flag_with_a_help_text(run, words, record, capsys, monkeypatch):
+    """It has the values of the record that the other flags would train."""
     monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
-        main(["--help"], run)
+        main(words.split(), run)
     assert stop.value.code == 0
     flags = dict(re.findall(r"(?ms)^  --(\w+) (.*?)\n(?=  --|\Z)", capsys.readouterr().out))
-    default = run.records[run.default_record]
+    default = run.records[record]
     assert flags.keys() == {"record", *vars(default)}
     assert ", ".join(run.records) in flags["record"]
     for name, value in vars(default).items():

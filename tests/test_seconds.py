@@ -72,7 +72,7 @@ def test_lengths_in_steps_are_scaled_but_not_flags_that_were_given(capsys):
 def test_steps_follow_from_the_time_of_one(monkeypatch, capsys):
     monkeypatch.setattr(timing, "ms_per_step", lambda *_: 50.0)
     assert timing.steps_in(6.3, PATH, ["--seed", "4"]) == 126  # 6300 / 50
-    assert "--seconds 6.3: 126 steps of about 50 ms" in capsys.readouterr().out
+    assert capsys.readouterr().out == "--seconds 6.3: 126 steps of about 50 ms; "
     assert timing.steps_in(0.001, PATH, []) == 1
     for wanted, flags, message in (
         (6.3, ["--num_iterations=3"], "leave it or --num_iterations out"),

@@ -391,6 +391,8 @@ def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_
     lines = capsys.readouterr().out.splitlines()
     assert sorted(read(out, "*.bin")) == sorted(reference(documents))
     shares = [len(read(out, f"*_{split}_*.bin")) for split in ("val", "train")]
+    said = f"documents: 1, too few to choose from: the last {shares[0]} tokens are for validation"
+    assert (said in lines) == (len(documents) == 1)
     assert shares[0] >= (0 if "fraction 0" in flags else max(130, 0.049 * sum(shares)))
     _, *words = shlex.split(lines[-1])
     hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)

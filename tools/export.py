@@ -112,6 +112,8 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
             (temporary / name).write_text(text, "utf-8")
         with console.doing(f"writing {folder}"):
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        # save_file lets nobody else read its file.
+        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         temporary.rename(folder)
     except SafetensorError as error:
         raise UserError(f"could not write {folder}: is the disk full? ({error})") from error

@@ -40,11 +40,13 @@ PLACE = re.compile(r'File "(.+)", line (\d+)')  # in a traceback
 
 def gpus_for(hp: Hyperparameters) -> int:
     """Return the number of GPUs that a run with these settings may use. UserError if this machine
-    has GPUs that torch cannot use."""
+    has GPUs that torch cannot use, or none where one is asked for."""
     if hp.device == "cpu":
         return 0
     if reason := machine.fault():
         raise UserError(f"{reason}; --device cpu trains without them")
+    if hp.device == "cuda" and not torch.cuda.device_count():
+        raise UserError("--device cuda: torch finds no GPU here: leave it out to train on the CPU")
     return torch.cuda.device_count()
 
 
@@ -220,8 +222,13 @@ class Live:
         self.heard, self.told = 0.0, 0.0  # when the log was last written, and when before a notice
         self.pause = 0.0  # the longest between two such times
         self.columns = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
-        hidden = not (label and self.columns)
-        self.bar = tqdm(total=self.steps, desc=label, leave=False, disable=hidden)
+        self.bar = tqdm(
+            total=self.steps,
+            desc=label,
+            leave=False,
+            disable=not (label and self.columns),
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+        )
 
     def check(self) -> str:
         """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
@@ -245,11 +252,17 @@ class Live:
                 loss = math.inf if loss is None else loss  # null: it was not finite
                 self.first = min(self.first, loss) if self.step == 1 else self.first
                 self.above = self.above + 1 if loss > self.first else 0
+                rate = f"loss {loss:.3f}, {row.get('tokens_per_s', 0) / 1e3:.1f}k tokens/s"
+                self.bar.set_postfix_str(f"{rate}, {self.time_left()}", refresh=False)
         self.bar.n = self.step
         self.bar.refresh()
         if self.above < max(20, self.steps // 10):
             return ""
         return f"{self.above} steps had a loss above {self.first:.4f}, the first one"
+
+    def time_left(self) -> str:
+        """Return how long the other steps take, at the rate of the last one."""
+        return f"{tqdm.format_interval((self.steps - self.step) * self.ms / 1e3)} left"
 
     def news(self) -> str:
         """Return what to say of a run whose own lines are hidden, or do not come."""
@@ -258,7 +271,7 @@ class Live:
         if not self.metrics and not self.log.exists():
             return f"{self.label or self.name}: starting, Python imports torch"
         if self.label:
-            left = f", {(self.steps - self.step) * self.ms / 1e3:.0f} s left" if self.step else ""
+            left = f", {self.time_left()}" if self.step else ""
             return f"{self.label}: step {self.step}/{self.steps}{left}"
         if self.columns or not self.log.exists():  # the run shows a bar of its own, or it was moved
             return ""

@@ -5,12 +5,14 @@
     diff logs/A.txt logs/B.txt | less                           source and settings that differ
 
 Runs with the same source, flags (except the seed and the like), kernels, torch and GPUs form a
-group, named by a letter. A group's p is the public leaderboard's: a one-sided t-test that the mean
-loss is at most the target, which is 3.28, and 2.92 for GPT-2 medium.
+group, named by a letter; the first lines say what each is. A group's p is the public leaderboard's:
+a one-sided t-test that the mean loss is at most the target, which is 3.28, and 2.92 for GPT-2
+medium.
 
 A group is compared with the first group that has as many steps, by Welch's t-test of the losses,
-with 95 % intervals. The test holds for numbers of runs that were fixed beforehand. Whoever adds
-runs until p is low will find a difference where there is none; --compare may look at every pair.
+with 95 % intervals. Of k comparisons, each is significant if p < 0.01 / k (Bonferroni). The test
+holds for numbers of runs that were fixed beforehand. Whoever adds runs until p is low will find a
+difference where there is none; --compare may look at every pair.
 
 (3.28 - loss) sqrt(n) is the statistic of the optimizer benchmark (forks/train_gpt_track3.py), which
 takes the standard deviation as known: 0.004 is enough, for a number of runs fixed beforehand. For
@@ -59,9 +61,11 @@ def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
     return [r.seconds for r in runs], [r.loss for r in runs]
 
 
-def sentence(a: list[Run], b: list[Run], names: tuple[str, str], known: float | None) -> str:
-    """Return in words how b compares with a, and whether the difference is significant. `known` is
-    the deviation of a loss, if it is."""
+def sentence(
+    a: list[Run], b: list[Run], names: tuple[str, str], known: float | None, alpha: float
+) -> str:
+    """Return in words how b compares with a, and whether p is below alpha: then the difference is
+    significant. `known` is the deviation of a loss, if it is."""
     a_times, a_losses = columns(a)
     b_times, b_losses = columns(b)
     percent = 100 / np.mean(a_times) if any(a_times) else math.nan
@@ -74,10 +78,11 @@ def sentence(a: list[Run], b: list[Run], names: tuple[str, str], known: float | 
     text += f"; its loss is {loss.in_words('.4f', ('lower', 'higher'))}; "
     if math.isnan(loss.p):
         return text + f"an interval and p need {FEWEST} runs of each group, and unequal losses"
-    if loss.p < ALPHA:
+    if loss.p < alpha:
         planned = "if the numbers of runs were fixed beforehand"
-        return text + f"the difference in loss is significant (p = {show_p(loss.p)}), {planned}"
-    text += f"the difference in loss is not significant (p = {show_p(loss.p)}); "
+        found = f"the difference in loss is significant (p = {show_p(loss.p)} < {alpha:.2g})"
+        return text + f"{found}, {planned}"
+    text += f"the difference in loss is not significant (p = {show_p(loss.p)} > {alpha:.2g}); "
     return text + "--compare tests after each pair of runs"
 
 
@@ -98,7 +103,7 @@ def print_groups(groups: dict[str, list[Run]], target: float, known: float | Non
     """Print a row for each group, of which all have this target. `known` is as in
     print_leaderboard."""
     statistic = f"({target:g} - loss) sqrt(n)"
-    rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd", statistic, "what"]]
+    rows = [["group", "n", "loss", "sd", f"p(<={target:g})", "time_s", "sd", statistic]]
     for letter, runs in groups.items():
         times, losses = columns(runs)
         form = f".{runs[0].digits}f"
@@ -106,7 +111,7 @@ def print_groups(groups: dict[str, list[Run]], target: float, known: float | Non
         row += [show_p(p_at_most(target, losses, known or runs[0].known_deviation))]
         row += [show(np.mean(times), ".2f"), show(deviation(times), ".2f")]
         margin = (target - np.mean(losses)) * len(losses) ** 0.5
-        rows.append([*row, f"{margin:+.5f}", runs[0].name])
+        rows.append([*row, f"{margin:+.5f}"])
     print()
     print_table(rows)
 
@@ -114,20 +119,25 @@ def print_groups(groups: dict[str, list[Run]], target: float, known: float | Non
 def print_leaderboard(
     groups: dict[str, list[Run]], target: float | None = None, known: float | None = None
 ) -> None:
-    """Print a row for each run and each group, and compare groups of equal steps and targets.
-    `target` is the loss to reach, and `known` the deviation of a loss; None: what logs imply."""
-    rows = [["group", "run", "torch", "GPU", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
+    """Print what each group is, a row for each run and each group, and compare groups of equal
+    steps and targets. `target` is the loss to reach, and `known` the deviation of a loss; None:
+    what logs imply."""
+    rows = [["group", "steps", "loss", "time_s", "ms/step", "MiB", "log"]]
     for letter, runs in groups.items():
+        machine = [f"torch {runs[0].torch}" if runs[0].torch else "", runs[0].gpu or ""]
+        print(f"{letter}: {', '.join(word for word in (runs[0].name, *machine) if word)}")
         for r in runs:
-            about = [letter, r.record or r.path.stem, r.torch or "-", r.gpu or "-", str(r.steps)]
             numbers = show(r.loss, f".{r.digits}f"), show(r.seconds, ".2f"), show(r.step_ms, ".2f")
-            rows.append([*about, *numbers, r.memory or "-", str(r.path)])
+            place = str(Path(*r.path.parts[-2:]))  # the whole path may be longer than a line
+            rows.append([letter, str(r.steps), *numbers, r.memory or "-", place])
+    print()
     print_table(rows)
 
     aims = {letter: target or runs[0].target for letter, runs in groups.items()}
     for aim in dict.fromkeys(aims.values()):
         of_aim = {letter: runs for letter, runs in groups.items() if aims[letter] == aim}
         print_groups(of_aim, aim, known)
+    compared = []  # groups, each with the first one of its kind
     for letter, runs in groups.items():
         seeds = [r.settings["seed"] for r in runs if "seed" in r.settings]
         if len(set(seeds)) < len(seeds):
@@ -135,8 +145,11 @@ def print_leaderboard(
         same = (runs[0].steps, aims[letter])
         like = next(name for name in groups if (groups[name][0].steps, aims[name]) == same)
         if like != letter:
-            z_test = known or runs[0].known_deviation
-            print(f"\n{sentence(groups[like], runs, (like, letter), z_test)}")
+            compared.append((like, letter))
+    for names in compared:
+        a, b = (groups[name] for name in names)
+        z_test = known or b[0].known_deviation
+        print(f"\n{sentence(a, b, names, z_test, ALPHA / len(compared))}")
 
 
 def read_logs(
@@ -177,7 +190,7 @@ def main(words: list[str]) -> None:
     if groups:
         print_leaderboard(groups, args.target, args.deviation)
     if groups and args.plot:
-        significance.draw_runs(groups, args.plot)
+        significance.draw_runs(groups, args.target, args.plot)
     sys.exit(1 if skipped else 0)
 
 

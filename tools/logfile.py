@@ -72,7 +72,7 @@ class Run:
     devices: str | None = None  # such as 8 x NVIDIA H100; for a CPU, `gpu` has its model
     warm_up: float | None = None  # seconds
     parameters: int | None = None
-    stop: str = ""  # the line of a run that a signal stopped
+    resume: str = ""  # the command that resumes it, if it was saved and not finished
     steps: int = 0  # of the whole run
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: loss, seconds
     last: tuple[int, float] = (0, 0.0)  # the last step that it reports, and seconds up to there
@@ -82,8 +82,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        known = [self.settings.get("script"), self.record or self.path.stem]
-        return " ".join(word for word in known if word) + self.flags
+        """The script, record and flags; of a public log of no record, its folder (this_pr)."""
+        known = [self.settings.get("script"), self.record or self.path.parent.name]
+        return " ".join(word for word in known if word) + self.flags or self.path.stem
 
     @property
     def published(self) -> dict | None:
@@ -228,8 +229,8 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
         run.warm_up = float(match[-1])
     if match := re.search(r"^parameters: (\d+)", results, re.M):
         run.parameters = int(match[1])
-    if results.splitlines()[-1].startswith("stopped by "):
-        run.stop = results.splitlines()[-1]
+    if match := re.search(r"resume with (.+)\Z", results):  # its last line
+        run.resume = match[1]
     return run
 
 

@@ -119,11 +119,13 @@ def main(words: list[str]) -> None:
     """Print what the flags ask for."""
     path, words = script.take_script(words)
     parser = console.parser_of(__doc__)
-    parser.add_argument("log", nargs="?", type=Path, help="a run's log, logs/RUN.txt")
+    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="one log, logs/RUN.txt")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two records' settings")
     args = parser.parse_args(words)
-    if args.log:
-        print_against_published(args.log)
+    if len(args.logs) > 1:
+        parser.error(f"name one log, not {len(args.logs)}: tools/leaderboard.py compares several")
+    if args.logs:
+        print_against_published(args.logs[0])
     elif args.diff:
         print_difference(path, args.diff)
     else:

@@ -28,8 +28,10 @@ peak_memory_mib  allocated on the GPU of rank 0
 kernels          Triton kernels in use
 kernels_off      those that could not be used, and why
 log              the path of its log
+resume           the command that resumes it, if it was saved and not finished
 
-What is unknown is null in the file, and not printed. Of several objects of a run, the last counts.
+The console shows the most important ones. What is unknown is null in the file, and not printed. Of
+several objects of a run, the last counts.
 """
 
 import hashlib
@@ -59,8 +61,11 @@ STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
 NUMBERS = "exit", "steps", "tokens", "val_loss"  # the keys that tools read again
+NUMBERS += "bits_per_byte", "ms_per_step"
 TEXTS = "run", "group", "status", "reason", "script", "digest", "record", "flags", "data"
 TEXTS += "machine", "host", "torch", "log"
+SHOWN = "log", "status", "reason", "steps", "train_loss", "val_loss", "bits_per_byte"
+SHOWN += "train_time_s", "ms_per_step", "tokens_per_s", "peak_memory_mib", "resume"
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
     status, reason = "failed" if end.status else "finished", end.reason
     if end.status in STOPPED:
         status = "stopped"
-        reason += "" if "; resume with" in run.stop else ": no checkpoint was saved"
+        reason += "" if run.resume else ": no checkpoint was saved"
     if end.diverged or went_up or not all(map(math.isfinite, losses[-1:])):
         status = "diverged"
     return {
@@ -174,7 +179,7 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
         "machine": run.devices,
         "steps": steps,
         "tokens": tokens,
-        "train_loss": losses[-1] if losses else None,
+        "train_loss": round(losses[-1], 4) if losses else None,
         "val_loss": val_loss,
         "bits_per_byte": val_loss and bits_of(val_loss, hp, run_class),
         "train_time_s": seconds,
@@ -185,6 +190,7 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
         "peak_memory_mib": run.memory and int(run.memory.split("/")[0]),
         "kernels": run.kernels or None,
         "kernels_off": run.kernels_off or None,
+        "resume": run.resume or None,
     }
 
 
@@ -268,10 +274,10 @@ def runs_noted() -> list[dict]:
 
 
 def print_result(result: dict) -> None:
-    """Print a summary, a line for each key that has a value."""
-    print()
-    for key, value in result.items():
-        if isinstance(value, dict):
-            value = "; ".join(f"{name}: {reason}" for name, reason in value.items())
-        if value not in (None, ""):
-            print(f"{key}: {value}")
+    """Print the most important keys that have a value: a line each, or one line for a run of a
+    group. The command that resumes the run is the last of all."""
+    shown = [f"{key}: {result[key]}" for key in SHOWN if result[key] not in (None, "")]
+    if result["group"]:
+        print(", ".join(shown))
+    else:
+        print("", *shown, sep="\n")

@@ -171,11 +171,15 @@ def smoothed(rows: list[dict]) -> tuple[list[int], list[float]]:
     return list(range(width, len(losses) + 1)), means.tolist()
 
 
-def draw_runs(groups: dict[str, list[Run]], path: Path) -> None:
+def draw_runs(groups: dict[str, list[Run]], target: float | None, path: Path) -> None:
     """Plot the losses of groups of runs over train_time and over steps: validations as points,
-    training losses (smoothed) as thin lines, published validations dashed."""
-    figure, (by_time, by_step) = new_figure(2, sharey=True)
-    shown, named = [], {}
+    training losses (smoothed) as thin lines, published validations dashed, the loss to reach
+    dotted. A third panel has the validations of the last tenth of the steps, where groups differ.
+    `target` is the loss to reach; None: those of the records."""
+    figure, (by_time, by_step, at_end) = new_figure(3)
+    ends = [runs[0].steps for runs in groups.values()]
+    begin, end = 0.9 * min(ends), max(ends)
+    shown, last, named = [], [], {}  # losses in the first two panels, in the third; curves by name
     for i, (letter, runs) in enumerate(groups.items()):
         name = f"{letter}: {runs[0].name}, n = {len(runs)}"
         curves = [(name, ".-", run.curve) for run in runs]
@@ -186,9 +190,10 @@ def draw_runs(groups: dict[str, list[Run]], path: Path) -> None:
         for title, style, curve in curves:
             losses, seconds = zip(*curve.values(), strict=True)
             look = {"color": color_of(i), "linewidth": 1, "markersize": 5}
-            named[title] = by_time.plot(seconds, losses, style, **look)[0]
-            by_step.plot(list(curve), losses, style, **look)
+            for axes, x in ((by_time, seconds), (by_step, list(curve)), (at_end, list(curve))):
+                named[title] = axes.plot(x, losses, style, **look)[0]
             shown += [loss for step, (loss, _) in curve.items() if step >= 0.1 * max(curve)]
+            last += [loss for step, (loss, _) in curve.items() if begin <= step <= end]
         for run in runs:
             rows = read_metrics(run.path.with_suffix(".jsonl"))
             if not rows:  # as beside a public log
@@ -200,14 +205,20 @@ def draw_runs(groups: dict[str, list[Run]], path: Path) -> None:
             shown += [
                 loss for step, loss in zip(steps, losses, strict=True) if step > 0.1 * run.steps
             ]
-    by_time.set_ylim(min(shown) - 0.02, max(shown) + 0.02)
+    for aim in {target or runs[0].target for runs in groups.values()}:
+        for axes in (by_time, by_step, at_end):
+            named[f"target, {aim:g}"] = axes.axhline(aim, color="black", linestyle=":")
     by_time.set(xlabel="training time (s)", ylabel="loss (points: validation, thin: training)")
     by_step.set(xlabel="step")
-    by_time.grid(alpha=0.3)
-    by_step.grid(alpha=0.3)
+    at_end.set(xlabel="step, the last tenth")
+    at_end.set_xlim(begin, end + 0.1 * (end - begin))
+    for axes, losses in ((by_time, shown), (by_step, shown), (at_end, last)):
+        margin = 0.05 * (max(losses) - min(losses)) + 0.001
+        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+        axes.grid(alpha=0.3)
     names = ["\n".join(textwrap.wrap(name, 110)) for name in named]
     lines = sum(name.count("\n") + 1 for name in names)
-    figure.set_size_inches(9, 4.2 + 0.2 * lines)  # the legend lies below the axes
+    figure.set_size_inches(12, 4.2 + 0.2 * lines)  # the legend lies below the axes
     figure.legend(named.values(), names, loc="outside lower left", fontsize="small")
     save(figure, path)
 

@@ -22,6 +22,7 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,22 +136,24 @@ def submit(folder: Path, groups: list[list[Run]], target: float | None) -> None:
     ours, notes = parts[OURS], notes_of(parts)
     benchmark = ours[0].is_of_benchmark
     rule = verdict_of_benchmark(ours) if benchmark else verdict(ours, *targets)
+
+    copies = {}  # the runs, with paths in the folder
+    for name, runs in parts.items():
+        place = Path(name if len(parts) > 1 else "")
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        copies[name] = [replace(r, path=place / f"{r.path.stem}.txt") for r in runs]
+        for r, copy in zip(runs, copies[name], strict=True):
+            shutil.copy2(r.path, folder / copy.path)
     statistics = io.StringIO()
     with contextlib.redirect_stdout(statistics):
-        leaderboard.print_leaderboard(parts, target)
-
+        leaderboard.print_leaderboard(copies, target)
     text = [f"# {folder.name}", "", rule, ""]
     if notes:
         text += ["## Notes", "", *(f"- {note}" for note in notes), ""]
     text += ["## Statistics", "", "```", statistics.getvalue().strip(), "```", ""]
-    for name, runs in parts.items():
-        place = folder / name if len(parts) > 1 else folder
-        place.mkdir(parents=True, exist_ok=True)
-        for r in runs:
-            shutil.copy2(r.path, place / f"{r.path.stem}.txt")
     text += ["## What changed", ""]
     if len(parts) > 1:
-        both = " ".join(f"{name}/{runs[0].path.stem}.txt" for name, runs in parts.items())
+        both = " ".join(str(runs[0].path) for runs in copies.values())
         text += [f"A log begins with its source, machine, settings and flags: `diff {both}`"]
     (folder / "README.md").write_text("\n".join(text) + "\n", "utf-8")
     print("\n".join([f"\nwrote {folder}", *(f"- {line}" for line in (rule, *notes))]))

@@ -144,7 +144,8 @@ def ms_per_step(path: Path, flags: list[str], budget: float) -> float:
     """Return the mean ms of a step of a script with these flags, timed for about `budget` seconds.
     UserError if that fails."""
     hp, _ = script.parse(path, flags)
-    with NamedTemporaryFile("r") as out, console.doing(f"timing steps of {script.show(path)}"):
+    what = f"timing steps of {script.show(path)}, up to {budget:.0f} s after compilation"
+    with NamedTemporaryFile("r") as out, console.doing(what):
         words = [__file__, out.name, str(budget), str(path), *flags]
         end = launch.start(hp, words)
         if end.status in result.STOPPED:
@@ -156,17 +157,15 @@ def ms_per_step(path: Path, flags: list[str], budget: float) -> float:
 
 def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
     """Return how many steps of a script with these flags take so many seconds of training; print
-    that. UserError for a number that cannot be met."""
+    that, and flags_for ends the line. UserError for a number that cannot be met."""
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds {seconds:g}: must be a finite number above 0")
     for name in ("num_iterations", "resume"):
         if is_given(name, flags):
             raise UserError(f"--seconds chooses the number of steps anew: leave it or --{name} out")
-    budget = min(max(seconds / 10, 20.0), 5 * seconds)
-    print(f"timing steps: up to {budget:.0f} s, after the time to compile", flush=True)
-    ms = ms_per_step(path, flags, budget)
+    ms = ms_per_step(path, flags, min(max(seconds / 10, 20.0), 5 * seconds))
     steps = max(1, round(1e3 * seconds / ms))
-    print(f"--seconds {seconds:g}: {steps} steps of about {ms:.0f} ms", flush=True)
+    print(f"--seconds {seconds:g}: {steps} steps of about {ms:.0f} ms", end="; ", flush=True)
     return steps
 
 
