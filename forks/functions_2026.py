@@ -243,10 +243,9 @@ class Head(t.Head):
         return self.loss(x, targets, shares, weight)
 
 
-# For the first part of a run (Moment.tied), head and embedding are one table. Then only the head
-# learns, from the gradients of both: hidden states look tokens up in it, which gives the embedding
-# no gradient. The embedding is a copy. At the split it begins to learn, with a copy of the head's
-# state.
+# For the first part of a run (Moment.tied), head and embedding are one table: tokens are looked up
+# in the head's weight, which gets the gradients of both. The embedding gets none, and is a copy. At
+# the split it begins to learn, with a copy of the head's state.
 
 
 def tied_pair(groups: list[tuple], hp) -> tuple | None:

@@ -19,7 +19,7 @@ def choose_candidates(targets: Tensor, offset: Tensor, count: int, vocab_size: i
     """
     tokens = torch.arange(vocab_size, device=targets.device)
     is_target = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, targets, True)
-    needed = count - is_target.sum()  # below 0 in a warm-up, for whose made-up tokens it is all one
+    needed = count - is_target.sum()  # below 0 in a warm-up, where it does not matter
     looked_at = ((1.7 * needed.double()).long() + 256).clamp(max=vocab_size)
     turn = (pow(SWEEP, -1, vocab_size) * tokens - offset) % vocab_size
     near = ~is_target & (turn < looked_at)

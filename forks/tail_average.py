@@ -10,16 +10,16 @@ STEPS = 1194
 # Length of each average, in steps, counted from the end.
 LENGTHS = {"short": 250, "long": 298}
 SHORT_RATE = 4 / 53  # of the short average, at each fourth step
-BACK = 0.2007  # share of the long average that a bank with a short one takes less
-# How far the last weights move to the averages, by bank. 1: they are replaced. First to the short
-# one, then to the long one.
+LESS = 0.2007  # subtracted from the long share of banks that also have a short one
+# How far the last weights move to each average of their bank, first to the short one. 1: they are
+# replaced.
 SHARES = {
-    "head": (0.0, 0.65),
-    "embed": (0.0, 0.65),
-    "values": (1.0, 0.0),
-    "qk": (0.0, 0.55),
-    "vo": (1.0, 0.55 - BACK),
-    "mlp": (1.0, 0.55 - BACK),
+    "head": {"long": 0.65},
+    "embed": {"long": 0.65},
+    "values": {"short": 1.0},
+    "qk": {"long": 0.55},
+    "vo": {"short": 1.0, "long": 0.55 - LESS},
+    "mlp": {"short": 1.0, "long": 0.55 - LESS},
 }
 
 
@@ -50,7 +50,7 @@ def short_rate(bank: str, left: int, learns: bool, steps: int) -> float:
 
 def long_rate(bank: str, left: int, learns: bool, length: int, every: int) -> float:
     """Return how far the long average of so many steps moves to a bank's weights. Those of head and
-    embed stay equal for `every` steps, which count as so many."""
+    embed change once in `every` steps, so taking them in once counts for as many steps."""
     if bank not in ("head", "embed"):
         return 2 / (length // 4 + 1) if left % 4 == 0 or left <= 1 else 0.0
     of_one_step = 2 / (length + 1)
@@ -64,7 +64,7 @@ def rate(bank: str, average: str, now, hp, every: int) -> float:
     step whose number `every` divides, or with the n-gram table."""
     left = hp.num_iterations - 1 - now.step
     length = round(LENGTHS[average] / (STEPS / hp.num_iterations))
-    if not SHARES[bank][average == "long"] or left >= length:
+    if left >= length:
         return 0.0
     learns = (now.step + 1) % every == 0
     if average == "long":
@@ -88,7 +88,7 @@ def mix_(banks: list[tuple]) -> None:
     together keep their norm; those of value tables do not."""
     before = norms(banks)
     for bank, rows in banks:
-        for name, share in zip(LENGTHS, SHARES[bank], strict=True):
+        for name, share in SHARES[bank].items():
             if f"{name} average" in rows.state:
                 rows.own.copy_(rows.own.float().lerp(rows.state[f"{name} average"], share))
     after = norms(banks)
@@ -102,14 +102,15 @@ def mix_(banks: list[tuple]) -> None:
 def average(groups: list[tuple], now, hp) -> None:
     """Let the averages of a rank's rows take in the weights that this step has made; after the last
     step, use them. An average is float32, begins with the first weights that it takes in, and is
-    saved with rows.state. An embedding that is tied to the head has none."""
+    saved with rows.state. An embedding that is tied to the head has none; when they part, `split`
+    copies the head's."""
     learning = []
     for group, rows in groups:
         bank = bank_of(group, rows)
         if not bank or (now.tied and bank == "embed"):
             continue
         learning.append((bank, rows))
-        for name in LENGTHS:
+        for name in SHARES[bank]:
             if share := rate(bank, name, now, hp, group.steps):
                 weights = rows.own.float()
                 if f"{name} average" not in rows.state:

@@ -155,7 +155,7 @@ class Stage:
 
 
 # They begin at steps 0, 320, 681, 1107 and 1174. With an extension, the last stage is that, and its
-# share does not count. The one before tapers. 49152 tokens have about 11000 different ones.
+# share does not count. 49152 tokens have about 11000 different ones.
 STAGES = (
     "share=320+length=1+window=384+short=128+lr=1+cap=896+targets=1/.5/.25+prefix=1"
     "+candidates=10240,"
@@ -600,9 +600,9 @@ INIT_BOUND = 0.75**0.5  # bound of the initial matrices
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normalised, rotated q and k, value embeddings mixed into v, and what a mixer
-    says of each token and head. A narrow head is a part of a whole one: the rest of the weights
-    exists, as in the public record, and never learns."""
+    """Attention with normalised, rotated q and k, value embeddings mixed into v, and a mixer's
+    numbers for each token and head. A narrow head is a part of a whole one: the rest of the weights
+    exists, as in the public record. Nothing reads it, and only weight decay changes it."""
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
         super().__init__()
@@ -805,8 +805,8 @@ def numbers_of_end(layers: tuple[Layer, ...], hp: Hyperparameters) -> dict[str, 
 
 
 class Block(nn.Module):
-    """One layer: attention, if it has that, and no, one or two MLPs. Each of these two sublayers
-    has factors on the residual stream and on its output."""
+    """One layer: optional attention, then zero to two MLPs. Each of these two sublayers has factors
+    on the residual stream and on its output."""
 
     def __init__(self, hp: Hyperparameters, i: int, layer: Layer):
         super().__init__()
@@ -903,16 +903,16 @@ class Head(functions_2026.Head):
         """Return the mean loss () of the next token, of x (T, C) and targets (T,) int64. The
         gradients are those of a sequence's summed losses of all targets of the moment, times their
         shares, in a softmax of now.candidates, if it names some."""
-        shares, columns, rows = now.targets, next_targets(targets, len(now.targets)), None
+        shares, columns, weight = now.targets, next_targets(targets, len(now.targets)), None
         if now.prefix:  # 2026-07-13's record
             shares = *shares, now.prefix
             columns = torch.cat([columns, self.prefixes[targets][:, None]], dim=1)
         if now.candidates:
             chosen, columns = self.choose(columns, now.candidates)
-            rows = F.embedding(chosen, self.weight.detach()).requires_grad_()
-            rows.grad_dtype = self.weight.grad_dtype
-            rows.register_post_accumulate_grad_hook(partial(self.add_gradient, chosen))
-        return self.shares_loss(x, columns, shares, rows)
+            weight = F.embedding(chosen, self.weight.detach()).requires_grad_()
+            weight.grad_dtype = self.weight.grad_dtype
+            weight.register_post_accumulate_grad_hook(partial(self.add_gradient, chosen))
+        return self.shares_loss(x, columns, shares, weight)
 
     def choose(self, columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` candidates (count,) for a softmax, and the targets (T, K) as places among
@@ -923,15 +923,15 @@ class Head(functions_2026.Head):
         place = torch.full((size + 1,), -1, device=columns.device)  # the last place is that of -1
         place[chosen] = torch.arange(count, device=columns.device)
         columns = place[columns]
-        columns[:, 0].clamp_(min=0)  # all are candidates, but in a warm-up
+        columns[:, 0].clamp_(min=0)  # in a run, all are candidates; in a warm-up, perhaps not
         return chosen, columns
 
-    def add_gradient(self, chosen: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the chosen rows (n,) to the weight's, in the backward pass."""
+    def add_gradient(self, chosen: Tensor, weight: Tensor) -> None:
+        """Add the gradient of the candidates' weight to that of the whole, in the backward pass."""
         if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight, dtype=rows.grad.dtype)
-        self.weight.grad.index_add_(0, chosen, rows.grad)
-        rows.grad = None
+            self.weight.grad = torch.zeros_like(self.weight, dtype=weight.grad.dtype)
+        self.weight.grad.index_add_(0, chosen, weight.grad)
+        weight.grad = None
 
 
 def with_borders(begins: Tensor, distance: int) -> Tensor:
@@ -1086,7 +1086,7 @@ class GPT(nn.Module):
             if self.hp.bigram_signs:
                 more["bigram"] = self.signed(more["bigram"], input_seq)
         if self.ngrams is not None:
-            self.share_ngrams()
+            self.share_ngrams()  # for tools: in a run, Optimizers have made the ranks' parts
             rows, signs = ngram_hashes(input_seq, self.hp.ngram_rows, len(self.signs))
             found = self.ngrams.look_up(rows.flatten())
             more["bigram"] = self.signed_sum(found.view(*rows.shape, -1), signs)
@@ -1218,8 +1218,8 @@ def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay:
 
 
 class Optimizers(t.Optimizers):
-    """train_gpt.py's Optimizers, with a head that may be tied, and what is no group of theirs: the
-    n-gram table, averages of the last weights, and scales of squares in FP8. A sequence of the
+    """train_gpt.py's Optimizers, with a head that may be tied, and with state outside the groups:
+    the n-gram table, averages of the last weights, and scales of squares in FP8. A sequence of the
     batch has a sweep of the sampled softmax of its own, so it does not matter how many ranks there
     are."""
 
@@ -1261,7 +1261,8 @@ class Optimizers(t.Optimizers):
 
     @torch.no_grad()
     def step(self, now: Moment) -> list[Tensor]:  # overrides
-        """Update all groups that learn at a moment, and the n-gram table when its cycle ends."""
+        """Update all groups that learn at a moment, the FP8 scales, the n-gram table when its cycle
+        ends, and the averages."""
         split(self.groups, now, self.hp)
         norms = super().step(now)
         self.scale_squares()
