@@ -98,10 +98,11 @@ def main(words: list[str]) -> None:
     begins = regular(out).read_text("utf-8", errors="replace") if out.exists() else MADE
     if MADE not in begins.split("\n")[0]:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
-    out.write_text(bundle(path, ending_of(path, words[2:])), "utf-8")
+    whole = bundle(path, ending_of(path, words[2:]))
+    out.write_text(whole, "utf-8")
     print(f"wrote {out}, which needs no other Python file of the project")
-    if names := script.not_found(path):
-        print(f"it imports {', '.join(names)}: not in it, and not found here")
+    if names := script.other_packages(whole):
+        print(f"it imports {', '.join(names)}: by the benchmark's rule 4, their code must be in it")
 
 
 if __name__ == "__main__":
