@@ -1,8 +1,8 @@
 """train_gpt.py copied, and a bundle of a fork with what it imports, train alone."""
 
+import contextlib
 import inspect
 import os
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -13,11 +13,13 @@ import torch
 
 import bundle
 import five_minutes
+import logfile
 import script
+import submission
 import train_gpt
 from runs import SCRIPT, error_of, run, val_losses
 from test_scripts import launched
-from train_gpt import HERE
+from train_gpt import HERE, UserError
 
 gpu_kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed")
 
@@ -78,6 +80,20 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
         assert capsys.readouterr().out.startswith(f"wrote {one}, ")
 
 
+def test_packages_that_it_imports_are_named_but_not_those_of_all_scripts(small_fork, one, capsys):
+    quotes = small_fork.with_name("quotes.py")
+    quotes.write_text(
+        f"{quotes.read_text()}def late():\n    import pytorch_optimizer.x, scipy, tqdm"
+    )
+    bundle.main([str(small_fork), str(one)])
+    line = (
+        "it imports pytorch_optimizer, scipy: by the benchmark's rule 4, their code must be in it"
+    )
+    assert line in capsys.readouterr().out
+    bundle.main(["train_gpt_track3.py", str(one)])
+    assert "it imports" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("is_bundle", [False, True])
 def test_alone_it_trains_as_in_the_project(
     is_bundle, small_fork, one, flags, tmp_path, monkeypatch
@@ -106,8 +122,9 @@ def test_alone_it_trains_as_in_the_project(
 
     saved = torch.load(one.parent / "logs/it/state_step000004.pt", weights_only=True)
     assert saved["script"] == one.name
-    flags_in_log = re.search("^record demo(.*)", parts[-1], re.M)[1]
-    assert bool(flags_in_log) != is_bundle
+    refused = pytest.raises(UserError, match="trains something else without --record demo --")
+    with contextlib.nullcontext() if is_bundle else refused:
+        submission.check_alone(logfile.read_log(one.parent / "logs/it.txt"))
 
 
 def test_a_bundle_has_one_record_with_its_settings_and_can_be_bundled_again(one, capsys):
