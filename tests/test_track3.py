@@ -211,7 +211,7 @@ SHARES = (0.5, 0.5, 0.5, 0.5, 0.0)
         ("anchor", (0.5, 0.2, 0.5), (0.5, 0.2, 0.5), {}, {"tail_ema": (0.1, 0.5)}),
         ("schedule_skip", (0.5, 0.0), (0.5, 0.1), {}, {}),
         ("cautious_decay", True, True, {"muon_decay": 0.0}, {"muon_decay": 0.1}),
-        ("momentum_cooldown", (0.5, 1.0), (0.5, 1.0), {}, {"momentum_start": 0.85}),
+        ("momentum_cooldown", (0.1, 0.5), (0.1, 0.5), {}, {"momentum_start": 0.85}),
         ("norm_control", "floor", "floor", {"muon_decay": 0.0}, {"update_floor": 0.35}),
         ("floor_rows", True, True, {}, {"update_floor": 0.35}),
     ],
@@ -219,7 +219,8 @@ SHARES = (0.5, 0.5, 0.5, 0.5, 0.0)
 def test_a_setting_without_effect_is_refused(name, value, other, given, more):
     """Against `muon`'s value, it changes nothing; with another value, or more settings, it does."""
     hp = replace(RECORDS["muon-demo"], **SIZES, **SHORT, tokenizer="none", float32_embed=True)
-    hp = replace(hp, init="scaled_torch", norm_control="radius" if "rows" in name else "decay")
+    control = "radius" if name == "floor_rows" else "decay"
+    hp = replace(hp, num_iterations=5, init="scaled_torch", norm_control=control)
     without = replace(hp, **given)
     refused = replace(without, **{name: value})
     assert trains_as(refused, steps_of(without, 0)[0])
