@@ -157,15 +157,16 @@ def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tupl
     torch.manual_seed(0)
     model = track.GPT(hp)
     optimizers, losses = Optimizers(model, hp), []
+    tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1].int(), tokens[:, 1:]
     if saved:
+        train_step(model, optimizers, *batch, Run.Moment(hp.num_iterations - 1, hp))  # the warm-up
         model.load_state_dict(saved["model"])
         optimizers.load_state_dict(saved["optimizers"])
     for step in range(first, hp.num_iterations):
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         saved = {"model": weights, "optimizers": optimizers.state_dict()}
-        tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
-        now = Run.Moment(step, hp)
-        losses.append(train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)[0])
+        losses.append(train_step(model, optimizers, *batch, Run.Moment(step, hp))[0])
     return [*losses, *(p.detach().clone() for p in model.parameters())], saved
 
 
@@ -185,6 +186,25 @@ def test_each_record_goes_on_bit_for_bit(record):
     assert whole[0].item() > whole[8].item()
     for a, b in zip(whole[8:], again, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("covariance", torch.zeros(31, 32)),
+        ("basis", torch.zeros(32, 32, dtype=torch.int32)),
+        ("mean", torch.zeros(32, 32)),
+    ],
+)
+def test_what_ranks_share_is_checked_when_it_is_loaded(key, value):
+    hp = replace(RECORDS["spectral_annealing-demo"], **SIZES, **SHORT)
+    saved = steps_of(hp, 7)[1]
+    saved["optimizers"]["head 32, shared"][key] = value
+    with pytest.raises(RuntimeError, match=f"head 32, shared: {key} is {value.dtype}"):
+        steps_of(hp, 8, saved)
+    saved["optimizers"]["tail 32, shared"] = saved["optimizers"].pop("head 32, shared")
+    with pytest.raises(RuntimeError, match="its groups are .*, tail 32, shared"):
+        steps_of(hp, 8, saved)
 
 
 def trains_as(hp: Hyperparameters, expected: list[torch.Tensor]) -> bool:

@@ -161,16 +161,19 @@ def test_what_goes_around_a_short_run(changes, monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_kind_of_weights_takes_its_share_of_the_average(ranks):
+@pytest.mark.parametrize("frozen", ["none", "blocks.0", "blocks.1.fc", "blocks.0.attn_proj"])
+def test_each_kind_of_weights_takes_its_share_of_the_average(frozen, ranks):
     sizes = {"vocab_size": 16, "model_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 3}
     hp = replace(RECORDS["spectral_annealing"], **sizes)
     models = [track.GPT(hp) for _ in range(ranks)]
+    for name, p in [pair for model in models for pair in model.named_parameters()]:
+        p.requires_grad = not name.startswith(frozen)
     optimizers = [Optimizers(model, hp, rank, ranks) for rank, model in enumerate(models)]
     names = {p: name for name, p in models[0].named_parameters()}
     for of_ranks in zip(*(each.groups for each in optimizers), strict=True):
         shares = []
         for _, rows in of_ranks:
-            share = torch.as_tensor(track.around.tail_ema.share_of_average(rows, hp))
+            share = torch.as_tensor(track.around.tail_ema.own_shares(rows))
             shares.append(share.flatten().expand(len(rows.own)))
         rows = of_ranks[0][1]
         shares = torch.cat(shares)[: rows.total]
@@ -178,6 +181,17 @@ def test_each_kind_of_weights_takes_its_share_of_the_average(ranks):
             name, kind = names[p], 0.8 if "blocks.0." in names[p] else 0.55
             kind = {"embed.weight": 0.0, "lm_head.weight": 0.5}.get(name, kind)
             assert (share == (1.0 if p.ndim == 1 else kind)).all(), name
+
+
+@pytest.mark.parametrize("anchor", [0.0, 0.45])
+def test_an_average_that_nothing_reads_is_not_kept(anchor):
+    sizes = {"vocab_size": 16, "model_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 2}
+    hp = replace(RECORDS["spectral_annealing"], **sizes, anchor=(anchor, 0.8, 0.9))
+    hp = replace(hp, tail_shares=(0.5, 0.0, 0.0, 0.7, 0.0))
+    for _, rows in Optimizers(track.GPT(hp), hp).groups:
+        track.around.tail_ema.blend(rows, Run.Moment(2500, hp), hp)
+        is_read = anchor or rows.name.split()[0] not in ("head", "embed")
+        assert ("tail average" in rows.state) == bool(is_read), rows.name
 
 
 @pytest.mark.parametrize("lowest", [0.5, 0.0, -1e-14, -0.5])
