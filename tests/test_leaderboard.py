@@ -423,7 +423,8 @@ ALONE = "begins with a source that cannot run alone: it imports train_gpt.py. Ma
 ALONE += (
     "./run.sh tools/bundle.py SCRIPT.py OUT.py --record 2025-01-26_BatchSize --muon_lr 0.06, and"
 )
-WITHOUT = "begins with a source that trains something else without --record 2025-01-26_B"
+WITHOUT = "begins with a source that trains something else without the run's flags. Make one file "
+WITHOUT += "with ./run.sh tools/bundle.py SCRIPT.py OUT.py --record 2025-01-26_BatchSize"
 
 
 @pytest.mark.parametrize(
@@ -432,12 +433,9 @@ WITHOUT = "begins with a source that trains something else without --record 2025
         (PAIR, "logs", "it exists and is not an empty folder: name another one"),
         (PAIR | group("c", " --muon_lr 0.07"), NAME, "the logs are of 3 groups, listed above: "),
         (group("b", FLAGS, files={"train_gpt.py": ""}), NAME, ALONE),
-        (group("b", FLAGS), NAME, f"{WITHOUT}atchSize --muon_lr 0.06. Make one file with "),
-        (
-            group("b", source="    default_record = 'demo'"),
-            NAME,
-            f"{WITHOUT}atchSize. Make one file",
-        ),
+        (group("b", FLAGS), NAME, f"{WITHOUT} --muon_lr 0.06, and repeat the runs"),
+        (group("b", source="    default_record = 'demo'"), NAME, f"{WITHOUT}, and"),
+        (group("c", TRACK3), NAME, "else without the run's flags (the benchmark's rule 4). Make"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_in_a_line_and_nothing_is_written(

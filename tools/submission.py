@@ -134,10 +134,11 @@ def check_alone(run: Run) -> None:
     if needed:
         reason = f"cannot run alone: it imports {' and '.join(sorted(needed))}"
     elif run.settings and (flags or own[-1:] not in ([], [run.record])):  # not a public log
-        reason = f"trains something else without {words}"
+        reason = "trains something else without the run's flags"
     if reason:
+        rule = " (the benchmark's rule 4)" if run.is_of_benchmark else ""
         raise UserError(
-            f"{run.path} begins with a source that {reason}. Make one file with ./run.sh "
+            f"{run.path} begins with a source that {reason}{rule}. Make one file with ./run.sh "
             f"tools/bundle.py SCRIPT.py OUT.py {words}, and repeat the runs with it"
         )
 
