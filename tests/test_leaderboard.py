@@ -419,12 +419,11 @@ def test_what_may_keep_a_submission_out_is_noted_in_readme_and_on_the_console(su
     assert status == 0 and f"\n- {note}" in readme and note in out
 
 
-ALONE = "begins with a source that cannot run alone: it imports train_gpt.py. Make one file with "
-ALONE += (
-    "./run.sh tools/bundle.py SCRIPT.py OUT.py --record 2025-01-26_BatchSize --muon_lr 0.06, and"
+ALONE = "begins with a source that cannot run alone: it imports other files, such as train_gpt.py. "
+WITHOUT = "begins with a source that trains something else without the run's flags. "
+REMEDY = (
+    "Make one file with ./run.sh tools/bundle.py SCRIPT.py OUT.py --record 2025-01-26_BatchSize"
 )
-WITHOUT = "begins with a source that trains something else without the run's flags. Make one file "
-WITHOUT += "with ./run.sh tools/bundle.py SCRIPT.py OUT.py --record 2025-01-26_BatchSize"
 
 
 @pytest.mark.parametrize(
@@ -432,9 +431,13 @@ WITHOUT += "with ./run.sh tools/bundle.py SCRIPT.py OUT.py --record 2025-01-26_B
     [
         (PAIR, "logs", "it exists and is not an empty folder: name another one"),
         (PAIR | group("c", " --muon_lr 0.07"), NAME, "the logs are of 3 groups, listed above: "),
-        (group("b", FLAGS, files={"train_gpt.py": ""}), NAME, ALONE),
-        (group("b", FLAGS), NAME, f"{WITHOUT} --muon_lr 0.06, and repeat the runs"),
-        (group("b", source="    default_record = 'demo'"), NAME, f"{WITHOUT}, and"),
+        (
+            group("b", FLAGS, files={"train_gpt.py": ""}),
+            NAME,
+            f"{ALONE}{REMEDY} --muon_lr 0.06, and",
+        ),
+        (group("b", FLAGS), NAME, f"{WITHOUT}{REMEDY} --muon_lr 0.06, and"),
+        (group("b", source="    default_record = 'demo'"), NAME, f"{WITHOUT}{REMEDY}, and"),
         (group("c", TRACK3), NAME, "else without the run's flags (the benchmark's rule 4). Make"),
     ],
 )

@@ -132,7 +132,7 @@ def check_alone(run: Run) -> None:
     words = " ".join([f"--record {run.record}", *flags])
     own = re.findall(r"^    (?:records, )?default_record = .*?[\"'](\S+?)[\"']", run.source, re.M)
     if needed:
-        reason = f"cannot run alone: it imports {' and '.join(sorted(needed))}"
+        reason = f"cannot run alone: it imports other files, such as {max(needed)}"
     elif run.settings and (flags or own[-1:] not in ([], [run.record])):  # not a public log
         reason = "trains something else without the run's flags"
     if reason:
