@@ -3,6 +3,7 @@ settings and first weights against the published ones."""
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +193,30 @@ def test_an_average_that_nothing_reads_is_not_kept(anchor):
         track.around.tail_ema.blend(rows, Run.Moment(2500, hp), hp)
         is_read = anchor or rows.name.split()[0] not in ("head", "embed")
         assert ("tail average" in rows.state) == bool(is_read), rows.name
+
+
+def test_a_momentum_of_rank_one_has_finite_powers_in_float32():
+    """Rounding makes eigenvalues of its covariance negative. The powers' root mean square is 1."""
+    momentum = torch.randn(3, 32, 1).float() @ torch.randn(3, 1, 16).float()
+    torch.set_default_dtype(torch.float32)
+    rows = SimpleNamespace(state={}, own=momentum, rank=0, name="muon 32x16")
+    for _ in range(3):
+        gram = momentum @ momentum.mT
+        found = track.catalog.pmuon.powered(rows, "left", gram, RECORDS["pmuon"])
+        assert found.square().sum((1, 2)).tolist() == pytest.approx([32] * 3, rel=1e-4)
+
+
+def test_an_update_in_the_warm_up_is_not_annealed():
+    """There, too, rates are lower than the first one will be."""
+    hp = replace(RECORDS["spectral_annealing"], warmup_steps=9)
+    rows = SimpleNamespace(state={}, grad=torch.randn(1, 8, 4))
+    bases = {"left basis": torch.eye(8)[None], "right basis": torch.eye(4)[None]}
+    update, annealed = torch.randn(1, 8, 4), track.catalog.spectral_annealing.annealed
+    for s in (7, 8, 9, 2000):
+        rows.state |= bases
+        found = annealed(rows, update, Run.Moment(s, hp), hp)
+        assert torch.equal(found, update) == (s < 2000), s
+        assert ("left covariance" in rows.state) == (s == 2000)
 
 
 @pytest.mark.parametrize("lowest", [0.5, 0.0, -1e-14, -0.5])
