@@ -82,14 +82,12 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
 
 def test_packages_that_it_imports_are_named_but_not_those_of_all_scripts(small_fork, one, capsys):
     quotes = small_fork.with_name("quotes.py")
-    quotes.write_text(
-        f"{quotes.read_text()}def late():\n    import pytorch_optimizer.x, scipy, tqdm"
-    )
-    bundle.main([str(small_fork), str(one)])
-    line = (
-        "it imports pytorch_optimizer, scipy: by the benchmark's rule 4, their code must be in it"
-    )
-    assert line in capsys.readouterr().out
+    late = "def late():\n    import pytorch_optimizer.x, scipy, tqdm"
+    quotes.write_text(quotes.read_text() + late)
+    for path, out in ((small_fork, one), (one, one.with_name("again.py"))):
+        bundle.main([str(path), str(out)])
+        line = "it imports pytorch_optimizer, scipy: rule 4 of the optimizer benchmark wants"
+        assert line in capsys.readouterr().out
     bundle.main(["train_gpt_track3.py", str(one)])
     assert "it imports" not in capsys.readouterr().out
 

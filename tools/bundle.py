@@ -102,7 +102,8 @@ def main(words: list[str]) -> None:
     out.write_text(whole, "utf-8")
     print(f"wrote {out}, which needs no other Python file of the project")
     if names := script.other_packages(whole):
-        print(f"it imports {', '.join(names)}: by the benchmark's rule 4, their code must be in it")
+        rule = "rule 4 of the optimizer benchmark wants their code in the file"
+        print(f"it imports {', '.join(names)}: {rule}")
 
 
 if __name__ == "__main__":

@@ -79,13 +79,15 @@ def names_imported(path: Path) -> list[str]:
 def other_packages(source: str) -> list[str]:
     """Return what a script in one file, such as a bundle, imports besides the standard library and
     PACKAGES. In a bundle, each module is a call of Bundled with its name and its source."""
-    tree = ast.parse(source)
-    names, own = names_in(tree), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Bundled":
-            name, text = map(ast.literal_eval, node.args)
-            names |= names_in(ast.parse(text))
-            own.add(name)
+    names, own, sources = set(), set(), [source]
+    for text in sources:  # sources grows in the loop
+        tree = ast.parse(text)
+        names |= names_in(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Bundled":
+                name, inner = map(ast.literal_eval, node.args)
+                own.add(name)
+                sources.append(inner)
     return sorted(names - own - PACKAGES - sys.stdlib_module_names)
 
 
