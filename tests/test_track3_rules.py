@@ -9,7 +9,16 @@ import pytest
 import torch
 
 import train_gpt_track3 as track
-from track3_reference import RESULTS, Weight, extrapolation, fall, momentum_of_46, result, root
+from track3_reference import (
+    RESULTS,
+    Weight,
+    extrapolation,
+    fall,
+    momentum_of_46,
+    result,
+    root,
+    schatten4,
+)
 from train_gpt_track3 import RECORDS, Optimizers, Run
 
 HIDDEN = [f"blocks.0.{name}.weight" for name in ("q", "k", "v", "attn_proj", "fc", "mlp_proj")]
@@ -138,7 +147,8 @@ def test_first_bases_are_those_of_the_first_gradient(record, monkeypatch):
 
 @pytest.mark.parametrize("record", ["soap_muon", "tail_ema", "row_floor"])
 def test_trust_has_limits_until_the_published_steps(record):
-    """From the momentum itself, which deserves all trust, to noise that deserves none."""
+    """From the momentum itself, which deserves all trust, to noise that deserves none. The result
+    is as long as the momentum."""
     momentum, noise, gradient = torch.randn(3, 16, 4)
     weight, found, expected = Weight(momentum), [], []
     for weight.s in (0, 1374, 1375, 1376, 1500, 1624, 1625, 1626):
@@ -147,6 +157,9 @@ def test_trust_has_limits_until_the_published_steps(record):
             case, weight.g = (momentum + share * noise, momentum), gradient + momentum
             found.append(track.catalog.soap_muon.trust(*case, weight.g, now).item())
             expected.append(weight.trust(*case))
+            rows = SimpleNamespace(name="attn_proj 16x4", grad=weight.g)
+            update = track.catalog.soap_muon.gated(rows, *case, now)
+            assert schatten4(update) == pytest.approx(schatten4(momentum))
     assert found == pytest.approx(expected, abs=1e-12)
     assert {0.0, 0.45, 0.85, 1.0} < set(expected)
 
