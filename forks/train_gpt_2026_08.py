@@ -150,8 +150,8 @@ class Stage:
 
     @property
     def short_window(self) -> int:
-        """The short window in tokens: whole blocks, as masks have them."""
-        return (self.short or self.window // 2) // BLOCK * BLOCK
+        """The short window in tokens: one or more whole blocks, as masks have them."""
+        return max((self.short or self.window // 2) // BLOCK, 1) * BLOCK
 
 
 # They begin at steps 0, 320, 681, 1107 and 1174. With an extension, the last stage is that, and its

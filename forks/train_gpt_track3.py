@@ -56,9 +56,8 @@ class Hyperparameters(t.Hyperparameters):
     ema_nesterov: tuple[float, float, float] = (0.0, 0.0, 0.0)  # factor, begin, end
     outer_period: int = 0  # MuLoCo: steps between steps of the outer optimizer; 0: none
     tail_ema: tuple[float, float] = (0.0, 0.0)  # begin and horizon of an average of weights
-    # How far weights move to it at the end: first block, other blocks, head, vectors, embedding.
-    tail_shares: tuple[float, float, float, float, float] = (0.6,) * 4 + (0.0,)  # of it, by kind
-    anchor: tuple[float, float, float] = (0.0, 0.0, 0.0)  # away from it: factor, begin, end of rise
+    tail_shares: tuple = (0.6,) * 4 + (0.0,)  # way to it: first block, others, head, vectors, embed
+    anchor: tuple = (0.0,) * 3  # gradients are taken away from it: factor, begin, end of rise
     head_eigenvectors: bool = False  # Adam of the head in eigenvectors, from step 1000 of 2900
     float32_embed: bool = False  # keep the embedding in float32 on a GPU
     rre: tuple[float, float, float] = (0.0, 0.0, 0.0)  # extrapolation: begin, factor, longest
@@ -127,6 +126,39 @@ class Moment(t.Moment):
             self.validate = self.validate or self.step % -(-hp.val_loss_every // 5) == 0
 
 
+# The numbers of settings that are off if all of them are 0.
+PARTS = {
+    "schedule_skip": ("begin", "length"),
+    "momentum_cooldown": ("begin", "end"),
+    "ema_nesterov": ("factor", "begin", "end"),
+    "tail_ema": ("begin", "horizon"),
+    "anchor": ("factor", "begin", "end"),
+    "rre": ("begin", "factor", "longest"),
+}
+
+
+def without_effect(hp: Hyperparameters) -> list[tuple[str, str]]:
+    """Return settings that have no effect beside others, and a reason for each."""
+    needs = [
+        ("cautious_decay", hp.muon_decay, "--muon_decay"),
+        ("norm_control", hp.update_floor or hp.norm_control != "floor", "--update_floor"),
+        ("floor_rows", hp.update_floor, "--update_floor"),
+        ("momentum_cooldown", hp.momentum_start != hp.momentum_end, "another --momentum_start"),
+        ("outer_period", hp.outer_period <= hp.num_iterations, "as many --num_iterations"),
+        ("tail_shares", any(hp.tail_ema), "--tail_ema"),
+        ("anchor", any(hp.tail_ema), "--tail_ema"),
+        ("tail_ema", any(hp.tail_shares) or any(hp.anchor), "--tail_shares or --anchor"),
+    ]
+    found = [(name, f"without {what}") for name, has_it, what in needs if not has_it]
+    for name, optimizers in catalog.UNREAD.items():
+        if hp.optimizer in optimizers:
+            found.append((name, f"with --optimizer {hp.optimizer}"))
+    for name, ways in catalog.READ_WITH.items():
+        if hp.norm_control not in ways:
+            found.append((name, f"with --norm_control {hp.norm_control}"))
+    return found
+
+
 def check(hp: Hyperparameters) -> None:  # overrides
     """Raise UserError for illegal settings, and for settings that have no effect here."""
     t.check(hp)
@@ -142,21 +174,21 @@ def check(hp: Hyperparameters) -> None:  # overrides
             raise UserError(f"--{name} {getattr(hp, name)}: must be a positive multiple of {unit}")
     if not hp.schedule[0] or (any(hp.adam_schedule) and not hp.adam_schedule[0]):
         raise UserError("--schedule, --adam_schedule: the first number must be positive")
-    for name in ("momentum_cooldown", "anchor"):
-        *_, begin, end = getattr(hp, name)
-        if any(getattr(hp, name)) and begin >= end:
-            raise UserError(f"--{name} {t.show(getattr(hp, name))}: must begin before it ends")
-    if hp.anchor[0] and not hp.tail_ema[1]:
-        raise UserError("--anchor: gradients are anchored to the average that --tail_ema keeps")
+    for name, parts in PARTS.items():
+        value = getattr(hp, name)
+        others = dict(zip(parts, value, strict=True))
+        begin = others.pop("begin")
+        if any(value) and not (all(others.values()) and begin < others.get("end", 1)):
+            rule = "begin must be below end, or else below 1, and all others above 0; zeros: off"
+            raise UserError(f"--{name} {t.show(value)} ({', '.join(parts)}): {rule}")
+    for name, reason in without_effect(hp):
+        usual, value = (t.show(getattr(one, name)) for one in (MUON, hp))
+        if value != usual:
+            raise UserError(f"--{name} {value}: has no effect {reason}: leave it at {usual}")
     if (hp.anchor[0] or hp.tail_shares[-1]) and not hp.float32_embed:
         raise UserError("--float32_embed off: a bfloat16 average of the embedding stands still")
     if hp.grad_clip and hp.norm_control == "hyperball":
         raise UserError("--grad_clip: with --norm_control hyperball, an update has a given length")
-    for name in catalog.unread(hp):
-        usual, value = (t.show(getattr(one, name)) for one in (MUON, hp))
-        if value != usual:
-            reader = f"--optimizer {hp.optimizer} with --norm_control {hp.norm_control}"
-            raise UserError(f"--{name} {value}: {reader} does not read it: leave it at {usual}")
     trains = hasattr(sys.modules["__main__"], "Run") and hp.device == "auto"  # it is no tool
     tokens = hp.batch_seqs * hp.seq_len
     if trains and tokens > 10**5 and not torch.cuda.is_available():

@@ -1,20 +1,25 @@
 """train_gpt.py copied, and a bundle of a fork with what it imports, train alone."""
 
+import contextlib
 import inspect
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import bundle
+import five_minutes
+import logfile
 import script
+import submission
 import train_gpt
 from runs import SCRIPT, error_of, run, val_losses
 from test_scripts import launched
-from train_gpt import HERE
+from train_gpt import HERE, UserError
 
 gpu_kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed")
 
@@ -75,21 +80,35 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
         assert capsys.readouterr().out.startswith(f"wrote {one}, ")
 
 
+def test_packages_that_it_imports_are_named_but_not_those_of_all_scripts(small_fork, one, capsys):
+    quotes = small_fork.with_name("quotes.py")
+    late = "def late():\n    import pytorch_optimizer.x, scipy, tqdm"
+    quotes.write_text(quotes.read_text() + late)
+    for path, out in ((small_fork, one), (one, one.with_name("again.py"))):
+        bundle.main([str(path), str(out)])
+        line = "it imports pytorch_optimizer, scipy: rule 4 of the optimizer benchmark wants"
+        assert line in capsys.readouterr().out
+    bundle.main(["train_gpt_track3.py", str(one)])
+    assert "it imports" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("is_bundle", [False, True])
 def test_alone_it_trains_as_in_the_project(
     is_bundle, small_fork, one, flags, tmp_path, monkeypatch
 ):
-    """Bit for bit; train_gpt.py alone has no Triton kernels. A log has its script and no other."""
+    """Bit for bit; train_gpt.py alone has no Triton kernels. A log has its script and no other. A
+    bundle has the flags inside: without them, it trains the same."""
     original = small_fork if is_bundle else SCRIPT
-    words = [*flags, "--batch_seqs", "2", "--val_tokens", "512"]
-    words += ["--run_id", "it", "--kernels", "off"]
-    expected = launched([original, *words], tmp_path)
+    words = [*flags, "--batch_seqs", "2", "--val_tokens", "512", "--kernels", "off"]
+    expected = launched([original, *words, "--run_id", "it"], tmp_path)
     assert list(expected) == [0, 2, 4]
 
     if is_bundle:
-        bundle.main([str(original), str(one)])
+        bundle.main([str(original), str(one), *words, "--run_id", "other"])
+        words = []
     else:
         shutil.copy(original, one)
+    words += ["--run_id", "it"]
     monkeypatch.delenv("PYTHONPATH")
     done = run(words, script=one.name, cwd=one.parent)
     assert (done.returncode, done.stderr) == (0, "")
@@ -101,3 +120,24 @@ def test_alone_it_trains_as_in_the_project(
 
     saved = torch.load(one.parent / "logs/it/state_step000004.pt", weights_only=True)
     assert saved["script"] == one.name
+    refused = pytest.raises(UserError, match="trains something else .* OUT.py --record demo --")
+    with contextlib.nullcontext() if is_bundle else refused:
+        submission.check_alone(logfile.read_log(one.parent / "logs/it.txt"))
+
+
+def test_a_bundle_has_one_record_with_its_settings_and_can_be_bundled_again(one, capsys):
+    """The default is that of the script, also where a run without a GPU would be a demo."""
+    _, err = error_of(["five_minutes.py", one, "--muon_lr", "x"], capsys, bundle.main)
+    assert "argument --muon_lr: invalid float value" in err
+    _, err = error_of(["five_minutes.py", "--muon_lr", "1"], capsys, bundle.main)
+    assert "expected SCRIPT.py, OUT.py, and then flags" in err
+    again = one.with_name("again.py")
+    bundle.main(["five_minutes.py", str(one), "--muon_lr", "0.03"])
+    bundle.main([str(one), str(again), "--seq_len", "128"])
+    run_class = script.load(again)
+    (hp,) = run_class.records.values()
+    expected = replace(five_minutes.H100, muon_lr=0.03, seq_len=128)
+    data = {"train_files": expected.train_files, "val_files": expected.val_files}
+    assert vars(replace(hp, **data)) == vars(expected)
+    assert hp.val_files == f"{one.parent}/data/fineweb10B/fineweb_val_*.bin"
+    assert [*run_class.records] == [run_class.default_record] == ["five_minutes"]

@@ -58,7 +58,7 @@ def test_compiled_layers_equal_the_layers(tiny, randomize, compile_with, monkeyp
     tokens = torch.randint(0, 512, (257,), generator=torch.Generator().manual_seed(0))
     found = []
     for compiled in (False, True):
-        monkeypatch.setattr(train_gpt.compiled, "allowed", compiled)
+        monkeypatch.setattr(train_gpt.compilation, "allowed", compiled)
         model = randomize(GPT(hp))
         for _ in range(2):
             loss = model(tokens[:-1].int(), tokens[1:], Moment(0, hp))

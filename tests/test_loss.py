@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import reference
 import train_gpt
 import train_gpt_2026
+from functions_2026 import next_targets
 from reference import relative_error
 
 WIDTH, VOCAB = 48, 1024
@@ -44,6 +45,12 @@ def objective(x, weight, targets, settings, shares) -> tuple:
     return mean, x64.grad, w64.grad
 
 
+def loss_of(head, x, targets, shares: tuple[float, ...]) -> torch.Tensor:
+    if shares == (1.0,):
+        return head.loss(x, targets)
+    return head.shares_loss(x, next_targets(targets, len(shares)), shares)
+
+
 CASES = [
     (train_gpt, 1, {"logit_softcap": 5.0}, (1.0,)),
     (train_gpt, 256, {"logit_softcap": 30.0}, (1.0,)),
@@ -66,9 +73,8 @@ def test_chunked_loss_and_its_summed_gradients_equal_float64(script, tokens, set
     value, grad_x, grad_w = objective(x, head.weight, targets, settings, shares)
     assert unlearned == pytest.approx(value, rel=1e-6)
     divisor = 1 if "loss_sum" in settings else tokens
-    more = () if script is train_gpt else (shares,)
     for count in (1, 2):
-        loss = head.loss(x, targets, *more)
+        loss = loss_of(head, x, targets, shares)
         loss.backward()
         assert loss.item() == pytest.approx(value, rel=1e-6)
         assert relative_error(x.grad, count * grad_x / divisor) < 2e-5

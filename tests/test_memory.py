@@ -53,7 +53,7 @@ def graphs(compile_with, monkeypatch):
         partition_fn=min_cut_rematerialization_partition,
     )
     compile_with(backend)
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    monkeypatch.setattr(train_gpt.compilation, "allowed", True)
     monkeypatch.setattr(train_gpt, "make_mask", train_gpt.block_lists)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)  # refuses backward
     return called

@@ -374,7 +374,7 @@ def test_gradients_leave_when_they_are_complete(
         hp = script.Hyperparameters(**vars(hp) | {"layers": layers}, tied_frac=tied_frac)
     else:
         compile_with(aot_eager)  # it needs no C++ compiler
-        monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+        monkeypatch.setattr(train_gpt.compilation, "allowed", True)
     model, events = script.GPT(hp), []
     optimizers = script.Optimizers(model, hp, 0, 2)
 

@@ -26,6 +26,7 @@ OWN = re.search(
 )[1]
 main = partial(train_gpt.main, run=Run)
 SIZES = {"vocab_size": 256, "model_dim": 32, "num_heads": 2, "head_dim": 16, "num_layers": 2}
+SHORT = {"context_len": 128, "seq_len": 128, "batch_seqs": 2, "num_iterations": 9}
 
 # -----------------------------------------------------------------------------
 # Model
@@ -156,23 +157,23 @@ def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tupl
     torch.manual_seed(0)
     model = track.GPT(hp)
     optimizers, losses = Optimizers(model, hp), []
+    tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1].int(), tokens[:, 1:]
     if saved:
+        train_step(model, optimizers, *batch, Run.Moment(hp.num_iterations - 1, hp))  # the warm-up
         model.load_state_dict(saved["model"])
         optimizers.load_state_dict(saved["optimizers"])
     for step in range(first, hp.num_iterations):
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         saved = {"model": weights, "optimizers": optimizers.state_dict()}
-        tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(0))
-        now = Run.Moment(step, hp)
-        losses.append(train_step(model, optimizers, tokens[:, :-1].int(), tokens[:, 1:], now)[0])
+        losses.append(train_step(model, optimizers, *batch, Run.Moment(step, hp))[0])
     return [*losses, *(p.detach().clone() for p in model.parameters())], saved
 
 
 @pytest.mark.parametrize("record", sorted(track.catalog.RESULTS))
 def test_each_record_goes_on_bit_for_bit(record):
     """Also within all that goes around an optimizer, and with the head's eigenvectors."""
-    contexts = {"context_len": 128, "seq_len": 128, "batch_seqs": 2, "num_iterations": 9}
-    hp = replace(RECORDS[f"{record}-demo"], **SIZES, **contexts, outer_period=4)
+    hp = replace(RECORDS[f"{record}-demo"], **SIZES, **SHORT, outer_period=4)
     hp = replace(hp, ema_nesterov=(0.5, 0.2, 1.0), tail_ema=(0.6, 0.5), anchor=(0.45, 0.6, 0.9))
     hp = replace(hp, rre=(0.1, 0.875, 0.001), head_eigenvectors=True, float32_embed=True)
     steps_of(hp, 8)  # as the warm-up, which makes no steps before
@@ -185,6 +186,85 @@ def test_each_record_goes_on_bit_for_bit(record):
     assert whole[0].item() > whole[8].item()
     for a, b in zip(whole[8:], again, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("covariance", torch.zeros(31, 32)),
+        ("basis", torch.zeros(32, 32, dtype=torch.int32)),
+        ("mean", torch.zeros(32, 32)),
+    ],
+)
+def test_what_ranks_share_is_checked_when_it_is_loaded(key, value):
+    hp = replace(RECORDS["spectral_annealing-demo"], **SIZES, **SHORT)
+    saved = steps_of(hp, 7)[1]
+    saved["optimizers"]["head 32, shared"][key] = value
+    with pytest.raises(RuntimeError, match=f"head 32, shared: {key} is {value.dtype}"):
+        steps_of(hp, 8, saved)
+    saved["optimizers"]["tail 32, shared"] = saved["optimizers"].pop("head 32, shared")
+    with pytest.raises(RuntimeError, match="its groups are .*, tail 32, shared"):
+        steps_of(hp, 8, saved)
+
+
+def trains_as(hp: Hyperparameters, expected: list[torch.Tensor]) -> bool:
+    """Say whether losses and last weights are these, bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(steps_of(hp, 0)[0], expected, strict=True))
+
+
+SHARES = (0.5, 0.5, 0.5, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other", "given", "more"),
+    [
+        ("ema_nesterov", (0.0, 0.1, 0.5), (0.3, 0.1, 0.5), {}, {}),
+        ("ema_nesterov", (0.3, 0.5, 0.2), (0.3, 0.2, 0.5), {}, {}),
+        ("ema_nesterov", (0.3, 0.0, 0.0), (0.3, 0.0, 0.9), {}, {}),
+        ("rre", (0.1, 0.0, 0.1), (0.1, 0.5, 0.1), {}, {}),
+        ("rre", (0.1, 0.5, 0.0), (0.1, 0.5, 0.1), {}, {}),
+        ("rre", (1.5, 0.5, 0.1), (0.0, 0.5, 0.1), {}, {}),
+        ("tail_shares", SHARES, SHARES, {}, {"tail_ema": (0.1, 0.5)}),
+        ("tail_ema", (0.1, 0.0), (0.1, 0.5), {}, {}),
+        ("tail_ema", (1.5, 0.1), (0.0, 0.5), {}, {}),
+        ("tail_ema", (0.1, 0.5), (0.1, 0.5), {"tail_shares": (0.0,) * 5}, {"tail_shares": SHARES}),
+        ("anchor", (0.5, 0.2, 0.5), (0.5, 0.2, 0.5), {}, {"tail_ema": (0.1, 0.5)}),
+        ("schedule_skip", (0.5, 0.0), (0.5, 0.1), {}, {}),
+        ("cautious_decay", True, True, {"muon_decay": 0.0}, {"muon_decay": 0.1}),
+        ("momentum_cooldown", (0.1, 0.5), (0.1, 0.5), {}, {"momentum_start": 0.85}),
+        ("outer_period", 6, 5, {}, {}),
+        ("norm_control", "floor", "floor", {"muon_decay": 0.0}, {"update_floor": 0.35}),
+        ("floor_rows", True, True, {}, {"update_floor": 0.35}),
+    ],
+)
+def test_a_setting_without_effect_is_refused(name, value, other, given, more):
+    """Against `muon`'s value, it changes nothing; with another value, or more settings, it does."""
+    hp = replace(RECORDS["muon-demo"], **SIZES, **SHORT, tokenizer="none", float32_embed=True)
+    control = "radius" if name == "floor_rows" else "decay"
+    hp = replace(hp, num_iterations=5, init="scaled_torch", norm_control=control)
+    without = replace(hp, **given)
+    refused = replace(without, **{name: value})
+    assert trains_as(refused, steps_of(without, 0)[0])
+    with pytest.raises(train_gpt.UserError, match=f"--{name} .*(has no effect|begin must be)"):
+        track.check(refused)
+    without = replace(hp, **more)
+    accepted = replace(without, **{name: other})
+    assert not trains_as(accepted, steps_of(without, 0)[0])
+    track.check(accepted)
+
+
+@pytest.mark.parametrize("optimizer", track.catalog.OPTIMIZERS)
+def test_settings_that_an_optimizer_does_not_read_are_those_without_effect(optimizer):
+    hp = replace(RECORDS[f"{optimizer}-demo"], **SIZES, **SHORT | {"num_iterations": 3})
+    hp = replace(hp, init="scaled_torch", update_floor=5.0, precondition_frequency=1)
+    usual = steps_of(hp, 0)[0]
+    changes = {"matrix_beta2": 0.8, "momentum_damped": False, "norm_control": "radius"}
+    changes |= {"muon_decay": 0.2, "cautious_decay": True, "precondition_frequency": 2}
+    changes |= {"update_floor": 7.0, "floor_rows": True}
+    for name, value in changes.items():
+        changed = replace(hp, **{name: value})
+        is_unread = name in dict(track.without_effect(changed))
+        assert is_unread == trains_as(changed, usual) or value == getattr(hp, name), name
 
 
 def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):

@@ -3,12 +3,22 @@ settings and first weights against the published ones."""
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt_track3 as track
-from track3_reference import RESULTS, Weight, extrapolation, fall, momentum_of_46, result, root
+from track3_reference import (
+    RESULTS,
+    Weight,
+    extrapolation,
+    fall,
+    momentum_of_46,
+    result,
+    root,
+    schatten4,
+)
 from train_gpt_track3 import RECORDS, Optimizers, Run
 
 HIDDEN = [f"blocks.0.{name}.weight" for name in ("q", "k", "v", "attn_proj", "fc", "mlp_proj")]
@@ -137,7 +147,8 @@ def test_first_bases_are_those_of_the_first_gradient(record, monkeypatch):
 
 @pytest.mark.parametrize("record", ["soap_muon", "tail_ema", "row_floor"])
 def test_trust_has_limits_until_the_published_steps(record):
-    """From the momentum itself, which deserves all trust, to noise that deserves none."""
+    """From the momentum itself, which deserves all trust, to noise that deserves none. The result
+    is as long as the momentum."""
     momentum, noise, gradient = torch.randn(3, 16, 4)
     weight, found, expected = Weight(momentum), [], []
     for weight.s in (0, 1374, 1375, 1376, 1500, 1624, 1625, 1626):
@@ -146,6 +157,9 @@ def test_trust_has_limits_until_the_published_steps(record):
             case, weight.g = (momentum + share * noise, momentum), gradient + momentum
             found.append(track.catalog.soap_muon.trust(*case, weight.g, now).item())
             expected.append(weight.trust(*case))
+            rows = SimpleNamespace(name="attn_proj 16x4", grad=weight.g)
+            update = track.catalog.soap_muon.gated(rows, *case, now)
+            assert schatten4(update) == pytest.approx(schatten4(momentum))
     assert found == pytest.approx(expected, abs=1e-12)
     assert {0.0, 0.45, 0.85, 1.0} < set(expected)
 
@@ -161,16 +175,19 @@ def test_what_goes_around_a_short_run(changes, monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_kind_of_weights_takes_its_share_of_the_average(ranks):
+@pytest.mark.parametrize("frozen", ["none", "blocks.0", "blocks.1.fc", "blocks.0.attn_proj"])
+def test_each_kind_of_weights_takes_its_share_of_the_average(frozen, ranks):
     sizes = {"vocab_size": 16, "model_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 3}
     hp = replace(RECORDS["spectral_annealing"], **sizes)
     models = [track.GPT(hp) for _ in range(ranks)]
+    for name, p in [pair for model in models for pair in model.named_parameters()]:
+        p.requires_grad = not name.startswith(frozen)
     optimizers = [Optimizers(model, hp, rank, ranks) for rank, model in enumerate(models)]
     names = {p: name for name, p in models[0].named_parameters()}
     for of_ranks in zip(*(each.groups for each in optimizers), strict=True):
         shares = []
         for _, rows in of_ranks:
-            share = torch.as_tensor(track.around.tail_ema.share_of_average(rows, hp))
+            share = torch.as_tensor(track.around.tail_ema.own_shares(rows))
             shares.append(share.flatten().expand(len(rows.own)))
         rows = of_ranks[0][1]
         shares = torch.cat(shares)[: rows.total]
@@ -178,6 +195,41 @@ def test_each_kind_of_weights_takes_its_share_of_the_average(ranks):
             name, kind = names[p], 0.8 if "blocks.0." in names[p] else 0.55
             kind = {"embed.weight": 0.0, "lm_head.weight": 0.5}.get(name, kind)
             assert (share == (1.0 if p.ndim == 1 else kind)).all(), name
+
+
+@pytest.mark.parametrize("anchor", [0.0, 0.45])
+def test_an_average_that_nothing_reads_is_not_kept(anchor):
+    sizes = {"vocab_size": 16, "model_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 2}
+    hp = replace(RECORDS["spectral_annealing"], **sizes, anchor=(anchor, 0.8, 0.9))
+    hp = replace(hp, tail_shares=(0.5, 0.0, 0.0, 0.7, 0.0))
+    for _, rows in Optimizers(track.GPT(hp), hp).groups:
+        track.around.tail_ema.blend(rows, Run.Moment(2500, hp), hp)
+        is_read = anchor or rows.name.split()[0] not in ("head", "embed")
+        assert ("tail average" in rows.state) == bool(is_read), rows.name
+
+
+def test_a_momentum_of_rank_one_has_finite_powers_in_float32():
+    """Rounding makes eigenvalues of its covariance negative. The powers' root mean square is 1."""
+    momentum = torch.randn(3, 32, 1).float() @ torch.randn(3, 1, 16).float()
+    torch.set_default_dtype(torch.float32)
+    rows = SimpleNamespace(state={}, own=momentum, rank=0, name="muon 32x16")
+    for _ in range(3):
+        gram = momentum @ momentum.mT
+        found = track.catalog.pmuon.powered(rows, "left", gram, RECORDS["pmuon"])
+        assert found.square().sum((1, 2)).tolist() == pytest.approx([32] * 3, rel=1e-4)
+
+
+def test_an_update_in_the_warm_up_is_not_annealed():
+    """There, too, rates are lower than the first one will be."""
+    hp = replace(RECORDS["spectral_annealing"], warmup_steps=9)
+    rows = SimpleNamespace(state={}, grad=torch.randn(1, 8, 4))
+    bases = {"left basis": torch.eye(8)[None], "right basis": torch.eye(4)[None]}
+    update, annealed = torch.randn(1, 8, 4), track.catalog.spectral_annealing.annealed
+    for s in (7, 8, 9, 2000):
+        rows.state |= bases
+        found = annealed(rows, update, Run.Moment(s, hp), hp)
+        assert torch.equal(found, update) == (s < 2000), s
+        assert ("left covariance" in rows.state) == (s == 2000)
 
 
 @pytest.mark.parametrize("lowest", [0.5, 0.0, -1e-14, -0.5])

@@ -1,12 +1,14 @@
 """Bundle a training script and the project's files that it imports into one file.
 
-    ./run.sh tools/bundle.py SCRIPT.py OUT.py
+    ./run.sh tools/bundle.py SCRIPT.py OUT.py [--record NAME] [--SETTING VALUE ...]
 
-OUT.py must be new, or an older bundle. It holds each source unchanged, the script's at the end;
-the others run when they are imported. Its log begins with all the code that trained.
+Without flags, OUT.py trains what SCRIPT.py trains with these. The file has one record: NAME, or the
+script's default, with the settings. It holds each source unchanged, which runs when it is imported.
+Its log begins with all that trained. OUT.py must be new, or an older bundle.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
@@ -18,6 +20,7 @@ from train_gpt import UserError, regular
 MADE = "made by tools/bundle.py"
 BEGINNING = '''"""{name} and the modules that it imports, in one file: {made}."""
 
+import dataclasses
 import importlib.abc
 import importlib.util
 import os
@@ -44,20 +47,42 @@ class Bundled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 '''
 
 
-def bundle(path: Path, wrapper: str = "") -> str:
-    """Return the source of a script and all that it imports from the project. A wrapper is source
-    that stands at the end and can import the script. UserError if it cannot be one file."""
-    modules, source = script.sources(path), wrapper
-    if not wrapper:
-        source = modules.pop(0).read_text("utf-8")
-    if "\nfrom __future__" in source:
-        raise UserError(f"{path} imports from __future__, which must begin a file")
+ENDING = '''script = importlib.import_module({script!r})
+
+
+class Run(script.Run):
+    """What this file trains without flags."""
+
+    records = {{
+        {record!r}: dataclasses.replace(script.Run.records[{record!r}], {settings})
+    }}
+    default_record = {record!r}
+
+
+if __name__ == "__main__":
+    importlib.import_module({core!r}).main(run=Run)
+'''
+
+
+def bundle(path: Path, ending: str) -> str:
+    """Return the source of a script and all that it imports from the project, as modules, and at
+    the end a source that can import them."""
     whole = BEGINNING.format(name=path.name, made=MADE)
-    for module in modules:
+    for module in script.sources(path):
         # Three ' would end the string, so they become a separate string.
         text = module.read_text("utf-8").replace("'''", "''' \"'''\" r'''")
         whole += f"Bundled({module.stem!r}, r'''\n{text}''')\n\n"
-    return whole + source
+    return whole + ending
+
+
+def ending_of(path: Path, flags: list[str]) -> str:
+    """Return the end of a bundle that trains by itself what the script does with these flags."""
+    run_class = script.load(path)
+    hp, record = script.parse(path, ["--record", run_class.default_record, *flags])
+    usual, hp = run_class.records[record], replace(hp, run_id="", resume=False)
+    changed = [f"{k}={v!r}" for k, v in vars(hp).items() if v != getattr(usual, k)]
+    core = script.core(run_class).__name__
+    return ENDING.format(script=path.stem, record=record, settings=", ".join(changed), core=core)
 
 
 @console.program("bundle.py")
@@ -65,18 +90,20 @@ def main(words: list[str]) -> None:
     """Bundle the script that is the first word into the file that is the second."""
     if "--help" in words:
         return print(__doc__)
-    if len(words) != 2:
-        raise UserError("expected two words, SCRIPT.py and OUT.py")
+    if len(words) < 2 or words[1].startswith("-"):
+        raise UserError("expected SCRIPT.py, OUT.py, and then flags")
     path, out = script.find(words[0]), Path(words[1]).resolve()
     if out in script.sources(path):
         raise UserError(f"{out} is one of the sources: choose another name")
     begins = regular(out).read_text("utf-8", errors="replace") if out.exists() else MADE
     if MADE not in begins.split("\n")[0]:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
-    out.write_text(bundle(path), "utf-8")
+    whole = bundle(path, ending_of(path, words[2:]))
+    out.write_text(whole, "utf-8")
     print(f"wrote {out}, which needs no other Python file of the project")
-    if names := script.not_found(path):
-        print(f"it imports {', '.join(names)}: not in it, and not found here")
+    if names := script.other_packages(whole):
+        rule = "rule 4 of the optimizer benchmark wants their code in the file"
+        print(f"it imports {', '.join(names)}: {rule}")
 
 
 if __name__ == "__main__":

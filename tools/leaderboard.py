@@ -36,6 +36,7 @@ import significance
 from console import print_table
 from logfile import Run, read_trials
 from significance import ALPHA, FEWEST, show, show_p
+from train_gpt import UserError
 
 # -----------------------------------------------------------------------------
 # Statistics, as numbers and in words
@@ -157,6 +158,8 @@ def read_logs(
 ) -> tuple[list[Run], int]:
     """Return the runs of logs, and how many logs were skipped; a line on stderr says why. A log
     that is named twice is read once. `at` and `name` go to read_trials."""
+    if at is not None and at < 1:
+        raise UserError(f"--at {at}: must be 1 or more")
     runs, skipped = [], 0
     for path in {path.resolve(): path for path in paths}.values():
         try:
@@ -180,8 +183,6 @@ def main(words: list[str]) -> None:
     parser.add_argument("--deviation", type=float, metavar="D", help="of a loss, if it is known")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the runs into this file")
     args = parser.parse_args(words)
-    if args.at is not None and args.at < 1:
-        parser.error("--at must be 1 or more")
     for name in ("target", "deviation"):
         if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a finite number above 0")

@@ -18,6 +18,7 @@ from tokenizer import GPT2, HuggingFace, tokenizer_of
 from train_gpt import HERE, Hyperparameters, UserError, show
 
 OWN = Path(train_gpt.__file__).resolve()  # the default script
+PACKAGES = {"torch", "numpy", "tqdm", "triton"}  # that the project's scripts import
 
 
 def check_name(run_id: str) -> None:
@@ -53,20 +54,39 @@ def take_script(words: list[str]) -> tuple[Path, list[str]]:
     return OWN, list(words)
 
 
-def names_imported(path: Path) -> list[str]:
-    """Return the names of the modules that a file imports, anywhere in it, sorted. UserError if the
-    file is not text; SyntaxError."""
-    try:
-        tree = ast.parse(path.read_text("utf-8-sig"), str(path))
-    except ValueError as error:
-        raise UserError(f"{path} is not Python source in UTF-8: {error}") from error
+def names_in(tree: ast.Module) -> set[str]:
+    """Return the names of the modules that a source imports, anywhere in it."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.add(node.module.split(".")[0])
-    return sorted(names)
+    return names
+
+
+def names_imported(path: Path) -> list[str]:
+    """Return the names of the modules that a file imports, sorted. UserError if the file is not
+    text; SyntaxError."""
+    try:
+        return sorted(names_in(ast.parse(path.read_text("utf-8-sig"), str(path))))
+    except ValueError as error:
+        raise UserError(f"{path} is not Python source in UTF-8: {error}") from error
+
+
+def other_packages(source: str) -> list[str]:
+    """Return what a script in one file, such as a bundle, imports besides the standard library and
+    PACKAGES. In a bundle, each module is a call of Bundled with its name and its source."""
+    names, own, sources = set(), set(), [source]
+    for text in sources:  # sources grows in the loop
+        tree = ast.parse(text)
+        names |= names_in(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Bundled":
+                name, inner = map(ast.literal_eval, node.args)
+                own.add(name)
+                sources.append(inner)
+    return sorted(names - own - PACKAGES - sys.stdlib_module_names)
 
 
 def sources(path: Path) -> list[Path]:
@@ -83,14 +103,6 @@ def sources(path: Path) -> list[Path]:
             there = [place for place in there if place.exists()][:1]
             found += [place for place in there if place not in found]
     return found
-
-
-def not_found(path: Path) -> list[str]:
-    """Return the names that a script and its sources import, and that no module here has."""
-    files = sources(path)
-    names = {name for file in files for name in names_imported(file)} - {f.stem for f in files}
-    names -= {*sys.stdlib_module_names, *sys.modules}
-    return sorted(name for name in names if importlib.util.find_spec(name) is None)
 
 
 def load(path: Path) -> type[train_gpt.Run]:

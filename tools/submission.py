@@ -1,6 +1,6 @@
 """Make the folder for a pull request to github.com/KellerJordan/modded-nanogpt.
 
-    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS... [--target LOSS]
+    ./run.sh tools/submission.py DIR BASELINE_LOGS... LOGS... [--target LOSS] [--at STEP]
 
 Logs are grouped as in tools/leaderboard.py. The first group is the baseline, and the second the
 submission; a single group is a submission without a baseline. DIR gets:
@@ -9,11 +9,15 @@ submission; a single group is a submission without a baseline. DIR gets:
     baseline/RUN.txt     logs of the baseline
     this_pr/RUN.txt      logs of the submission; without a baseline, they lie beside README.md
 
-The tool names the public rules by their numbers. Rule 2: at p < 0.01, the mean loss is at most the
-target: 3.28, 2.92 for our record of GPT-2 medium, or --target.
-Rule 4: the runs take less time than the baseline on the same hardware. Logs of the optimizer
-benchmark follow its rules. Rule 1: model, data and batch are the benchmark's. Rule 3:
-(3.28 - mean loss) sqrt(n) is at least 0.004. Time does not count.
+A log's source must repeat its run alone, without flags: tools/bundle.py makes such a script. The
+tool names the public rules by their numbers. Rule 1: the data is FineWeb. Rule 2: at p < 0.01, the
+mean loss is at most the target: 3.28, 2.92 for our record of GPT-2 medium, or --target. Rule 4: the
+runs take less time than the baseline on the same hardware.
+
+Logs of the optimizer benchmark follow its rules. Rule 1: model, data and batch are the benchmark's.
+Rule 3: (3.28 - mean loss) sqrt(n) is at least 0.004. Rule 4: all code is in the log. Rule 5: the
+earliest step that meets rule 3 may be claimed (--at), the same one for all runs. Time does not
+count.
 """
 
 import contextlib
@@ -32,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 import console
 import leaderboard
 from leaderboard import columns
-from logfile import TARGET, Run
+from logfile import FINEWEB, TARGET, Run, flags_in
+from script import other_packages
 from significance import ALPHA, show_p
 from train_gpt import UserError
 
@@ -43,18 +48,41 @@ ROUNDING = 1e-9  # a mean at the limit meets the rule: losses have five digits
 BASELINE, OURS = "baseline", "this_pr"
 
 
+def margin(runs: list[Run], step: int) -> float:
+    """Return what the optimizer benchmark's rule 3 compares with MARGIN, at a step."""
+    return (TARGET - np.mean([r.curve[step][0] for r in runs])) * len(runs) ** 0.5
+
+
 def verdict_of_benchmark(runs: list[Run]) -> str:
     """Say whether rules 1 and 3 of the optimizer benchmark are met."""
     if differences := runs[0].against_benchmark:
         return f"The benchmark's rule 1 is not met: {'; '.join(differences)}."
-    losses, n = columns(runs)[1], len(runs)
-    margin = (TARGET - np.mean(losses)) * n**0.5
-    p = show_p(leaderboard.p_at_most(TARGET, losses, runs[0].known_deviation))
-    words = "met" if margin >= MARGIN - ROUNDING else "not met"
+    step, n = runs[0].steps, len(runs)
+    p = show_p(leaderboard.p_at_most(TARGET, columns(runs)[1], runs[0].known_deviation))
+    words = "met" if margin(runs, step) >= MARGIN - ROUNDING else "not met"
     return (
-        f"The benchmark's rule 3 is {words}: ({TARGET} - mean loss) sqrt({n}) = {margin:.5f}, "
-        f"and {MARGIN} is enough (p = {p}), if the number of runs was fixed beforehand."
+        f"The benchmark's rule 3 is {words} at step {step}: ({TARGET} - mean loss) sqrt({n}) = "
+        f"{margin(runs, step):.5f}, and {MARGIN} is enough (p = {p}), if the number of runs was "
+        "fixed beforehand."
     )
+
+
+def notes_of_benchmark(runs: list[Run]) -> list[str]:
+    """Return what rules 4 and 5 of the optimizer benchmark say, a sentence or two for each."""
+    notes = []
+    if names := other_packages(runs[0].source):
+        notes += [
+            f"The benchmark's rule 4 is not met: the source imports {', '.join(names)}. Copy the "
+            "code that it needs into the script, and repeat the runs."
+        ]
+    steps = set.intersection(*(set(r.curve) for r in runs))
+    early = [step for step in sorted(steps) if margin(runs, step) >= MARGIN - ROUNDING]
+    if early and early[0] < runs[0].steps and not runs[0].against_benchmark:
+        notes += [
+            f"Rule 3 is met at step {early[0]}, with {margin(runs, early[0]):.5f}: by the "
+            f"benchmark's rule 5, --at {early[0]} may claim that step."
+        ]
+    return notes
 
 
 def verdict(runs: list[Run], target: float) -> str:
@@ -77,9 +105,9 @@ def notes_of(parts: dict[str, list[Run]]) -> list[str]:
     notes = []
     ours, base = parts[OURS], parts.get(BASELINE)
     if not all(r.on_fineweb for runs in parts.values() for r in runs):
-        notes += ["Not FineWeb: the public project does not accept other data."]
+        notes += ["Not FineWeb: rule 1 does not accept other data."]
     if ours[0].is_of_benchmark:
-        return notes
+        return notes + notes_of_benchmark(ours)
     if base is None:
         return notes + [
             "No baseline: rule 4 needs runs of the baseline on the same hardware. Make both in "
@@ -93,18 +121,26 @@ def notes_of(parts: dict[str, list[Run]]) -> list[str]:
 
 
 def check_alone(run: Run) -> None:
-    """Raise UserError if the source in a log cannot run alone, as sources in public logs can. Then
-    the log also holds other files. The kernels' file counts only if the run used kernels."""
+    """Raise UserError if the source in a log does not repeat the run alone, as sources in public
+    logs do: if it needs other files, flags, or another record than its own. Flags may say where the
+    data is, and the kernels' file counts only if the run used kernels."""
     if not run.source:
         raise UserError(f"{run.path} has no source: public logs begin with it. Leave it out")
-    needed = set(run.files)
+    needed, reason = set(run.files), ""
     if not set(re.findall(r"\w+", run.kernels)) - {"none"}:
         needed.discard("gpu_kernels.py")
+    flags = [f"--{k}{values}" for k, values in flags_in(run.flags).items() if k not in FINEWEB]
+    words = " ".join([f"--record {run.record}", *flags])
+    own = re.findall(r"^    (?:records, )?default_record = .*?[\"'](\S+?)[\"']", run.source, re.M)
     if needed:
+        reason = f"cannot run alone: it imports other files, such as {max(needed)}"
+    elif run.settings and (flags or own[-1:] not in ([], [run.record])):  # not a public log
+        reason = "trains something else without the run's flags"
+    if reason:
+        rule = " (the benchmark's rule 4)" if run.is_of_benchmark else ""
         raise UserError(
-            f"{run.path} begins with a source that cannot run alone: it imports "
-            f"{' and '.join(sorted(needed))}. Make one file with ./run.sh tools/bundle.py "
-            "SCRIPT.py OUT.py, and repeat the runs with it"
+            f"{run.path} begins with a source that {reason}{rule}. Make one file with ./run.sh "
+            f"tools/bundle.py SCRIPT.py OUT.py {words}, and repeat the runs with it"
         )
 
 
@@ -113,7 +149,7 @@ def submit(folder: Path, groups: list[list[Run]], target: float | None) -> None:
 
     `groups` holds the runs of the baseline and of the submission, or only the latter. The target
     is the loss to reach; None: the record's. UserError or OSError if the folder is not empty, if a
-    source is missing or cannot run alone, or if groups are more, or have different targets.
+    source is missing or does not repeat its run, or if groups are more, or have different targets.
     """
     folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
@@ -167,8 +203,11 @@ def main(words: list[str]) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")
     parser.add_argument("--target", type=float, help="loss to reach [the record's]")
+    parser.add_argument("--at", type=int, metavar="STEP", help="claim this step [the last]")
     args = parser.parse_args(words)
-    runs, skipped = leaderboard.read_logs(args.logs, "submission.py")
+    runs, skipped = leaderboard.read_logs(args.logs, "submission.py", args.at)
+    if args.at is not None and not all(r.is_of_benchmark for r in runs):
+        raise UserError("--at: only rules of the optimizer benchmark let you claim an earlier step")
     groups = leaderboard.groups_of(runs)
     if groups:
         leaderboard.print_leaderboard(groups, args.target)

@@ -32,10 +32,9 @@ def adamh(rows, lr: float, now, hp) -> None:
     warmup = round(WARMUP * hp.num_iterations)
     if now.step < warmup:
         lr = hp.muon_lr * now.step / warmup
-    first = average(rows, "exp_avg", rows.grad, now.momentum)
-    second = average(rows, "exp_avg_sq", rows.grad.square(), hp.matrix_beta2)
-    first = first / (1 - now.momentum ** (now.step + 1))
-    second = second / (1 - hp.matrix_beta2 ** (now.step + 1))
+    beta1, beta2, count = now.momentum, hp.matrix_beta2, now.step + 1
+    first = average(rows, "exp_avg", rows.grad, beta1) / (1 - beta1**count)
+    second = average(rows, "exp_avg_sq", rows.grad.square(), beta2) / (1 - beta2**count)
     move(rows, first / (second.sqrt() + EPS), lr, hp)
 
 

@@ -66,8 +66,10 @@ class Optimizers(t.Optimizers):
         super().__init__(model, hp, rank, world_size)
         self.begun = False  # the first forward pass of a step has begun
         self.taken_away: list[tuple] = []  # Rows, and their weights before take_away
+        names = {p: name for name, p in model.named_parameters()}
         for _, rows in self.groups:
             rows.shared = {}
+            rows.tail_shares = [tail_ema.share_of(names[p], p.ndim, hp) for p in rows.params]
         model.register_forward_pre_hook(self.begin)
 
     @torch.no_grad()
@@ -110,9 +112,14 @@ class Optimizers(t.Optimizers):
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:  # overrides
-        """Load what state_dict returned, as train_gpt.py does, or begin anew with {}."""
-        of_groups = {key: state for key, state in saved.items() if not key.endswith(", shared")}
-        super().load_state_dict(of_groups)
-        for _, rows in self.groups:
-            shared = saved.get(f"{rows.name}, shared", {})
-            rows.shared = {k: v.to(rows.own.device, copy=True) for k, v in shared.items()}
+        """Load what state_dict returned, as train_gpt.py does, or begin anew with {}. What ranks
+        share must be as the warm-up has made it."""
+        shared = {f"{rows.name}, shared": rows for _, rows in self.groups}
+        super().load_state_dict({key: saved[key] for key in saved if key not in shared})
+        for name, rows in shared.items():
+            made, rows.shared = rows.shared, {}
+            for key, value in saved.get(name, {}).items():
+                like = made.get(key)
+                if like is None or (value.shape, value.dtype) != (like.shape, like.dtype):
+                    raise RuntimeError(f"{name}: {key} is {value.dtype} {[*value.shape]}")
+                rows.shared[key] = value.to(like.device, copy=True)

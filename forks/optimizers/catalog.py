@@ -38,9 +38,3 @@ READ_WITH = {  # --norm_control
     "update_floor": ("floor", "radius"),
     "floor_rows": ("floor", "radius"),
 }
-
-
-def unread(hp) -> list[str]:
-    """Return the settings that the optimizer of hidden matrices does not read with these."""
-    names = [name for name, optimizers in UNREAD.items() if hp.optimizer in optimizers]
-    return names + [name for name, ways in READ_WITH.items() if hp.norm_control not in ways]

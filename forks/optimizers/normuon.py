@@ -19,16 +19,12 @@ POWER_STEPS = 5  # of power iteration, for that singular value
 FLOOR = {"norm_control": "floor", "update_floor": 0.35, "muon_lr": 0.0375}
 RECORDS = {
     "normuon": UNTUNED_ADAM | steps(3250, of=3300) | {"muon_lr": 0.035, "muon_decay": 0.025},
-    "normuon_floor": {"optimizer": "normuon"}
-    | UNTUNED_ADAM
-    | TORCH
-    | FLOOR
-    | {"num_iterations": 3250},
     "contra_muon": UNTUNED_ADAM | TORCH | FLOOR | {"num_iterations": 3225},
     "muloco": {"optimizer": "normuon", "num_iterations": 3210, "outer_period": 30}
     | UNTUNED_ADAM
     | HYPERBALL,
 }
+RECORDS["normuon_floor"] = RECORDS["contra_muon"] | {"optimizer": "normuon", "num_iterations": 3250}
 
 
 def equalised(rows, update: torch.Tensor, hp, least: float = 1e-10) -> torch.Tensor:

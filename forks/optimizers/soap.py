@@ -19,11 +19,8 @@ from norm_control import move
 EPS = 1e-8
 FIRST_EIGENVALUE = 0.1  # of KL-SOAP's estimates
 LARGEST_ROOT = 4000.0  # of 1 / sqrt(eigenvalue)
-RECORDS = {
-    "klsoap": UNTUNED_ADAM
-    | HYPERBALL
-    | {"num_iterations": 3125, "matrix_beta2": 0.9, "float32_gains": False}
-}
+KLSOAP = {"num_iterations": 3125, "matrix_beta2": 0.9, "float32_gains": False}
+RECORDS = {"klsoap": UNTUNED_ADAM | HYPERBALL | KLSOAP}
 RECORDS["klsoap_powercool"] = RECORDS["klsoap"] | {
     "optimizer": "klsoap",
     "num_iterations": 3040,

@@ -11,17 +11,24 @@ def take_away(rows, now) -> None:
     rows.gather(rows.own)
 
 
-def share_of_average(rows, hp):
-    """Return how far weights move to their average at the end, by hp.tail_shares: a number, or a
-    number for each matrix (n, 1, 1) if those of the first block have their own."""
+def share_of(name: str, ndim: int, hp) -> float:
+    """Return how far a parameter moves to its average at the end, by hp.tail_shares."""
     first_block, blocks, head, vectors, embed = hp.tail_shares
-    kinds = {"head": head, "vector": vectors, "embed": embed}
-    if rows.own.ndim < 3 or first_block == blocks:
-        return kinds.get(rows.name.split()[0], blocks)
-    n = len(rows.own)
-    number = torch.arange(rows.rank * n, (rows.rank + 1) * n, device=rows.own.device)
-    is_of_first = number >= rows.total - rows.total // hp.num_layers  # they come last
-    return torch.where(is_of_first, first_block, blocks)[:, None, None]
+    if ndim == 1:
+        return vectors
+    if name.startswith("blocks."):
+        return first_block if name.startswith("blocks.0.") else blocks
+    return head if name.startswith("lm_head") else embed
+
+
+def own_shares(rows):
+    """Return the shares of a rank's own rows: a number, or a number for each matrix (n, 1, 1)."""
+    if len(set(rows.tail_shares)) == 1:
+        return rows.tail_shares[0]
+    n, of_each = len(rows.own), rows.total // len(rows.params)
+    number = torch.arange(rows.rank * n, (rows.rank + 1) * n) // of_each
+    shares = torch.tensor(rows.tail_shares)[number.clamp(max=len(rows.params) - 1)]  # padding: any
+    return shares.to(rows.own.device)[:, None, None]
 
 
 def blend(rows, now, hp) -> None:
@@ -29,7 +36,7 @@ def blend(rows, now, hp) -> None:
     towards it. hp.tail_ema is where it begins, and its horizon. Results 45 (pull request 325) and
     46, which leave out the embedding."""
     first, horizon = hp.tail_ema
-    if rows.name.startswith("embed") and not hp.tail_shares[-1] and not hp.anchor[0]:
+    if not any(rows.tail_shares) and not hp.anchor[0]:
         return  # nothing would read it
     if now.step + 1 < round(first * hp.num_iterations):
         return
@@ -37,4 +44,4 @@ def blend(rows, now, hp) -> None:
         rows.state["tail average"] = rows.own.clone()
     average = rows.state["tail average"].lerp_(rows.own, 1 / max(horizon * hp.num_iterations, 1))
     if now.step + 1 == hp.num_iterations:
-        rows.own.add_((average - rows.own) * share_of_average(rows, hp))
+        rows.own.add_((average - rows.own) * own_shares(rows))

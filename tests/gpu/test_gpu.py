@@ -75,17 +75,17 @@ def test_compiled_head_and_loss_equal_float64(script, fp8, monkeypatch):
     if fp8:
         needs_fp8()
     cap, shares, divisor = {"logit_softcap": 15.0}, (1.0,), 1024
-    hp, more = replace(RECORD, fp8=fp8), ()
+    hp = replace(RECORD, fp8=fp8)
     if script is fork:
         cap, shares, divisor = {"logit_sigmoid": (23.0, 5.0, 7.5)}, (1.0, 0.5, 0.25), 1
-        hp, more = replace(D, fp8=fp8, tied_frac=0.0), (shares,)
+        hp = replace(D, fp8=fp8, tied_frac=0.0)
     monkeypatch.setattr(script.Head, "chunk_len", lambda self, device: 512)
     head = script.Head(hp).cuda()
     head.weight.data.normal_(0, 0.05)
     x = torch.randn(1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 50257, (1024,), device="cuda")
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
-    loss = head.loss(x, targets, *more)
+    monkeypatch.setattr(train_gpt.compilation, "allowed", True)
+    loss = test_loss.loss_of(head, x, targets, shares)
     loss.backward()
     value, grad_x, grad_w = test_loss.objective(x, head.weight, targets, cap, shares)
     tolerance = 0.07 if fp8 else 0.02
@@ -241,7 +241,7 @@ def test_all_kernels_are_found_right_for_the_record(script, record, monkeypatch)
     kernels, chosen = pytest.importorskip("gpu_kernels"), []
     device = torch.device("cuda")
     model = script.GPT(record).to(device)
-    monkeypatch.setattr(train_gpt.compiled, "allowed", True)
+    monkeypatch.setattr(train_gpt.compilation, "allowed", True)
     for _ in range(2):
         lines = []
         kernels.choose_kernels(model, record, device, train_gpt.all_reduce_, lines.append)
