@@ -321,10 +321,10 @@ def regular(path: str | Path) -> Path:
 
 
 class Shard(np.ndarray):
-    """The tokens (n,) uint16 of the file `path`, whose `stamp` was that when they were mapped."""
+    """The tokens (n,) uint16 of the file `path`, and its `stamp` when they were mapped."""
 
 
-def stamp_of(path: str | Path) -> tuple:
+def stamp_of(path: str | Path | int) -> tuple:
     """Return the size of a file in bytes, and the time of its last change; () if it is gone."""
     with contextlib.suppress(OSError):
         stat = os.stat(path)
@@ -335,8 +335,10 @@ def stamp_of(path: str | Path) -> tuple:
 def load_data_shard(path: str | Path) -> Shard:
     """Return the tokens of a shard, memory-mapped. The format is llm.c's: 256 little-endian int32
     (20240520, version 1, n, zeros), then n uint16. UserError for another."""
-    header = np.fromfile(regular(path), "<i4", 3).tolist()
-    size, _ = stamp = stamp_of(path)
+    with regular(path).open("rb") as file:
+        stamp = stamp_of(file.fileno())
+        header = np.fromfile(file, "<i4", 3).tolist()
+    size = stamp[0]
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
         reason = f"is not a whole shard: its {size} bytes begin with {header}, not {expected}"
@@ -405,16 +407,21 @@ def distributed_data_generator(batches, hp, rank, world_size, device, start_step
     """Yield this rank's part of each batch of plan_batches from start_step on, on its way to the
     device: inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences.
     UserError if a shard has become shorter, or has a token outside the vocabulary."""
+    open_shard, file = None, None  # one at a time: a shard that is replaced is read to its end
     for shard, pieces in batches[start_step:]:
+        if shard is not open_shard:
+            if file:
+                file.close()
+            open_shard, file = shard, open(shard.path, "rb")  # noqa: SIM115
         batch = []
-        with open(shard.path, "rb") as file:  # if it is shorter now, its memory map would kill us
-            for start, stop in pieces:
-                data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
-                tokens = np.frombuffer(data, "<u2", len(data) // 2)
-                if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
-                    reason = f"its tokens from {start} on are missing or wrong"
-                    raise UserError(f"{shard.path} has changed: {reason}")
-                batch.append(tokens)
+        for start, stop in pieces:
+            # From the file: if that has become shorter, its memory map would kill the process.
+            data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
+            tokens = np.frombuffer(data, "<u2", len(data) // 2)
+            if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
+                reason = f"its tokens from {start} on are missing or wrong"
+                raise UserError(f"{shard.path} has changed: {reason}")
+            batch.append(tokens)
         rows = np.concatenate(batch).reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
@@ -502,14 +509,14 @@ def compiled(function):
     return call
 
 
-SMALL = 0.8e6  # bytes of memory for each token of a sequence: 40 GB for 49152 tokens
+BYTES_PER_TOKEN = 0.8e6  # of a GPU's memory, for a sequence: 40 GB for 49152 tokens
 
 
 def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Say whether a GPU has fewer than SMALL bytes for each of so many tokens."""
+    """Say whether a GPU has less memory than BYTES_PER_TOKEN for so many tokens."""
     if device.type == "cpu":
         return False
-    return torch.cuda.get_device_properties(device).total_memory < SMALL * tokens
+    return torch.cuda.get_device_properties(device).total_memory < BYTES_PER_TOKEN * tokens
 
 
 def recomputed(function, *arguments):
@@ -1048,7 +1055,7 @@ def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
     `betas` replace hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
     if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)  # equal numbers
+        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
         rows.state["exp_avg"] = torch.zeros_like(rows.own)
         rows.state["exp_avg_sq"] = torch.zeros_like(rows.own)
     rows.state["step"] += 1
@@ -1284,11 +1291,13 @@ class Optimizers:
             rows.grad.mul_(grad_scale)
             version = rows.weights._version  # counts changes in place, also those of rows.own
             update = group.rule(rows, group.lr * now.lr, now, self.hp)
-            returns, changes = update is not None, rows.weights._version != version
-            if returns != bool(group.apply) or (returns and changes):
-                reason = "a rule changes rows.own, or with Group.apply returns an update, not both"
-                raise UserError(f"{rows.name}: {reason}: ranks would not have the same weights")
-            gathered.append(rows.gather(update if returns else rows.own))
+            if group.apply and (update is None or rows.weights._version != version):
+                reason = "has `apply`, so its rule must return an update and keep rows.own"
+                raise UserError(f"{rows.name}: the Group {reason}")
+            if not group.apply and update is not None:
+                reason = "has no `apply`, so its rule must change rows.own and return nothing"
+                raise UserError(f"{rows.name}: the Group {reason}")
+            gathered.append(rows.gather(update if group.apply else rows.own))
         for (group, rows), updates in zip(learning, gathered, strict=True):
             rows.wait()
             if group.apply:
@@ -1312,7 +1321,7 @@ class Optimizers:
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients.
         KeyError or RuntimeError if it cannot be the state of these groups."""
-        saved = {name.rstrip(): state for name, state in saved.items()}  # "scalar " had a blank
+        saved = {name.rstrip(): state for name, state in saved.items()}  # old ones had blanks
         if saved and saved.keys() != {rows.name for _, rows in self.groups}:
             raise RuntimeError(f"its groups are {', '.join(saved)}")
         for _, rows in self.groups:
@@ -1381,12 +1390,14 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
     """Compile everything before the clock starts: validate, and make the last steps, so many that
     all groups learn, on made-up tokens. The caller loads weights and state afterwards. Compilation
     leaves cycles that hold gigabytes: they are collected, and a second round reserves the memory of
-    the run, by twice the steps, because steps and validations divide memory differently. Forks with
-    several kinds of steps have another warm_up, in functions_2026.py."""
+    the run, by twice the steps, because steps and validations divide memory differently."""
     hp = model.hp
+    if compilation.allowed and any(now.seq_len != hp.seq_len for now in moments):
+        raise UserError("steps of several lengths: class Run needs warm_up, as functions_2026.py's")
     tokens = torch.arange(1, max(hp.seq_len, hp.val_seq_len) + 1, device=device)[None]
     val, x = (tokens[:, :size] % hp.vocab_size for size in (hp.val_seq_len, hp.seq_len))
     for count in (1, 2) if compilation.allowed else (1,):
+        optimizers.load_state_dict({})
         gc.collect()
         torch.cuda.empty_cache()
         evaluate(model, (val.int(), val), moments[-1], device)  # first: its blocks are larger
@@ -1395,8 +1406,8 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
 
 
 class Run:
-    """What a script trains with: names, and never an object. A fork subclasses Run, and sets what
-    it replaces, as GPT = MyGPT. Anything else it assigns, as train_gpt.muon = my_muon."""
+    """What a script trains with. There is no object of this class: a fork subclasses it, and sets
+    what it replaces, as GPT = MyGPT. Anything else it assigns, as train_gpt.muon = my_muon."""
 
     records = RECORDS
     default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
@@ -1411,6 +1422,9 @@ class Run:
         unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
         if unknown:
             raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
+
+
+IN_RUN = GPT, Optimizers, Moment, check, consecutive, warm_up  # no assignment replaces these
 
 
 def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
@@ -1451,8 +1465,8 @@ class Progress:
     """The steps of a run, as the host knows them: the host reads the result of a step, which
     train_step returns, while a GPU computes the next one.
 
-    So does a signal to stop arrive: note_signal notes it on any rank; the next train_step sums it
-    over all ranks, with the loss; when that result is read, it is `stop`, on all ranks alike."""
+    A signal to stop takes the same way. note_signal notes it, on any rank. The next train_step sums
+    it over all ranks, with the loss. When that result is read, it is `stop`, on all ranks alike."""
 
     def __init__(self, log: "Log", hp: Hyperparameters, step: int, seconds: float):
         self.log, self.hp = log, hp
@@ -1587,8 +1601,12 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
     leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
     reads a step's values during the next step. An .item() in a step would break this."""
+    if (GPT, Optimizers, Moment, check, consecutive, warm_up) != IN_RUN:
+        raise UserError("GPT, Optimizers, Moment, check, plan, warm_up: set them in a class Run")
     device, rank, world_size = start_device(hp.device)
     on_gpu = device.type == "cuda"
+    if world_size == 1:
+        refuse_tasks()
     if hp.batch_seqs % world_size:
         raise UserError(f"{world_size} ranks cannot share --batch_seqs {hp.batch_seqs} evenly")
 
@@ -1597,7 +1615,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     val_batch = validation_batch(hp, rank, world_size, device)
     batches = plan_batches(hp.train_files, hp, hp.num_iterations, run.plan, moments)
     model = build(run, hp, device)
-
+    optimizers = run.Optimizers(model, hp, rank, world_size)
     saved = beginning(run, hp, model)
     log = Log(run, hp, rank)
     first_step = saved.get("step", 0)
@@ -1606,7 +1624,6 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
     if first_step == hp.num_iterations:
         return log(f"the run {log.run_id} is finished")
-    optimizers = run.Optimizers(model, hp, rank, world_size)
 
     introduce(log, run, record, model, batches, world_size)
     if compilation.allowed:
@@ -1677,11 +1694,14 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 # Machine: devices, ranks, errors, the log, checkpoints, flags
 
 
+VISIBLE = r"\d|GPU-|MIG-"  # how CUDA_VISIBLE_DEVICES begins, unless it hides all GPUs
+
+
 def start_device(wanted: str) -> tuple[torch.device, int, int]:
     """Join the other ranks; return this one's device, its rank, their number. UserError if that is
     impossible."""
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    hidden = not re.match(VISIBLE, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if not local_rank.isdecimal() or int(local_rank) >= gpus:
@@ -1693,7 +1713,6 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     elif wanted == "auto" and not hidden and "GPU 0" in subprocess.getoutput("nvidia-smi -L"):
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        refuse_tasks()
         return device, 0, 1
     found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
@@ -2097,7 +2116,8 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     if record not in run.records:
         names = [n for n in run.records if n.replace("_", "").startswith(record.replace("_", ""))]
         if len(names) != 1:
-            raise UserError(f"--record {record}: must be one of {', '.join(names or run.records)}")
+            names = names or difflib.get_close_matches(record, run.records, 1) or run.records
+            raise UserError(f"--record {record}: must be one of {', '.join(names)}")
         record = names[0]
     default = run.records[record]
     parser = argparse.ArgumentParser(
@@ -2112,7 +2132,8 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     for cls in reversed(type(default).__mro__[:-1]):
         source = Path(inspect.getfile(cls)).read_text("utf-8")
         comments |= re.findall(r"^    (\w+): [^=\n]* = .*  # (.*)$", source, re.MULTILINE)
-    for f, value in zip(fields(default), vars(default).values(), strict=True):
+    for f in fields(default):
+        value = getattr(default, f.name)
         options = {"type": type(value), "choices": get_args(f.type) or None}
         if isinstance(value, bool):
             options = {"type": str.lower, "choices": ("on", "off", "true", "false")}

@@ -144,7 +144,7 @@ def without_effect(hp: Hyperparameters) -> list[tuple[str, str]]:
         ("norm_control", hp.update_floor or hp.norm_control != "floor", "--update_floor"),
         ("floor_rows", hp.update_floor, "--update_floor"),
         ("momentum_cooldown", hp.momentum_start != hp.momentum_end, "another --momentum_start"),
-        ("outer_period", hp.outer_period <= hp.num_iterations, "as many --num_iterations"),
+        ("outer_period", hp.outer_period <= 10**4, "a run of more steps than any record has"),
         ("tail_shares", any(hp.tail_ema), "--tail_ema"),
         ("anchor", any(hp.tail_ema), "--tail_ema"),
         ("tail_ema", any(hp.tail_shares) or any(hp.anchor), "--tail_shares or --anchor"),

@@ -25,8 +25,9 @@ gpu_kernels = pytest.importorskip("gpu_kernels", reason="Triton is not installed
 
 
 @pytest.fixture
-def small_fork(tmp_path) -> Path:
+def small_fork(tmp_path, monkeypatch) -> Path:
     """Return a fork in a folder of its own, with a module that has three quotes in a row."""
+    monkeypatch.delitem(sys.modules, "small_fork", raising=False)  # that of the tests
     path = tmp_path / "mine" / "small_fork.py"
     path.parent.mkdir()
     text = (HERE / "tests" / "small_fork.py").read_text()

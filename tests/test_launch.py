@@ -71,7 +71,7 @@ def test_a_signal_that_comes_before_the_program_ends_it(monkeypatch):
     begin = subprocess.Popen
 
     def begin_late(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
         return begin(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", begin_late)

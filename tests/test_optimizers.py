@@ -129,7 +129,7 @@ def test_a_rule_of_the_other_form_than_its_group_says_is_refused(group, rule, ti
     monkeypatch.setattr(train_gpt, group, rule)
     model = GPT(tiny)
     moments = [Moment(step, tiny) for step in range(3)]
-    with pytest.raises(UserError, match="a rule changes rows.own, or with Group.apply returns"):
+    with pytest.raises(UserError, match="so its rule must (return an update|change rows.own)"):
         train_gpt.warm_up(model, Optimizers(model, tiny), moments, torch.device("cpu"))
 
 

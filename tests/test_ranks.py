@@ -120,12 +120,14 @@ def check_ranks(flags: list[str], alone: Path, together: Path, ranks: int) -> No
 
 
 def stopped_by_one(words: list[str]) -> None:
-    """Run main, of which rank 1 gets a signal, and then says whether rank 0 has saved. That takes a
-    second."""
+    """Run main, of which rank 1 gets a signal, and then says whether rank 0 has saved. Rank 0 waits
+    some seconds for rank 1 to leave before that."""
     save = train_gpt.save_checkpoint
 
     def slowly(*arguments) -> None:
-        time.sleep(1)
+        end = time.monotonic() + 3
+        while not os.path.exists("left") and time.monotonic() < end:
+            time.sleep(0.1)
         save(*arguments)
 
     train_gpt.save_checkpoint = slowly
@@ -134,6 +136,7 @@ def stopped_by_one(words: list[str]) -> None:
     try:
         train_gpt.main(words)
     finally:
+        Path("left").touch()
         sys.stderr.write(f"saved: {[path.name for path in Path('logs/it').glob('*.pt')]}\n")
 
 

@@ -43,6 +43,14 @@ def test_each_flag_that_a_text_names_exists():
     assert len(named) > 80 and not named - exist
 
 
+@pytest.mark.parametrize("name", ["GPT", "Optimizers", "Moment", "check", "consecutive", "warm_up"])
+def test_what_a_run_names_is_not_replaced_by_an_assignment(name, elsewhere, monkeypatch, capsys):
+    """The run would train without it."""
+    monkeypatch.setattr(train_gpt, name, None)
+    _, err = error_of(["--record", "demo"], capsys)
+    assert "GPT, Optimizers, Moment, check, plan, warm_up: set them in a class Run" in err
+
+
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """Return an edited copy of train_gpt.py, alone in another folder: matrices learn faster."""

@@ -232,7 +232,7 @@ SHARES = (0.5, 0.5, 0.5, 0.5, 0.0)
         ("schedule_skip", (0.5, 0.0), (0.5, 0.1), {}, {}),
         ("cautious_decay", True, True, {"muon_decay": 0.0}, {"muon_decay": 0.1}),
         ("momentum_cooldown", (0.1, 0.5), (0.1, 0.5), {}, {"momentum_start": 0.85}),
-        ("outer_period", 6, 5, {}, {}),
+        ("outer_period", 10**6, 5, {}, {}),
         ("norm_control", "floor", "floor", {"muon_decay": 0.0}, {"update_floor": 0.35}),
         ("floor_rows", True, True, {}, {"update_floor": 0.35}),
     ],

@@ -74,7 +74,8 @@ def shards_needed(hp: Hyperparameters, run_class: type[Run]) -> int:
     cut, up to 1.6 (in the public logs, 424.7M tokens are read from 7 shards)."""
     moments = [run_class.Moment(step, hp) for step in range(hp.num_iterations)]
     read = 1.03 if getattr(hp, "align_to_documents", False) else 1.0
-    if any(getattr(now, "longest", 0) for now in moments):
+    cuts = any(getattr(now, "longest", 0) for now in moments)
+    if cuts and getattr(hp, "align_to_documents", True):
         read = 1.6
     batches = hp.batch_seqs * read * np.array([now.seq_len for now in moments])
     # No batch spans two shards, so a part of each shard may be left over.

@@ -30,12 +30,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 
 import console
 import script
-from train_gpt import FINEWEB, HERE, SMALL, Hyperparameters, RunSettings, UserError, fp8_supported
+from train_gpt import (
+    BYTES_PER_TOKEN,
+    FINEWEB,
+    HERE,
+    VISIBLE,
+    Hyperparameters,
+    RunSettings,
+    UserError,
+    fp8_supported,
+)
 
 # A GPU's line in nvidia-smi's list. Without a memory of its own, as in GB10, it has [N/A].
 GPU = re.compile(r"\S.*, (\d+ MiB|\[.+\])")
 
-SMALL_GB = SMALL * 49152 / 1e9  # runs on cards with less take smaller pieces (memory_is_small)
+SMALL_GB = BYTES_PER_TOKEN * 49152 / 1e9  # on cards with less, memory_is_small
 # Settings that do not change what a run reserves. Rates and the like do not either.
 FREE = {field.name for field in fields(RunSettings)} - {"compile", "kernels"}
 FREE |= {"seed", "epochs", "num_iterations", "val_tokens"}
@@ -78,7 +87,7 @@ def torch_here() -> str:
 def fault() -> str:
     """Return why torch cannot use the GPUs that nvidia-smi lists, and a remedy; "" if it can, if
     there are none, or if CUDA_VISIBLE_DEVICES hides them."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    hidden = not re.match(VISIBLE, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if hidden or torch.cuda.is_available() or not (gpus := gpus_and_complaints()[0]):
         return ""
     venv = HERE / ".venv"

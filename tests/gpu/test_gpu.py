@@ -176,6 +176,7 @@ def test_a_step_after_warm_up_neither_synchronises_nor_compiles(run):
     model = train_gpt.build(run, hp, device)
     optimizers = run.Optimizers(model, hp)
     moments = [run.Moment(step, hp) for step in range(hp.num_iterations + 1)]
+    train_gpt.gpu_kernels.choose_kernels(model, hp, device, train_gpt.all_reduce_)
     run.warm_up(model, optimizers, moments, device)
     tokens = documents(8193).to(device)
 
