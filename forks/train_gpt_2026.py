@@ -105,6 +105,10 @@ LAYERS_HC = (  # late attention reads the output of layer 7
     "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
     "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
+LAYERS_MEDIUM = (
+    "long+v0,short+v1,short+v2,short+v3,long+v4,short,short,short,"
+    "short,short+x6,short+x4,long+x2+v0+backout,short+v1,short+v2,short+v3,long+v4"
+)
 LAYERS_DEMO = "short+v0+pair,long+v1,short+x0+pair+backout,long+v2"
 
 
@@ -129,6 +133,12 @@ LATER_STAGES = (
 )
 STAGES_2026 = f"length=1+window=384+lr=1+targets=1/.5/.25,{LATER_STAGES}"
 STAGES_HC = f"length=1+window=384+lr=1+cap=896+targets=1/.5/.25,{LATER_STAGES}"
+STAGES_MEDIUM = (
+    "length=1+window=384+lr=1+targets=1/.5/.25,length=2+window=896+lr=1.52+targets=1/.5,"
+    "length=3+window=1408+lr=1.73,length=4+window=1664+lr=2,length=4+window=1920+lr=2,"
+    "length=4+window=2176+lr=2,length=4+window=2432+lr=2,length=4+window=2688+lr=2,"
+    "length=4+window=2944+lr=2+share=4,length=4+window=2944+lr=2"
+)
 STAGES_DEMO = (
     "length=1+window=256+lr=1+targets=1/.5/.25,length=2+window=256+lr=1.52+targets=1/.5,"
     "length=3+window=384+lr=1.73,length=3+window=384+lr=1.73"
@@ -143,6 +153,10 @@ ADAM_2026 = f"{ADAM_SHARED},x0+lr=.04+beta1=.65"
 ADAM_HC = (
     f"{ADAM_SHARED},x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,"
     "post+lr=.008+beta1=.9"
+)
+ADAM_MEDIUM = (
+    "head+lr=.004+decay=.75,embed+lr=.004+decay=.75,values+lr=.3+decay=.025,"
+    "scalar+lr=.04+beta1=.9+beta2=.99,smear+lr=4e-5,skip+lr=4e-5,x0+lr=.02"
 )
 
 # Groups of parameters, in their order in a step: their names as a pattern, and the group that takes
@@ -398,6 +412,34 @@ RECORDS = {
         muon_mul=(1.0, 1.0, 1.0),
         x_s=448 / 768**0.5,
         grad_s=448.0,
+    ),
+    # GPT-2 medium, to 2.92: 2026-01-04 made larger, with a second embedding of the token added in
+    # each layer, and gates of attention that learn by Muon (@classiclarryd, 2025-12-31).
+    "medium_2025-12-31": replace(
+        BIGRAM_HASH,
+        paired_heads=False,
+        bigram_rows=0,
+        num_iterations=4740,
+        cooldown_frac=0.7,
+        stages=STAGES_MEDIUM,
+        extension_frac=40 / 4740,
+        last_window=3456,
+        max_document_tokens=4096,
+        layers=LAYERS_MEDIUM,
+        num_layers=16,
+        num_heads=8,
+        model_dim=1024,
+        tied_frac=1 / 6,
+        yarn_window=1664,
+        gate_channels=16,
+        second_embed=True,
+        residual_lambda=1.05,
+        adam_groups=ADAM_MEDIUM,
+        adam_eps=1e-8,
+        muon_lr=0.015,
+        muon_mul=(2.0, 4.0, 2.0),
+        gate_mul=0.1,
+        fp8=False,
     ),
     # 2026-01-19 without two of its techniques. Here q, k, v and output of a layer learn with Muon's
     # factor 2, because the public script stores them as one matrix of 3072 rows. From 2026-01-19 on
