@@ -268,6 +268,14 @@ def test_records_begin_with_the_published_weights(name):
         assert set(signs.unique().tolist()) == {-1, 1} and abs(signs.mean()) < 0.02
 
 
+def test_medium_has_the_published_size_and_no_fp8():
+    """Five skip connections, with 16 channels of a gate each, are those of layers without one."""
+    with torch.device("meta"):
+        model = train_gpt_2026.GPT(FULL["M"])
+    assert sum(p.numel() for p in model.parameters()) == 613_420_437 + 5 * (1 + 16)
+    assert not FULL["M"].fp8
+
+
 # -----------------------------------------------------------------------------
 # Updates
 
