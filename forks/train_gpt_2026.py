@@ -1,4 +1,5 @@
-"""Train the NanoGPT-speedrun records of August 2025 to March 2026: a fork of train_gpt.py.
+"""Train the NanoGPT-speedrun records of August 2025 to March 2026, and GPT-2 medium's of December
+2025: a fork of train_gpt.py.
 
     torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026.py    # 2026-03-06_SimplifyHC
     ./run.sh forks/train_gpt_2026.py                                    # the same; on a CPU, a demo
@@ -413,8 +414,9 @@ RECORDS = {
         x_s=448 / 768**0.5,
         grad_s=448.0,
     ),
-    # GPT-2 medium, to 2.92: 2026-01-04 made larger, with a second embedding of the token added in
-    # each layer, and gates of attention that learn by Muon (@classiclarryd, 2025-12-31).
+    # GPT-2 medium, to 2.92 (@classiclarryd, 2025-12-31): nearly 2026-01-04 at 16 layers of width
+    # 1024. A second embedding of the token is added in each layer, gates learn by Muon, and YaRN
+    # ends with the fourth of twelve stages.
     "medium_2025-12-31": replace(
         BIGRAM_HASH,
         paired_heads=False,
