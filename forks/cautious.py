@@ -30,8 +30,8 @@ def polar_express(G: Tensor) -> Tensor:
 
 @t.compiled
 def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Return the update (..., rows, cols) with each neuron (along the longer side) divided by the
-    root of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491; in a
+    """Return the update (..., rows, cols) with each neuron (a row or a column) divided by the root
+    of its second moment; each matrix keeps its Frobenius norm: NorMuon (arXiv 2510.05491; in a
     record since @li_zichong, 2025). The second moment, (..., rows, 1) or (..., 1, cols), changes in
     place."""
     old = update.float()
@@ -43,10 +43,12 @@ def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     return (new * (before / after.clamp(min=1e-10))).type_as(update)
 
 
-def new_second_moment(grad: Tensor) -> Tensor:
-    """Return the zeros that normuon begins with, for gradients (..., rows, cols)."""
+def new_second_moment(grad: Tensor, by_row: bool = False) -> Tensor:
+    """Return the zeros that normuon begins with, for gradients (..., rows, cols). Neurons are rows
+    if so said, or if there are no fewer of them than columns."""
     height, width = grad.shape[-2:]
-    return grad.new_zeros(*grad.shape[:-2], *((height, 1) if height >= width else (1, width)))
+    neurons = (height, 1) if by_row or height >= width else (1, width)
+    return grad.new_zeros(*grad.shape[:-2], *neurons)
 
 
 def shape_factor(shape: torch.Size, factors: tuple[float, float, float]) -> float:

@@ -156,13 +156,13 @@ def as_pairs(parts: list[Tensor], rotary: tuple) -> tuple:
     return *parts, (cos, sin, factor)
 
 
-GATE_CHANNELS = 12  # channels of its input that a gate reads
+GATE_CHANNELS = 12  # channels of its input that a gate reads, if a record sets no other number
 
 
 def gate_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Return gates (..., n) between 0 and 1, from the first 12 channels of x (..., C) and a weight
-    (n, 12)."""
-    return torch.sigmoid(F.linear(x[..., :GATE_CHANNELS], weight.type_as(x)))
+    """Return gates (..., n) between 0 and 1, from the first channels of x (..., C), as many as a
+    weight (n, channels) has."""
+    return torch.sigmoid(F.linear(x[..., : weight.size(-1)], weight.type_as(x)))
 
 
 # -----------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def gate_of(x: Tensor, weight: Tensor) -> Tensor:
 @t.compiled
 def smeared(x: Tensor, gate_w: Tensor, factor: Tensor) -> Tensor:
     """Return embeddings (T, C), each with a gated share of the previous one, even if that is in
-    another document; gate_w is (1, 12), factor (1,)."""
+    another document; gate_w is (1, channels), factor (1,)."""
     share = factor * gate_of(x[1:], gate_w)
     return torch.cat([x[:1], x[1:] + (share * x[:-1]).type_as(x)])
 

@@ -1,4 +1,5 @@
-"""Train the NanoGPT-speedrun records of August 2025 to March 2026: a fork of train_gpt.py.
+"""Train the NanoGPT-speedrun records of August 2025 to March 2026, and GPT-2 medium's of December
+2025: a fork of train_gpt.py.
 
     torchrun --standalone --nproc_per_node=8 forks/train_gpt_2026.py    # 2026-03-06_SimplifyHC
     ./run.sh forks/train_gpt_2026.py                                    # the same; on a CPU, a demo
@@ -105,6 +106,10 @@ LAYERS_HC = (  # late attention reads the output of layer 7
     "short+pair,short+v0,short+v1+pair,long,short,short+pair,none+x3,"
     "short+backout,short+v2+in7,short+v3+in7+pair,long+v4+in7"
 )
+LAYERS_MEDIUM = (
+    "long+v0,short+v1,short+v2,short+v3,long+v4,short,short,short,"
+    "short,short+x6,short+x4,long+x2+v0+backout,short+v1,short+v2,short+v3,long+v4"
+)
 LAYERS_DEMO = "short+v0+pair,long+v1,short+x0+pair+backout,long+v2"
 
 
@@ -129,6 +134,12 @@ LATER_STAGES = (
 )
 STAGES_2026 = f"length=1+window=384+lr=1+targets=1/.5/.25,{LATER_STAGES}"
 STAGES_HC = f"length=1+window=384+lr=1+cap=896+targets=1/.5/.25,{LATER_STAGES}"
+STAGES_MEDIUM = (
+    "length=1+window=384+lr=1+targets=1/.5/.25,length=2+window=896+lr=1.52+targets=1/.5,"
+    "length=3+window=1408+lr=1.73,length=4+window=1664+lr=2,length=4+window=1920+lr=2,"
+    "length=4+window=2176+lr=2,length=4+window=2432+lr=2,length=4+window=2688+lr=2,"
+    "length=4+window=2944+lr=2+share=4,length=4+window=2944+lr=2"
+)
 STAGES_DEMO = (
     "length=1+window=256+lr=1+targets=1/.5/.25,length=2+window=256+lr=1.52+targets=1/.5,"
     "length=3+window=384+lr=1.73,length=3+window=384+lr=1.73"
@@ -144,6 +155,10 @@ ADAM_HC = (
     f"{ADAM_SHARED},x0+lr=.008+beta1=.9,bigram+lr=.008+beta1=.9,residual+lr=.04+beta1=.9,"
     "post+lr=.008+beta1=.9"
 )
+ADAM_MEDIUM = (
+    "head+lr=.004+decay=.75,embed+lr=.004+decay=.75,values+lr=.3+decay=.025,"
+    "scalar+lr=.04+beta1=.9+beta2=.99,smear+lr=4e-5,skip+lr=4e-5,x0+lr=.02"
+)
 
 # Groups of parameters, in their order in a step: their names as a pattern, and the group that takes
 # them if adam_groups has no row for this one.
@@ -151,10 +166,10 @@ GROUPS = {
     "head": (r"lm_head\.weight", "head"),
     "muon": (r"blocks\..*(weight|qkv_w)", "muon"),
     "embed": (r"embed\.weight", "embed"),
-    "values": (r"value_embeds\..*|bigram_embed\.weight", "values"),
+    "values": (r"value_embeds\..*|(bigram|second)_embed\.weight", "values"),
     "scalar": (r"skip_weights|blocks\..*lambdas|smear_lambda|backout_lambda", "scalar"),
-    "gates": (r"blocks\..*gate", "muon"),
-    "x0": (r"blocks\..*x0_lambda", "scalar"),
+    "gates": (r"blocks\..*gate", "gates"),  # learn by Muon, without a row of their own
+    "x0": (r"blocks\..*(x0|second)_lambda", "scalar"),
     "bigram": (r"blocks\..*bigram_lambda", "scalar"),
     "residual": (r"blocks\..*residual_lambda", "scalar"),
     "post": (r"blocks\..*post_lambda", "scalar"),
@@ -183,13 +198,16 @@ class Hyperparameters(t.Hyperparameters):
     head_init: float = 0.0  # initial standard deviation of the head
     tied_frac: float = 0.0  # share of scheduled steps with head and embedding tied
     yarn: bool = False  # YaRN: fit rotary frequencies and attn_scale to the window
+    yarn_window: int = 0  # longest window that YaRN fits them to, 0: no limit
     key_offset: bool = False  # long, unpaired: half of a key is the previous token's
     paired_heads: bool = False  # heads attend in pairs in layers with the word pair
     attention_gate: bool = False  # gate each head's output
     value_gate: bool = False  # gate value embeddings for each head
+    gate_channels: int = GATE_CHANNELS  # channels of its input that a gate reads
     gate_by_values: bool = False  # unpaired, value gates also read the value embedding
     skip_gate: bool = False  # gate skip connections
     smear: bool = False  # add to each embedding a gated share of the previous one
+    second_embed: bool = False  # add a second embedding of the token in each layer
     bigram_rows: int = 0  # rows of the bigram embedding table, 0: no table
     bigram_lambda: float = 0.1  # initial factor on bigram embeddings in each layer
     scaled_projections: bool = False  # attention's lambdas scale its projections' weights
@@ -203,6 +221,7 @@ class Hyperparameters(t.Hyperparameters):
     adam_groups: str = ""  # Adam's groups with settings of their own
     adam_every: int = 1  # steps between Adam's updates, which sum their gradients
     muon_mul: Triple = (2.0, 1.0, 1.0)  # factors on muon_lr: tall, wide, square matrices
+    gate_mul: float = 1.0  # factor on muon_lr: gates, where they learn by Muon
     muon_beta2: float = 0.0  # NorMuon's beta2, 0: plain Muon
     muon_decay: float = 0.0  # Muon's cautious weight decay, times lr^2
     polar_express: bool = False  # orthogonalise by Polar Express, not by Newton-Schulz
@@ -295,6 +314,11 @@ def check(hp: Hyperparameters) -> None:  # overrides
         ("paired_heads", hp.paired_heads and hp.num_heads % 2, "needs an even --num_heads"),
         ("gate_by_values", hp.gate_by_values and not hp.value_gate, "needs --value_gate on"),
         ("bigram_rows", hp.bigram_rows == 1, "must be 0 (no table), or 2 and more"),
+        (
+            "gate_channels",
+            hp.gate_channels % 2 or not 0 < hp.gate_channels <= hp.model_dim,
+            "must be even, above 0, and at most model_dim",
+        ),
         ("sublayer_lambdas", hp.sublayer_lambdas and not hp.x0_apart, "needs --x0_apart on"),
         (
             "layers",
@@ -389,6 +413,35 @@ RECORDS = {
         muon_mul=(1.0, 1.0, 1.0),
         x_s=448 / 768**0.5,
         grad_s=448.0,
+    ),
+    # GPT-2 medium, to 2.92 (@classiclarryd, 2025-12-31): nearly 2026-01-04 at 16 layers of width
+    # 1024. A second embedding of the token is added in each layer, gates learn by Muon, and YaRN
+    # ends with the fourth of twelve stages.
+    "medium_2025-12-31": replace(
+        BIGRAM_HASH,
+        paired_heads=False,
+        bigram_rows=0,
+        num_iterations=4740,
+        cooldown_frac=0.7,
+        stages=STAGES_MEDIUM,
+        extension_frac=40 / 4740,
+        last_window=3456,
+        max_document_tokens=4096,
+        layers=LAYERS_MEDIUM,
+        num_layers=16,
+        num_heads=8,
+        model_dim=1024,
+        tied_frac=1 / 6,
+        yarn_window=1664,
+        gate_channels=16,
+        second_embed=True,
+        residual_lambda=1.05,
+        adam_groups=ADAM_MEDIUM,
+        adam_eps=1e-8,
+        muon_lr=0.015,
+        muon_mul=(2.0, 4.0, 2.0),
+        gate_mul=0.1,
+        fp8=False,
     ),
     # 2026-01-19 without two of its techniques. Here q, k, v and output of a layer learn with Muon's
     # factor 2, because the public script stores them as one matrix of 3072 rows. From 2026-01-19 on
@@ -657,9 +710,9 @@ class CausalSelfAttention(nn.Module):
         self.gates_by_values = hp.gate_by_values and not layer.paired
         self.gate = self.value_gate = None
         if hp.attention_gate:
-            self.gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
+            self.gate = nn.Parameter(torch.zeros(hp.num_heads, hp.gate_channels))
         if hp.value_gate and layer.values is not None:
-            self.value_gate = nn.Parameter(torch.zeros(hp.num_heads, GATE_CHANNELS))
+            self.value_gate = nn.Parameter(torch.zeros(hp.num_heads, hp.gate_channels))
 
     def attend(self, q, k, v, mask: tuple | Tensor, scale: float) -> Tensor:
         """Attend as train_gpt.py does. tools/sample.py replaces this method by one that caches keys
@@ -673,7 +726,7 @@ class CausalSelfAttention(nn.Module):
             return value
         read = x
         if self.gates_by_values:
-            half = GATE_CHANNELS // 2
+            half = self.value_gate.size(1) // 2
             read = torch.cat([x[..., :half], value.flatten(2)[..., :half]], dim=-1)
         return 2 * gate_of(read, self.value_gate)[..., None] * value
 
@@ -721,11 +774,12 @@ class MLP(t.MLP):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP. An earlier output, x0 and bigrams may be added before.
+    """One layer: attention, then the MLP. An earlier output and embeddings (x0, the second one,
+    bigrams) may be added before.
 
     There are factors on the layer's input and on x0. With hp.sublayer_lambdas, each sublayer has
-    factors on the residual stream and on its output; x0 and bigrams are then added after attention,
-    so a layer without attention adds neither. Whatever differs between layers is an argument.
+    factors on the residual stream and on its output; embeddings are then added after attention, so
+    a layer without attention adds none. Whatever differs between layers is an argument.
     """
 
     def __init__(self, hp: Hyperparameters, layer: Layer):
@@ -734,7 +788,7 @@ class Block(nn.Module):
         self.mlp = MLP(hp)
         self.eps = hp.norm_eps
         self.lambdas = self.residual_lambda = self.post_lambda = None
-        self.x0_lambda = self.bigram_lambda = None
+        self.x0_lambda = self.second_lambda = self.bigram_lambda = None
         if hp.sublayer_lambdas:
             sublayers = 1 if self.attn is None else 2
             self.residual_lambda = nn.Parameter(torch.full((sublayers,), hp.residual_lambda))
@@ -746,15 +800,20 @@ class Block(nn.Module):
         mixes = self.attn is not None or not hp.sublayer_lambdas
         if mixes and hp.x0_apart:
             self.x0_lambda = nn.Parameter(torch.zeros(1))
+        if mixes and hp.second_embed:
+            self.second_lambda = nn.Parameter(torch.zeros(1))
         if mixes and hp.bigram_rows:
             self.bigram_lambda = nn.Parameter(torch.tensor([hp.bigram_lambda]))
 
-    def added(self, x0: Tensor, bigram: Tensor | None) -> Tensor | None:
-        """Return the sum of the layer's shares of x0 and of the bigram embedding, if it has any."""
+    def added(self, x0: Tensor, second: Tensor | None, bigram: Tensor | None) -> Tensor | None:
+        """Return the sum of the layer's shares of x0, of the second embedding and of the bigram
+        embedding, if it has any."""
         if self.x0_lambda is None and self.lambdas is None:
             return None
         share = self.lambdas[1] if self.x0_lambda is None else self.x0_lambda[0]
         out = share * x0
+        if second is not None:
+            out = out + self.second_lambda[0] * second
         return out if bigram is None else out + self.bigram_lambda[0] * bigram
 
     def kept(self, x: Tensor, sublayer: int) -> Tensor:
@@ -802,7 +861,9 @@ class GPT(t.GPT):
         for table in tables.values():
             table.weight.data *= hp.value_init
         self.value_embeds = nn.ModuleDict({"embed": nn.ModuleDict(tables)})
-        self.bigram_embed = None
+        self.second_embed = self.bigram_embed = None
+        if hp.second_embed:
+            self.second_embed = nn.Embedding(hp.vocab_size, hp.model_dim)
         if hp.bigram_rows:
             zeros = torch.zeros(hp.bigram_rows, hp.model_dim)
             self.bigram_embed = nn.Embedding.from_pretrained(zeros, freeze=False)
@@ -811,9 +872,9 @@ class GPT(t.GPT):
         self.skip_weights = nn.Parameter(torch.full((skips,), -1.5 if hp.skip_gate else 1.0))
         self.skip_gates = self.smear_gate = self.smear_lambda = self.backout_lambda = None
         if hp.skip_gate:
-            self.skip_gates = nn.Parameter(torch.zeros(skips, GATE_CHANNELS))
+            self.skip_gates = nn.Parameter(torch.zeros(skips, hp.gate_channels))
         if hp.smear:
-            self.smear_gate = nn.Parameter(torch.zeros(1, GATE_CHANNELS))
+            self.smear_gate = nn.Parameter(torch.zeros(1, hp.gate_channels))
             self.smear_lambda = nn.Parameter(torch.zeros(1))
         if any(layer.backout for layer in self.layers):
             self.backout_lambda = nn.Parameter(torch.tensor([0.5]))
@@ -826,6 +887,8 @@ class GPT(t.GPT):
     def tables(self) -> list[nn.Module]:  # overrides
         """Return the vocabulary tables that are bfloat16 on CUDA."""
         tables = [self.embed, self.value_embeds]
+        if self.second_embed is not None:
+            tables.append(self.second_embed)
         if self.bigram_embed is not None:
             tables.append(self.bigram_embed)
         if self.hp.tied_frac:
@@ -834,10 +897,13 @@ class GPT(t.GPT):
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # overrides
         """Return the smeared embeddings (T, C) of tokens (T,), and what else layers add: rows of
-        each value table by its name, and of the bigram table by "bigram"."""
+        each value table by its name, of the second table by "second", of the bigram table by
+        "bigram"."""
         x = t.look_up(input_seq, (self.lm_head if self.tied else self.embed).weight)
         tables = self.value_embeds["embed"].items()
         more = {name: t.look_up(input_seq, table.weight) for name, table in tables}
+        if self.second_embed is not None:
+            more["second"] = t.look_up(input_seq, self.second_embed.weight)
         x, bigrams = self.with_the_token_before(x, input_seq)
         if bigrams is not None:
             more["bigram"] = t.look_up(bigrams, self.bigram_embed.weight)
@@ -872,7 +938,9 @@ class GPT(t.GPT):
         factor () on q."""
         windows = ()
         if self.hp.yarn:
-            windows = tuple(stage.window for stage in stages_until(now.step, self.hp))
+            limit = self.hp.yarn_window or math.inf
+            begun = [stage.window for stage in stages_until(now.step, self.hp)]
+            windows = tuple(window for window in begun if window <= limit)
         if windows not in self.frequencies:
             frequency = t.rotary_frequencies(self.hp, position.device)
             self.frequencies[windows] = yarn(frequency, windows)
@@ -902,11 +970,14 @@ class GPT(t.GPT):
     @t.compiled
     def run_graph(self, start: int, stop: int, streams: dict, rotary, masks) -> dict:
         """Run the layers from start to stop, if there are so many. Return the streams (1, T, C)
-        with those of these layers: x; x0, the embeddings; what later layers read of layer i,
-        "output i" and "normed i"; and backout, of which a share is subtracted at the end."""
+        with those of these layers: x; x0 and second, the embeddings; what later layers read of
+        layer i, "output i" and "normed i"; and backout, of which a share is subtracted at the
+        end."""
         streams, hp = dict(streams), self.hp
         if start == 0:
             streams["x"] = streams["x0"] = t.norm(streams["x"], hp.norm_eps)[None]
+            if "second" in streams:
+                streams["second"] = t.norm(streams["second"], hp.norm_eps)[None]
         for i in range(start, min(stop, len(self.layers))):
             layer, block, bigram = self.layers[i], self.blocks[i], streams.get("bigram")
             x = streams["x"]
@@ -916,7 +987,8 @@ class GPT(t.GPT):
                 # By sublayer, bigrams are added after attention; layer 0's attention reads them.
                 x = x + block.bigram_lambda[0] * bigram
                 bigram = None
-            added, value = block.added(streams["x0"], bigram), streams.get(layer.values)
+            added = block.added(streams["x0"], streams.get("second"), bigram)
+            value = streams.get(layer.values)
             mask, source = masks.get(layer.mask), streams.get(f"normed {layer.source}")
             x = streams["x"] = block(x, added, value, rotary[layer.paired], mask, source)
             if any(later.skip_from == i for later in self.layers):
@@ -954,21 +1026,28 @@ class GPT(t.GPT):
 # Optimizers: Polar Express, NorMuon, cautious weight decay, Adam at every second step
 
 
+def is_of_gates(rows) -> bool:
+    """Say whether rows are gates that learn by Muon. Their neurons are rows, one for each head."""
+    return rows.name.startswith("gates")
+
+
 def muon(rows, lr, now: Moment, hp: Hyperparameters) -> Tensor:  # overrides
     """Return the update of Muon. With muon_beta2 it is NorMuon's."""
     orthogonalise = cautious.polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
     update = t.muon(rows, lr, now, hp, orthogonalise)
     if hp.muon_beta2:
         if "second_moment" not in rows.state:
-            rows.state["second_moment"] = cautious.new_second_moment(rows.grad)
+            zeros = cautious.new_second_moment(rows.grad, by_row=is_of_gates(rows))
+            rows.state["second_moment"] = zeros
         update = cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
     return update
 
 
 def apply_muon(rows, updates: Tensor, lr, now: Moment, hp: Hyperparameters) -> None:  # overrides
-    """Subtract all ranks' updates from the weights. muon_mul has factors on lr. With muon_decay,
-    weights decay cautiously, by muon_decay * lr^2."""
-    scaled_lr = lr * cautious.shape_factor(updates.shape, hp.muon_mul)
+    """Subtract all ranks' updates from the weights. muon_mul has factors on lr, and gate_mul that
+    of gates. With muon_decay, weights decay cautiously, by muon_decay * lr^2."""
+    factor = cautious.shape_factor(updates.shape, hp.muon_mul)
+    scaled_lr = lr * (hp.gate_mul if is_of_gates(rows) else factor)
     if hp.muon_decay:
         rates = cautious.numbers(scaled_lr, lr * hp.muon_decay)
         cautious.decayed_step_(rows.weights, updates, updates, *rates)
@@ -998,7 +1077,7 @@ class Optimizers(t.Optimizers):
         lrs = {"head": hp.head_lr, "embed": hp.embed_lr, "values": hp.embed_lr}
         groups = []
         for name, params in members.items():
-            if name == "muon":
+            if name == "muon" or (name == "gates" and name not in own):
                 groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2, apply=apply_muon))
                 continue
             row = own.get(name, {})

@@ -95,9 +95,9 @@ def softcapped_loss(logits: Tensor, targets: Tensor, cap) -> Tensor:
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
-    """x (T, C), weight (n, 12): n numbers between 0 and 1 for each token, (T, n), of its first 12
-    channels."""
-    return torch.sigmoid(x[:, :12] @ weight.T)
+    """x (T, C), weight (n, 12) or (n, 16): n numbers between 0 and 1 for each token, (T, n), of its
+    first 12 or 16 channels."""
+    return torch.sigmoid(x[:, : weight.shape[1]] @ weight.T)
 
 
 def mlp(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:

@@ -17,7 +17,7 @@ import train_gpt_2026
 import train_gpt_2026_08 as later
 import train_gpt_track3 as track3
 from conftest import language
-from frontier.small_runs import AUGUST, JULY, LAST, ROW, WORDS, D, plain_fp8_mlp, table_of
+from frontier.small_runs import AUGUST, JULY, LAST, ROW, WORDS, D, M, plain_fp8_mlp, table_of
 from ngram_table import NgramTable
 from runs import (
     Program,
@@ -41,6 +41,7 @@ SAVED = f"{OF_DEMO} --save_every 2 --keep 9"
 # stage, at its end, where the head has left the embedding, within a cycle of the n-gram table.
 RUNS = {
     "train_gpt": (train_gpt.Run, SAVED, [4]),
+    "medium": (train_gpt_2026.Run, f"{WORDS} {ROW[M]}", [6]),
     "2026-03": (train_gpt_2026.Run, f"{WORDS} {ROW[D]}", [2, 6]),
     "2026-07": (later.Run, JULY, [6]),
     "2026-08": (later.Run, AUGUST, [4, 6]),

@@ -15,7 +15,7 @@ import sample
 import train_gpt
 import train_gpt_2026
 from conftest import ROOT, at_window
-from frontier.small_runs import ROW, SIZES, C, D
+from frontier.small_runs import ROW, SIZES, C, D, M
 from sample import Decoder, choose
 from tokenizer import GPT2
 from train_gpt import BLOCK, RECORDS, Moment
@@ -24,10 +24,10 @@ END = 63  # begins a document, where tokens are 64
 TOKENIZER = GPT2(RECORDS["demo"].end_of_text)
 
 
-@pytest.fixture(params=["blocks", "tokens", C, D])
+@pytest.fixture(params=["blocks", "tokens", C, D, M])
 def model(request, tiny, randomize, monkeypatch) -> train_gpt.GPT:
     """Return a model of random weights with all kinds of layers: of train_gpt.py, under either rule
-    of windows, or of two records of the fork."""
+    of windows, or of three records of the fork."""
     if request.param in ROW:
         words = f"{ROW[request.param]} {SIZES} --vocab_size 64 --end_of_text {END} --tied_frac 0"
         words += " --tokenizer none --num_heads 4 --head_dim 8"

@@ -1,6 +1,6 @@
-"""Five records read from the published facts in plain float64, sharing no code with them:
-2025-08-23 (row A, whose model is in reference.py), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5,
-which is C with five value tables) and 2026-03-06 (D)."""
+"""Six records read from the published facts in plain float64, sharing no code with them:
+2025-08-23 (row A, whose model is in reference.py), GPT-2 medium of 2025-12-31 (M), 2026-01-04 (B),
+2026-01-19 (C), 2026-01-26 (C5, which is C with five value tables) and 2026-03-06 (D)."""
 
 import math
 import re
@@ -82,7 +82,7 @@ def loss(capped: Tensor, targets: Tensor, weights, before=None, share=0.0) -> tu
 
 
 # -----------------------------------------------------------------------------
-# Rows B, C, C5 and D: what differs between them
+# Rows M, B, C, C5 and D: what differs between them
 
 
 class Layer(NamedTuple):
@@ -123,7 +123,12 @@ LAYERS_D = [
     )
     for i, layer in enumerate(LAYERS_C)
 ]
-BACKOUT = 7  # the layer whose output is taken out again at the end
+LONG_M, TABLES_M, SKIPS_M = (0, 4, 11, 15), [*range(5)] + [None] * 6 + [*range(5)], [6, 4, 2]
+LAYERS_M = [
+    Layer("long" if i in LONG_M else "short", TABLES_M[i], shifted=i in LONG_M) for i in range(16)
+]
+for i, below in enumerate(SKIPS_M, 9):
+    LAYERS_M[i] = LAYERS_M[i]._replace(skip=below)
 
 ADAM_B = {  # times the learning rate .008, betas, times the decay .005
     "lm_head.weight": (1, (0.5, 0.95), 150),
@@ -151,17 +156,34 @@ ADAM_D = ADAM_C | {
     "blocks.bigram_lambda": (1, (0.9, 0.95), 0),
 }
 del ADAM_D["blocks.lambdas"]
+ADAM_M = {  # times .004; only decays are as above
+    "lm_head.weight": (1, (0.8, 0.95), 150),
+    "embed.weight": (1, (0.8, 0.95), 150),
+    "value_embeds.embed.weight": (75, (0.8, 0.95), 5),
+    "second_embed.weight": (75, (0.8, 0.95), 5),
+    "blocks.x0_lambda": (5, (0.8, 0.95), 0),
+    "blocks.second_lambda": (5, (0.8, 0.95), 0),
+    "smear_gate": (0.01, (0.8, 0.95), 0),
+    "skip_gates": (0.01, (0.8, 0.95), 0),
+}
+SCALARS_M = ("blocks.lambdas", "blocks.attn.lambdas", "smear_lambda", "backout_lambda")
+for name in (*SCALARS_M, "skip_weights"):
+    ADAM_M[name] = (10, (0.9, 0.99), 0)
 NORMUON_B = {  # times the learning rate .023; q, k, v and o lie in one tall matrix and get its 2
     "blocks.attn.qkv_w": 2,
     "blocks.attn.c_proj.weight": 2,
     "blocks.mlp.c_fc.weight": 2,
     "blocks.mlp.c_proj.weight": 4,
 }
+NORMUON_M = NORMUON_B | {"blocks.attn.gate": 0.1, "blocks.attn.value_gate": 0.1}  # times .015
 NORMUON_C = NORMUON_B | {"blocks.attn.qkv_w": 1, "blocks.attn.c_proj.weight": 1}
 
 
+BLOCKS = [(3, 1), (7, 3), (11, 5), (13, 6)]  # long and short windows by stage
+
+
 class Row(NamedTuple):
-    """A record from row B on. It has `steps` in three stages, and an extension."""
+    """A later record. It has `steps` in stages, three but in row M, and an extension."""
 
     layers: list[Layer]
     steps: int
@@ -177,6 +199,15 @@ class Row(NamedTuple):
     sublayer_lambdas: bool = False
     extension: int = 40  # steps
     beta2: float = 0.95  # NorMuon's
+    backout: int = 7  # the layer whose output is taken out again at the end
+    blocks: list[tuple[int, int]] = BLOCKS
+    last_window: int = 20  # in blocks
+    longest_turned: int = 999  # YaRN ends with this window, in blocks
+    largest: int = 3  # the largest batch, as a multiple of the first one
+    rates: tuple[Fraction, ...] = (Fraction(1), Fraction(152, 100), Fraction(173, 100))
+    adam_lr: float = 0.008
+    adam_eps: float = 1e-10
+    muon_lr: float = 0.023
 
 
 def thirds(steps: int) -> list[Fraction]:
@@ -194,6 +225,26 @@ B = Row(
     adam=ADAM_B,
     normuon=NORMUON_B,
     bigrams=False,
+)
+ALL_M = [3, 7, 11, 13, 15, 17, 19, 21, 23, 23, 23, 23, 23]  # by twelfths, and in the extension
+M = B._replace(
+    layers=LAYERS_M,
+    steps=4700,
+    ends=[Fraction(k * 4700, 12) for k in range(1, 13)],
+    cooldown=Fraction(70, 100),
+    split=785,
+    adam=ADAM_M,
+    normuon=NORMUON_M,
+    caps=(4096, 4096, 4096),
+    backout=11,
+    blocks=[(long, min(11, long // 2)) for long in ALL_M],
+    last_window=27,
+    longest_turned=13,
+    largest=4,
+    rates=(*B.rates, Fraction(2)),
+    adam_lr=0.004,
+    adam_eps=1e-8,
+    muon_lr=0.015,
 )
 C = B._replace(
     layers=LAYERS_C,
@@ -321,6 +372,8 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
     turns = rotary(row, step, w["blocks.0.attn.qkv_w"].shape[1] // heads // 4)
 
     x = x0 = rms_norm(smear(w["embed.weight"][tokens], w["smear_gate"], w["smear_lambda"]))
+    if "second_embed.weight" in w:
+        second = rms_norm(w["second_embed.weight"][tokens])
     if row.bigrams:
         table = w["bigram_embed.weight"]
         bigram = table[bigram_rows(tokens.tolist(), len(table))]
@@ -330,7 +383,8 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
     for i, layer in enumerate(row.layers):
         name = f"blocks.{i}"
         if layer.skip is not None:
-            open_ = torch.sigmoid(w["skip_weights"][0]) * 2 * gate(x0, w["skip_gates"][:1])
+            k = i - len(row.layers)
+            open_ = torch.sigmoid(w["skip_weights"][k]) * 2 * gate(x0, w["skip_gates"][k, None])
             x = x + open_ * outputs[layer.skip]
         if layer.window:
             mask = masks[layer.window, layer.paired]
@@ -338,6 +392,8 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
 
         if not row.sublayer_lambdas:
             x = w[f"{name}.lambdas"] * x + w[f"{name}.x0_lambda"] * x0
+            if "second_embed.weight" in w:
+                x = x + w[f"{name}.second_lambda"] * second
             if row.bigrams:
                 x = x + w[f"{name}.bigram_lambda"] * bigram
             if layer.window:
@@ -352,7 +408,7 @@ def capped_logits(row: Row, w: dict[str, Tensor], tokens: Tensor, step: int, hea
                     x = x + w[f"{name}.bigram_lambda"] * bigram
             x = residual[-1] * x + post[-1] * mlp(rms_norm(x), w, f"{name}.mlp")
         outputs.append(x)
-    x = rms_norm(x - w["backout_lambda"] * outputs[BACKOUT])
+    x = rms_norm(x - w["backout_lambda"] * outputs[row.backout])
     return reference.soft_capped(x @ w["lm_head.weight"].T, (23.0, 5.0, 7.5))
 
 
@@ -393,27 +449,30 @@ def muon_step(p: Tensor, g: Tensor, state: dict, lr: float, momentum: float) -> 
     p -= lr * quintics(x / (x.norm() + 1e-7), QUINTIC_A)
 
 
-def equal_neurons(x: Tensor, state: dict, beta2: float) -> Tensor:
-    """Each neuron, a row of the matrix stood upright, is divided by the running root mean square of
-    its updates (from 0, not corrected), and the whole brought back to its old norm."""
-    square = x.pow(2).mean(1 if x.shape[0] >= x.shape[1] else 0, keepdim=True)
+def equal_neurons(x: Tensor, state: dict, beta2: float, rows: bool = False) -> Tensor:
+    """Each neuron, a row of the matrix stood upright (of gates, a row), is divided by the running
+    root mean square of its updates (from 0, not corrected), and the whole brought back to its old
+    norm."""
+    square = x.pow(2).mean(1 if rows or x.shape[0] >= x.shape[1] else 0, keepdim=True)
     state["square"] = beta2 * state.get("square", 0 * square) + (1 - beta2) * square
     v = x / state["square"].clamp(min=1e-10).sqrt()
     return v * x.pow(2).sum().sqrt() / v.pow(2).sum().sqrt().clamp(min=1e-10)
 
 
-def normuon_step(p, g, state: dict, lr: float, lr_factor, momentum: float, beta2: float) -> None:
+def normuon_step(
+    p, g, state: dict, lr: float, lr_factor, momentum: float, beta2: float, rows: bool = False
+) -> None:
     """From row B on, one matrix. Decay is of the learning rate squared, once with the matrix's
     factor, where update and weight do not disagree: a zero update decays."""
     x = nesterov(g, state, momentum)
     x = quintics(x / (1.02 * x.norm() + 1e-6), POLAR_EXPRESS)
-    v = equal_neurons(x, state, beta2)
+    v = equal_neurons(x, state, beta2, rows)
     agrees = (v * p >= 0).double()
     p -= lr_factor * lr * v + lr_factor * lr * 1.2 * lr * p * agrees
 
 
 def adam_step(
-    p: Tensor, g: Tensor, state: dict, lr: float, betas: tuple[float, float], decay: float
+    p: Tensor, g: Tensor, state: dict, lr: float, betas: tuple[float, float], decay, eps=1e-10
 ) -> None:
     """Epsilon is added to the root before the correction of the bias. Decay is lr squared * decay,
     where update and weight have one sign; `lr` has the parameter's own factor in it."""
@@ -422,7 +481,7 @@ def adam_step(
     state["m"] = beta1 * state.get("m", torch.zeros_like(g)) + (1 - beta1) * g
     state["v"] = beta2 * state.get("v", torch.zeros_like(g)) + (1 - beta2) * g * g
     corrected_lr = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    update = corrected_lr * state["m"] / (state["v"].sqrt() + 1e-10)
+    update = corrected_lr * state["m"] / (state["v"].sqrt() + eps)
     agrees = (update * p > 0).double()
     p -= update + lr * lr * decay * p * agrees
 
@@ -458,9 +517,10 @@ def rule(row: Row, name: str, step: int) -> partial | None:
     m, momentum = float(multiplier(row, step)), float(momentum_of(row, step))
     if name in row.normuon:
         numbers = {"lr_factor": row.normuon[name], "momentum": momentum, "beta2": row.beta2}
-        return partial(normuon_step, lr=0.023 * m, **numbers)
+        return partial(normuon_step, lr=row.muon_lr * m, rows="gate" in name, **numbers)
     factor, betas, decay = row.adam[name]
-    adam = partial(adam_step, lr=0.008 * m * factor, betas=betas, decay=0.005 * decay)
+    numbers = {"betas": betas, "decay": 0.005 * decay, "eps": row.adam_eps}
+    adam = partial(adam_step, lr=row.adam_lr * m * factor, **numbers)
     return None if step % 2 == 0 else adam
 
 
@@ -517,19 +577,17 @@ def windows_a(step: int) -> tuple[int, int]:
 
 
 # -----------------------------------------------------------------------------
-# Schedules from row B on: three stages, and an extension
-
-BLOCKS = [(3, 1), (7, 3), (11, 5), (13, 6)]  # long and short windows by stage
+# Schedules of all other rows: stages, and an extension
 
 
 def stage(row: Row, step: int) -> int:
-    """0, 1, 2, and 3 for the extension."""
+    """0, 1, 2, ..., and the last number for the extension."""
     return sum(step >= end for end in row.ends)
 
 
 def tokens_of(row: Row, step: int) -> int:
     """A sequence's; the extension's are the last stage's."""
-    return 16384 * (min(stage(row, step), 2) + 1)
+    return 16384 * (min(stage(row, step), row.largest - 1) + 1)
 
 
 def document_cap(row: Row, step: int) -> int:
@@ -539,8 +597,8 @@ def document_cap(row: Row, step: int) -> int:
 def multiplier(row: Row, step: int) -> Fraction:
     """Of all learning rates: it grows with the batch, with it or a step after it, and falls to the
     floor over the last steps before the extension."""
-    grown = sum(step > end if row.lr_is_late else step >= end for end in row.ends[:2])
-    m = [Fraction(1), Fraction(152, 100), Fraction(173, 100)][grown]
+    changes = row.ends[: len(row.rates) - 1]
+    m = row.rates[sum(step > end if row.lr_is_late else step >= end for end in changes)]
     left = (1 - Fraction(step, row.steps)) / row.cooldown
     left = min(max(left, Fraction(0)), Fraction(1))
     return m * left + row.floor * (1 - left)
@@ -555,21 +613,22 @@ def momentum_of(row: Row, step: int) -> Fraction:
 def windows(row: Row, step: int) -> tuple[int, int]:
     """Long and short in tokens, or in places. The step after all is the last validation, with a
     long window of its own."""
-    long, short = BLOCKS[stage(row, step)]
+    long, short = row.blocks[stage(row, step)]
     if step >= row.steps + row.extension:
-        long = 20
+        long = row.last_window
     return 128 * long, 128 * short
 
 
 def rotary(row: Row, step: int, pairs: int = 32) -> tuple[list[float], float]:
     """Frequencies and attention's scale; the last validation's window does not change them."""
-    return yarn([long for long, _ in BLOCKS[: stage(row, step) + 1]], pairs)
+    begun = [long for long, _ in row.blocks[: stage(row, step) + 1]]
+    return yarn([long for long in begun if long <= row.longest_turned], pairs)
 
 
 def target_weights(row: Row, step: int) -> list[Fraction]:
     """Of the next token and those after it; the last of each stage fades to 0 within it, and is
     gone in the next."""
-    first, second, _ = row.ends
+    first, second, *_ = row.ends
     if stage(row, step) == 0:
         return [Fraction(1), Fraction(1, 2), Fraction(1, 4) * (1 - Fraction(step) / first)]
     if stage(row, step) == 1:

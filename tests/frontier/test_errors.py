@@ -13,7 +13,7 @@ from runs import error_of
 from train_gpt_2026 import LAYERS_HC
 
 BAD_2026 = f"""save_every 3;grad_clip 1;tied_frac .5 --vocab_size 500 --end_of_text 499
-key_offset on --rope full
+key_offset on --rope full;gate_channels 15;gate_channels 34
 layers {LAYERS_HC} --num_layers 8;extension_frac 1;gate_by_values on --value_gate off
 stages length=1+widow=2;stages length=two;stages cap=100 --align_to_documents off
 adam_groups heads+lr=1;adam_groups head+rate=1;adam_groups head+decay=1 --adam_rule torch"""

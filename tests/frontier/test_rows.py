@@ -1,6 +1,6 @@
-"""The records of 2025-08-23 (row A), 2026-01-04 (B), 2026-01-19 (C), 2026-01-26 (C5), 2026-03-06
-(D), and of May, July and August 2026 against their float64 reading: first weights, loss and
-gradients, whole steps of the optimizers, schedules."""
+"""The records of 2025-08-23 (row A), GPT-2 medium of 2025-12-31 (M), 2026-01-04 (B), 2026-01-19
+(C), 2026-01-26 (C5), 2026-03-06 (D), and of May, July and August 2026 against their float64
+reading: first weights, loss and gradients, whole steps of the optimizers, schedules."""
 
 import re
 from dataclasses import replace
@@ -21,6 +21,7 @@ from tokenizer import GPT2
 
 RECORDS = {
     "A": (train_gpt_2026, "2025-08-23_SparseAttnGate"),
+    "M": (train_gpt_2026, "medium_2025-12-31"),
     "B": (train_gpt_2026, "2026-01-04_MixedPrecisionInterweavedOptimizer"),
     "C": (train_gpt_2026, "2026-01-19_BigramHashEmbedding"),
     "C5": (train_gpt_2026, "2026-01-26-UntieValueEmbeddings"),
@@ -31,9 +32,9 @@ RECORDS = {
 }
 SCRIPT = {name: script for name, (script, _) in RECORDS.items()}
 FULL = {name: script.RECORDS[record] for name, (script, record) in RECORDS.items()}
-ROW = {"B": exact.B, "C": exact.C, "C5": exact.C5, "D": exact.D}
+ROW = {"M": exact.M, "B": exact.B, "C": exact.C, "C5": exact.C5, "D": exact.D}
 ROW |= {"May": newest.V3, "July": newest.HEAD}
-LATER = [*ROW, "August"]
+LATER, EARLY = [*ROW, "August"], ["M", "B", "C", "C5"]
 # What small MLPs make.
 MADE = {"May": newest.MADE, "July": newest.MADE, "August": reading.MADE}
 LAYERS = {name: row.layers for name, row in ROW.items()} | {"August": reading.LAYERS}
@@ -122,8 +123,10 @@ def read(name: str, model, inputs, targets, step: int) -> tuple:
 
 
 # One in each stage; the first two are tied, in row D also the third, in July the first three. Of
+# row M, the third is behind the split, and the last has a window that changes no frequency. Of
 # August, the last is behind the split, and the last but three have a sampled softmax.
-CASES = [("A", 300), ("B", 700), ("B", 1300), ("C", 10), ("C", 1580), ("C5", 1300), ("D", 10)]
+CASES = [("M", 10), ("M", 700), ("M", 786), ("M", 1600)]
+CASES += [("A", 300), ("B", 700), ("B", 1300), ("C", 10), ("C", 1580), ("C5", 1300), ("D", 10)]
 CASES += [("D", 967), ("D", 1460), ("July", 10), ("July", 800), ("July", 847), ("July", 1275)]
 CASES += [("May", 10), ("May", 852)]
 CASES += [("August", step) for step in (10, 400, 590, 900, 1000, 1110, 1175, 1180)]
@@ -155,7 +158,7 @@ def test_loss_and_all_gradients_equal_float64(name, step, randomize, vocabulary_
         assert error <= 1e-11 * expected.norm(), f"{key}: {error:.1e} of {expected.norm():.1e}"
 
 
-VALIDATIONS = [("C", 10), ("D", 1490), ("July", 10), ("July", 1285), ("August", 10)]
+VALIDATIONS = [("M", 4740), ("C", 10), ("D", 1490), ("July", 10), ("July", 1285), ("August", 10)]
 
 
 @pytest.mark.parametrize(("name", "step"), VALIDATIONS)
@@ -203,13 +206,16 @@ def test_masks_are_those_of_the_published_windows(training, vocabulary_of_512):
 
 def first_numbers(name: str) -> dict[str, list[float]]:
     """Return a record's parameters that are not matrices."""
-    found = {"skip_weights": [-1.5] * 5, "smear_lambda": [0.0]}
+    found = {"skip_weights": [-1.5] * (len(LAYERS[name]) // 2), "smear_lambda": [0.0]}
     found |= {"mixer_scale": [0.1]} if name in MADE else {"backout_lambda": [0.5]}
     for i, layer in enumerate(LAYERS[name]):
         numbers = {"attn.lambdas": [0.5, 1.0]} if layer.window else {}
-        if name in ("B", "C", "C5"):
-            numbers |= {"lambdas": [1.1], "x0_lambda": [0.0]}
-            numbers |= {} if name == "B" else {"bigram_lambda": [0.1]}
+        if name in EARLY:
+            numbers |= {"lambdas": [1.05 if name == "M" else 1.1], "x0_lambda": [0.0]}
+            if name == "M":
+                numbers["second_lambda"] = [0.0]
+            elif name != "B":
+                numbers["bigram_lambda"] = [0.1]
         elif name not in MADE or i < newest.LAST:
             both = 2 if layer.window or name in MADE else 1  # of attention and MLP
             numbers |= {"residual_lambda": [1.1**0.5] * both, "post_lambda": [1.0] * both}
@@ -230,7 +236,7 @@ def test_records_begin_with_the_published_weights(name):
     hp, wide, narrow = replace(SMALL[name], **SIZES), (3 / 96) ** 0.5, (0.75 / 96) ** 0.5
     hp = replace(hp, bigram_signs=512) if name in MADE else hp
     model = SCRIPT[name].GPT(hp)
-    w, late = dict(model.named_parameters()), name not in ("B", "C", "C5")
+    w, late = dict(model.named_parameters()), name not in EARLY
     bounds = {"attn.qkv_w": narrow if late else wide, "mlp.c_fc.weight": narrow}
     bounds |= {"attn.qk_w": narrow, "attn.v_w": narrow}
     bounds |= {"attn.c_proj.weight": narrow} if late else {}
@@ -241,6 +247,8 @@ def test_records_begin_with_the_published_weights(name):
         assert w[key].std().item() == pytest.approx(bounds[key] / 3**0.5, rel=0.02)
     assert w["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.01)
     assert torch.equal(w["embed.weight"], w["lm_head.weight"])
+    if name == "M":
+        assert w["second_embed.weight"].std().item() == pytest.approx(1, rel=0.01)
     for key in w if late else []:
         if "value_embeds" in key:
             assert w[key].std().item() == pytest.approx(0.01, rel=0.01)
@@ -250,7 +258,7 @@ def test_records_begin_with_the_published_weights(name):
     for key, numbers in expected.items():
         assert found[key] == pytest.approx(numbers), key
     ends = ["mlp.c_proj.weight", "bigram_embed.weight", "gate", "gates", "x0_lambda"]
-    ends += ["smear_lambda", "out_w", "group_w"]
+    ends += ["smear_lambda", "second_lambda", "out_w", "group_w"]
     zeros = [key for key in w if key.endswith(tuple(ends))]
     if not late:
         zeros += [key for key in w if "value_embeds" in key or key.endswith("attn.c_proj.weight")]
@@ -258,6 +266,14 @@ def test_records_begin_with_the_published_weights(name):
     if name in MADE:
         signs = model.signs.float()
         assert set(signs.unique().tolist()) == {-1, 1} and abs(signs.mean()) < 0.02
+
+
+def test_medium_has_the_published_size_and_no_fp8():
+    """Five skip connections, with 16 channels of a gate each, are those of layers without one."""
+    with torch.device("meta"):
+        model = train_gpt_2026.GPT(FULL["M"])
+    assert sum(p.numel() for p in model.parameters()) == 613_420_437 + 5 * (1 + 16)
+    assert not FULL["M"].fp8
 
 
 # -----------------------------------------------------------------------------
@@ -309,7 +325,8 @@ def play(name: str, hp, first: int, count: int, randomize) -> tuple[dict, dict, 
 
 # First step and count: the beginning, changes of the learning rate, the split, the end. Of August:
 # the beginning, the slower rhythm, two momenta, the taper and the split.
-STEPS = [("A", 0, 3), ("A", 932, 3), ("B", 1198, 8), ("B", 1836, 4), ("C", 518, 6)]
+STEPS = [("M", 0, 4), ("M", 782, 6), ("M", 1174, 4), ("M", 4736, 4)]
+STEPS += [("A", 0, 3), ("A", 932, 3), ("B", 1198, 8), ("B", 1836, 4), ("C", 518, 6)]
 STEPS += [("C5", 1021, 8), ("D", 0, 4), ("D", 481, 4), ("D", 964, 8), ("D", 1486, 4)]
 STEPS += [("July", 0, 4), ("July", 845, 6), ("May", 849, 4)]
 STEPS += [("August", 0, 4), ("August", 333, 8), ("August", 512, 4), ("August", 1173, 7)]
@@ -386,7 +403,15 @@ def test_later_rows_are_scheduled_as_in_exact_fractions(name):
             assert getattr(now, key) == pytest.approx(value, abs=1e-12), (key, step)
 
 
-TOKENS = {"A": 666.5e6, "B": 487.6e6, "C": 424.7e6, "D": 395.8e6, "May": 340.1e6, "July": 338.8e6}
+TOKENS = {
+    "A": 666.5e6,
+    "M": 2177.0e6,
+    "B": 487.6e6,
+    "C": 424.7e6,
+    "D": 395.8e6,
+    "May": 340.1e6,
+    "July": 338.8e6,
+}
 
 
 def test_records_train_on_the_published_numbers_of_tokens():

@@ -18,6 +18,8 @@ LAYERS = "long+v0,short,short+x1,long+v2+x0"
 PAIRS = "long+v0+pair,short+pair,short+x1,long+v2+x0+pair"
 # What is on, and behind a bar what makes it matter.
 SWITCHES = f"""yarn on | stages window=128+lr=1,window=256+lr=.5
+yarn_window 128 | yarn on, stages window=128+lr=1,window=256+lr=.5
+gate_channels 16 | attention_gate on; second_embed on |; gate_mul .1 | attention_gate on
 exact_stages on | stages window=128+lr=1,window=256+lr=.5
 stages length=1+targets=1/.5,length=2+lr=.5 |; last_window 384 |; extension_frac .25 |
 tied_frac .5, head_init .02 |; x0_apart on, adam_groups x0+lr=.2 |; residual_lambda 1.1 |
