@@ -11,8 +11,8 @@ submission; a single group is a submission without a baseline. DIR gets:
 
 A log's source must repeat its run alone, without flags: tools/bundle.py makes such a script. The
 tool names the public rules by their numbers. Rule 1: the data is FineWeb. Rule 2: at p < 0.01, the
-mean loss is at most the target: 3.28, 2.92 for our records of GPT-2 medium, or --target. Rule 4: the
-runs take less time than the baseline on the same hardware.
+mean loss is at most the target: 3.28, 2.92 for our records of GPT-2 medium, or --target. Rule 4:
+the runs take less time than the baseline on the same hardware.
 
 Logs of the optimizer benchmark follow its rules. Rule 1: model, data and batch are the benchmark's.
 Rule 3: (3.28 - mean loss) sqrt(n) is at least 0.004. Rule 4: all code is in the log. Rule 5: the
