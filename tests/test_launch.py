@@ -41,6 +41,7 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
     ("fork", "words", "shards"),
     [
         ("train_gpt.py", "--record 2025 --num_iterations 3", 1),
+        ("train_gpt.py", "--record 2025-01-26", 7),
         ("forks/train_gpt_2026_08.py", "--record 2026-07-17", 6),  # 1.6 times 338.8M
     ],
 )

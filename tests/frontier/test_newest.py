@@ -17,7 +17,7 @@ from frontier import reference_2026_07 as newest
 from frontier import reference_2026_08 as reading
 from frontier.small_runs import plain_fp8_mlp
 from frontier.test_rows import SMALL, WORDS, drawn, moment, play, sequence
-from functions_2026 import visible_by_distance
+from functions_2026 import tie, visible_by_distance
 from prefixes import token_prefixes
 from reference import relative_error
 from sample import Decoder
@@ -109,6 +109,19 @@ def test_averages_keep_the_norm_of_all_ranks_weights(monkeypatch):
     monkeypatch.setattr(train_gpt, "all_reduce_", lambda square: square + 16)  # of another rank
     rows = SimpleNamespace(own=torch.tensor([3.0]))
     assert tail_average.norms([("head", rows)]) == {"head": 5}
+
+
+def test_a_tied_embedding_is_the_head_after_each_step_that_changes_it():
+    """The last of three is one, because averages of the weights end the run."""
+    hp, names = SimpleNamespace(tied_frac=1, num_iterations=3), ("head", "embed")
+    for step, is_equal in enumerate((False, True, True)):
+        weights = torch.ones(1), torch.zeros(1)
+        groups = [
+            (SimpleNamespace(name=name, steps=2), SimpleNamespace(weights=w))
+            for name, w in zip(names, weights, strict=True)
+        ]
+        tie(groups, SimpleNamespace(tied=True, step=step), hp)
+        assert torch.equal(*weights) == is_equal
 
 
 def first_step(hp, randomize, frozen: str = "") -> tuple:
