@@ -102,6 +102,13 @@ def test_updates_equal_those_of_a_dense_adam():
     assert torch.equal(table.learned_at[9:12], torch.zeros(3, dtype=torch.int32))
 
 
+def test_all_rows_of_a_short_sequence_may_be_asked_of_one_rank():
+    """Chance is not even in so few."""
+    table = small_table()
+    table.parts = 8
+    assert table.room(2 * 128) == 256 < table.room(2 * 49152) < 2 * 49152
+
+
 def test_a_rank_takes_the_mean_over_the_sequences_of_all():
     """The first of two ranks has the same second moments as one rank: rates hide a scale."""
     whole, half = small_table(batch_seqs=2), small_table(batch_seqs=2)
