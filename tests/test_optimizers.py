@@ -482,7 +482,7 @@ def test_two_ranks_equal_one_whenever_collectives_act(name, tiny, tmp_path, monk
     assert program.end() == [0], program.text("err")
     alone = torch.load("alone0")
     expected = None
-    for collectives in (None, AtOnce, AtWait):
+    for collectives in (AtOnce, AtWait):
         work = partial(steps_of_a_model, collectives=collectives, hp=hp, name=name, end="two")
         program = Program([], 2, work)
         assert program.end() == [0, 0], program.text("err")
