@@ -1468,8 +1468,8 @@ class Progress:
     A signal to stop takes the same way. note_signal notes it, on any rank. The next train_step sums
     it over all ranks, with the loss. When that result is read, it is `stop`, on all ranks alike."""
 
-    def __init__(self, log: "Log", hp: Hyperparameters, step: int, seconds: float):
-        self.log, self.hp = log, hp
+    def __init__(self, log: "Log", step: int, seconds: float):
+        self.log, self.hp = log, log.hp
         self.step, self.seconds = step, seconds  # steps made, and their time
         self.ended = 0.0  # when the last one ended, or when the next one may begin
         self.now = self.result = self.arrival = None  # of a step whose result is not read
@@ -1619,7 +1619,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     saved = beginning(run, hp, model)
     log = Log(run, hp, rank)
     first_step = saved.get("step", 0)
-    progress = Progress(log, hp, first_step, saved.get("seconds", 0.0))
+    progress = Progress(log, first_step, saved.get("seconds", 0.0))
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
     if first_step == hp.num_iterations:

@@ -84,7 +84,8 @@ class Run:
     def name(self) -> str:
         """The script, record and flags; of a public log of no record, its folder (this_pr)."""
         known = [self.settings.get("script"), self.record or self.path.parent.name]
-        return " ".join(word for word in known if word) + self.flags or self.path.stem
+        name = " ".join(word for word in known if word) + self.flags
+        return name or self.path.stem
 
     @property
     def published(self) -> dict | None:
