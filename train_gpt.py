@@ -534,8 +534,10 @@ def fp8_supported(device: torch.device) -> bool:
 
 
 def bfloat16_is_fast(device: torch.device) -> bool:
-    """Say whether a device is a CPU with instructions for matmuls in bfloat16."""
-    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    """Say whether a device is a CPU with instructions for matmuls in bfloat16 that oneDNN may use:
+    ONEDNN_MAX_CPU_ISA can forbid it, and these matmuls then take 13 times as long."""
+    has_instructions = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -1961,10 +1963,12 @@ def script_of(run: type[Run]) -> Path:
 def sources_of(run: type[Run]) -> list[str]:
     """Return the source of the started script, and of the project's files that it imports."""
     script = script_of(run)
-    names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    imported = {Path(name).resolve() for name in names if name} - {script}
     folders = [script.parent, HERE, HERE / "forks"]
     folders += [folder / "optimizers" for folder in folders]
+    ours = {path.name for folder in folders for path in folder.glob("*.py")}
+    names = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    names = [name for name in names if os.path.basename(name) in ours]  # few of torch's 1300
+    imported = {Path(name).resolve() for name in names} - {script}
     files = sorted(path for path in imported if path.parent in folders and path.is_file())
     others = [f"{path.name}:\n{path.read_text('utf-8')}" for path in files]
     return [script.read_text("utf-8", errors="replace"), *others]

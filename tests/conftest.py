@@ -1,13 +1,21 @@
 """Shared by all tests: the import path, and fixtures for small models and shards."""
 
+import gc
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow such small models down
+# torch reads these when it is imported, here and in the programs that tests start. Two threads slow
+# such small models down: test_sample.py takes 18 times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+# What x86 CPUs have since 2013: with AVX-512, sums are rounded otherwise, and heads are bfloat16.
+os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+os.environ.setdefault("MKL_CBWR", "AVX2")
 
 import numpy as np
 import pytest
@@ -17,8 +25,16 @@ ROOT = Path(__file__).resolve().parent.parent
 # For programs that tests start, as in tools/console.py.
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/data:{ROOT}/forks"
 
+# Neither Slurm nor torchrun has started this.
+OF_LAUNCHERS = "SLURM_", "OMPI_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "NPROC"
+for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS)]:
+    del os.environ[name]
+if len(tempfile.gettempdir()) > 60:  # the path of a socket has at most 107 bytes
+    tempfile.tempdir = "/tmp"
+
 if not torch.cuda.is_available():  # Triton reads this on import: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nvidia-smi may list what torch cannot use
 
 import train_gpt  # noqa: E402
 from runs import console_of, outcome  # noqa: E402
@@ -36,6 +52,11 @@ SIGNALS = {
 }
 for number, handler in SIGNALS.items():
     signal.signal(number, handler)
+
+
+def pytest_collection_finish() -> None:
+    """Let runs, which collect garbage, not look through what is imported by now."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +143,7 @@ def compile_with(monkeypatch):
 
 @pytest.fixture
 def tiny() -> train_gpt.Hyperparameters:
-    """Return the settings of a very small demo."""
+    """Return the settings of a very small demo, in float32 on any CPU."""
     return replace(
         train_gpt.RECORDS["demo"],
         vocab_size=VOCAB,
@@ -136,6 +157,7 @@ def tiny() -> train_gpt.Hyperparameters:
         val_tokens=1024,
         num_iterations=4,
         val_loss_every=2,
+        fp8=False,
     )
 
 
@@ -183,8 +205,7 @@ def randomize():
 
 def language(folder: Path) -> list[str]:
     """Write shards of a made-up language of 512 words, of which the last begins a document, into
-    the folder. Return the flags of a run of
-    seconds on them, in float32."""
+    the folder. Return the flags of a run of seconds on them, in float32 on any CPU."""
     rng = np.random.default_rng(0)
     follower = rng.permutation(512)
     words = [0]
@@ -194,7 +215,7 @@ def language(folder: Path) -> list[str]:
     shard(folder / "val_0.bin", words[30000:])
     flags = "--record demo --device cpu --seed 1 --epochs 0 --vocab_size 512 --end_of_text 511"
     flags += " --model_dim 64 --num_heads 2 --head_dim 32 --num_layers 4 --num_iterations 4"
-    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 2048 --val_loss_every 2"
+    flags += " --seq_len 128 --val_seq_len 256 --val_tokens 2048 --val_loss_every 2 --fp8 off"
     files = ["--train_files", f"{folder}/train_*.bin", "--val_files", f"{folder}/val_*.bin"]
     return [*flags.split(), *files]
 

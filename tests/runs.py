@@ -1,18 +1,21 @@
 """Helpers for tests of whole runs: start them, wait for them, read what they print."""
 
 import contextlib
+import gc
 import importlib
 import io
 import json
 import multiprocessing.forkserver
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,16 +26,15 @@ import torch.distributed as dist
 import train_gpt
 from train_gpt import HERE
 
-# Heads are float32 on any CPU, in tests and in the programs that are forked below.
-torch.cpu._is_avx512_bf16_supported = lambda: False
-
 SCRIPT, RUNS = str(HERE / "train_gpt.py"), __file__
 STEP = re.compile(r"step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
-HANGS = 300  # seconds after which a test fails; a busy machine is slow
+HANGS = 60  # seconds after which a test fails; what takes seconds passes on a busy machine, too
+PYTHON_S_OWN = sys.prefix, sys.base_prefix  # where Python and packages are
 
-# Importing torch takes seconds, so programs are forks of a process that has imported it.
+# Importing torch takes seconds, so programs are forks of a process that has imported it. What
+# torch.compile needs takes another second.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "train_gpt"])
+FORKS.set_forkserver_preload(["pytest", "train_gpt", "torch._dynamo"])
 
 
 def run(arguments: list, ranks: int = 0, script: str = SCRIPT, **options):
@@ -67,6 +69,7 @@ def error_of(arguments: list, capsys, main=train_gpt.main) -> tuple[int, str]:
 
 def begin(work, arguments: tuple, environment: dict[str, str], output: Path) -> None:
     """Call work(*arguments) in a forked process, as a program in this environment."""
+    gc.freeze()  # a run collects garbage, of which torch's modules are none
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -145,6 +148,48 @@ class Program:
                 self.send(9)
                 raise RuntimeError(f"it hangs: {self.text('out')}{self.text('err')}")
         return [process.exitcode for process in self.ranks[ranks]]
+
+
+def run_as_program(script: str, words: list[str], env: dict[str, str]) -> None:
+    """Be Python that was started with a script: a process that has imported torch, but nothing of
+    the project."""
+    os.closerange(3, 4096)
+    os.environ.clear()
+    os.environ.update(env)
+    for number in train_gpt.STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            is_sigint = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_sigint else signal.SIG_DFL)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and not file.startswith(PYTHON_S_OWN):
+            del sys.modules[name]
+    own = [path for path in sys.path if path.startswith(PYTHON_S_OWN)]
+    sys.path[:] = [os.path.dirname(script), *filter(None, env["PYTHONPATH"].split(":")), *own]
+    sys.argv[:] = [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
+def start_fork(command: list[str], env: dict[str, str], **options) -> subprocess.Popen:
+    """Start Python with a script as subprocess.Popen would, as a fork of this process: Python need
+    not import torch."""
+    _, script, *words = command
+
+    def instead() -> None:
+        status = 1
+        try:
+            run_as_program(script, words, env)
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    sys.stdout.flush()
+    return subprocess.Popen(command, env=env, preexec_fn=instead, **options)
 
 
 def before_step(number: int, action) -> None:

@@ -23,7 +23,7 @@ RATE = 0.05  # TFLOP/s, in place of a measured ceiling
 @pytest.mark.parametrize("record", ["2024-11-24_WindowWarmup", "2025-01-26_BatchSize"])
 def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sight(tiny, record):
     layers, rule = train_gpt.RECORDS[record].layers, train_gpt.RECORDS[record].window_rule
-    hp = replace(tiny, seq_len=384, layers=layers, window_rule=rule)
+    hp = replace(tiny, seq_len=384, layers=layers, window_rule=rule, end_of_text=490)
     model = train_gpt.build(train_gpt.Run, hp, CPU)
     now = at_window(256, hp)
     tokens = torch.randint(0, 500, (1, 384), generator=torch.Generator().manual_seed(0))

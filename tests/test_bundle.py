@@ -65,7 +65,7 @@ def test_tools_take_a_bundle_as_a_script_whose_lines_are_those_of_its_sources(
 def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
     before = small_fork.read_text()
     notes = one.with_name("notes.py")
-    notes.write_text("mine")
+    notes.write_text(said := f"mine, not\n{bundle.MADE}")
     monkeypatch.chdir(small_fork.parent)
     os.mkfifo(pipe := one.with_name("pipe.py"))
     for out, reason in {
@@ -75,20 +75,23 @@ def test_only_a_bundle_is_overwritten(small_fork, one, monkeypatch, capsys):
     }.items():
         _, err = error_of(["./small_fork.py", out], capsys, bundle.main)
         assert reason in err
-    assert small_fork.read_text() == before and notes.read_text() == "mine"
+    assert small_fork.read_text() == before and notes.read_text() == said
     for _ in range(2):
         bundle.main(["./small_fork.py", str(one)])
         assert capsys.readouterr().out.startswith(f"wrote {one}, ")
 
 
-def test_packages_that_it_imports_are_named_but_not_those_of_all_scripts(small_fork, one, capsys):
+def test_packages_that_it_imports_are_named(small_fork, one, capsys):
     quotes = small_fork.with_name("quotes.py")
-    late = "def late():\n    import pytorch_optimizer.x, scipy, tqdm"
+    late = "def late():\n    import pytorch_optimizer.x, scipy, tqdm\n    from .own import it"
     quotes.write_text(quotes.read_text() + late)
     for path, out in ((small_fork, one), (one, one.with_name("again.py"))):
         bundle.main([str(path), str(out)])
         line = "it imports pytorch_optimizer, scipy: rule 4 of the optimizer benchmark wants"
         assert line in capsys.readouterr().out
+
+
+def test_packages_that_all_scripts_import_are_not_named(one, capsys):
     bundle.main(["train_gpt_track3.py", str(one)])
     assert "it imports" not in capsys.readouterr().out
 

@@ -81,7 +81,8 @@ class Fork:
         loss = 3.3 + 0.002 * changed + 0.002 * self.noise * chance.gauss(0, 1)
         loss -= 0.1 * math.log(steps / 128)
         settings = "\n".join(f"{name[2:]}: {value}" for name, value in given.items())
-        lines = f"record demo\nstep:0/{steps} val_loss:10.82580 train_time:0ms step_avg:0.00ms\n"
+        lines = "record demo\n" + "kernel relu2_mlp is off: edited\n" * changed
+        lines += f"step:0/{steps} val_loss:10.82580 train_time:0ms step_avg:0.00ms\n"
         lines += f"step:{steps}/{steps} val_loss:{loss:.5f} {times}\n"
         Path("logs").mkdir(exist_ok=True)
         parts = path.read_text(), "torch 2.13.0", settings, lines
@@ -156,6 +157,7 @@ def test_a_comparison_ends_when_its_judge_has_an_answer(judge, fork):
     sentence = answers.rsplit("\n  ", 1)[1]
     answer = {"loss": "B's loss is higher", "time": "a step of B is slower"}
     assert answer.get(judge, "B reaches A's loss later") in sentence
+    assert sentence.endswith("; B ran without the kernel relu2_mlp (edited)")
     assert (line["verdict"], line["pairs"], line["judge"]) == (sentence, pairs, judge)
 
 
@@ -174,6 +176,7 @@ def test_a_change_that_does_nothing_ends_the_comparison_and_is_named(fork):
     expected = in_turn(range(4))
     assert (status, fork.calls()) == (0, expected[:2] + ["A_longer_seed0"] + expected[2:])
     assert "the change does nothing to the loss, which is equal in all pairs; a step" in answers
+    assert "loss: B's is 0.0000 ± 0.0000 different" in answers
 
 
 def test_what_has_ended_may_be_extended_and_read_by_another_judge(fork):
@@ -191,10 +194,15 @@ def test_what_has_ended_may_be_extended_and_read_by_another_judge(fork):
 
 
 def test_a_known_deviation_gives_the_interval_and_the_test_of_the_loss(fork):
+    """The time is that of a step, of which B makes more."""
+    fork.noise = 9.0
     flags = "--runs", 4, "--judge", "loss", "--deviation", 0.0013
-    status, verdict, err = fork.compare("--muon_lr 0.06", *flags)
+    status, verdict, err = fork.compare("--muon_lr 0.06 --num_iterations 132", *flags)
     assert (status, err) == (0, "") and len(fork.calls()) == 9
-    losses, _ = differences(range(4))
+    losses, times = differences(range(4))
+    percent = 100 * math.expm1(times.mean() - math.log(132 / 128))
+    assert result.noted()[-1]["time"]["mean"] == pytest.approx(percent)
+    assert "the times are too noisy to tell" in verdict
     sem = 0.0013 * math.sqrt(2 / 4)
     p = math.erfc(abs(losses.mean()) / sem / math.sqrt(2))
     assert f"loss: B's is {abs(losses.mean()):.4f} ± {1.96 * sem:.4f} " in verdict
@@ -248,7 +256,11 @@ def test_a_comparison_ends_with_a_run_that_fails_or_is_stopped(b, status, messag
     assert found == status and message in err and fork.calls()[:2] == ["A_seed0", "B_seed0"]
 
 
-@pytest.mark.parametrize("words", ["'' '' --runs 3", "'--seq_len 5' ''", "'--seed 4' ''", "''"])
+@pytest.mark.parametrize(
+    "words",
+    ["'' '' --runs 3", "'--seq_len 5' ''", "'--seed=4' ''", "''", "'' '' --alpha 0"]
+    + ["'' '' --deviation 0.1 --judge time"],
+)
 def test_bad_flags_start_nothing(words, elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(compare.Side, "run", lambda *_: pytest.fail("a run was started"))
     assert error_of(["--compare", *shlex.split(words)], capsys, compare.main)[0] == 1
@@ -256,27 +268,28 @@ def test_bad_flags_start_nothing(words, elsewhere, monkeypatch, capsys):
 
 
 def test_both_sides_make_the_steps_that_take_a_that_long(fork, monkeypatch):
-    """A step of A takes 50 ms. It is timed once, also if the comparison goes on, or is extended."""
+    """A step of A takes 50 ms. It is timed once, also if the comparison goes on, or is extended.
+    The longer run makes a step more at least."""
     times = iter([50.0])
     monkeypatch.setattr(compare.timing, "ms_per_step", lambda *_: next(times))
-    assert fork.compare("", "--seconds", 20, "--runs", 4)[::2] == (0, "")
-    assert result.noted()[-1]["seconds"] == 20
-    assert [run_of(side, 0).steps for side in ("A", "B", "A_longer")] == [400, 400, 500]
+    assert fork.compare("--num_iterations 3", "--seconds", 0.06)[0] == 1
+    assert fork.compare("", "--seconds", 0.06, "--runs", 4)[::2] == (0, "")
+    assert result.noted()[-1]["seconds"] == 0.06
+    assert [run_of(side, 0).steps for side in ("A", "B", "A_longer")] == [1, 1, 2]
     Path("logs/it_B_seed3.txt").unlink()
-    assert fork.compare("", "--seconds", 20, "--runs", 6)[0] == 0
-    assert run_of("B", 3).steps == run_of("B", 5).steps == 400
+    assert fork.compare("", "--seconds", 0.06, "--runs", 6)[0] == 0
+    assert run_of("B", 3).steps == run_of("B", 5).steps == 1
 
 
 def test_a_torn_plan_is_named_and_its_runs_are_read(fork):
     _, answers, _ = fork.compare("", "--runs", 4)
     fork.calls()
-    plan = json.loads(Path("logs/it.json").read_text())
-    torn_plans = [b'{"judge": "lo', b"5", b'{"judge": "loss"}', b"\xff"]
-    for field, value in {"plans": 4, "ended": "4", "steps": []}.items():
-        torn_plans.append(json.dumps(plan | {field: value}).encode())
-    for torn in (*torn_plans, json.dumps(plan | {"plans": ["4"]}).encode()):
-        Path("logs/it.json").write_bytes(torn)
+    file = Path("logs/it.json")
+    changes = {"plans": 4}, {"plans": []}, {"plans": ["4"]}, {"ended": "4"}, {"steps": []}
+    plans = [json.dumps(json.loads(file.read_text()) | change) for change in changes]
+    for torn in ('{"judge": "lo', "[]", '{"judge": "loss"}', *plans):
+        file.write_text(torn)
         status, _, err = fork.compare("", "--runs", 4)
         assert status == 1 and "logs/it.json is not a whole plan of a comparison: remove it" in err
-    Path("logs/it.json").unlink()
+    file.unlink()
     assert fork.compare("", "--runs", 4)[1] == answers and fork.calls() == []

@@ -1,6 +1,7 @@
 """Warm-up compiles all that a run needs, and what is compiled computes the same: here with
 aot_eager, in tests/slow with Inductor."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import train_gpt
 import train_gpt_2026
 import train_gpt_2026_08
 from conftest import language
-from frontier.small_runs import AUGUST, JULY, ROW, TECHNIQUES, WORDS, D
+from frontier.small_runs import AUGUST, JULY, ROW, STAGES_JULY, TECHNIQUES, WORDS, D
 from train_gpt_2026 import GPT, Hyperparameters, Moment
 
 # Windows of 128, 256 and 384 tokens, and validations of another length.
@@ -21,11 +22,11 @@ WINDOWS = (
     "--val_seq_len 128 --window_span 384 --run_id it"
 )
 # Lengths, windows, targets, a tied head; Adam learns at each second step, and the n-gram table in
-# cycles, each of which has read another number of rows.
+# cycles, each of which has read another number of rows. In July, all steps have one length.
 RUNS = [
     (train_gpt, WINDOWS),
     (train_gpt_2026, f"{WORDS} {ROW[D]}"),
-    (train_gpt_2026_08, JULY),
+    (train_gpt_2026_08, f"{JULY} --stages {re.sub('length=.', 'length=1', STAGES_JULY)}"),
     (train_gpt_2026_08, AUGUST),
 ]
 

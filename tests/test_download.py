@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -88,27 +89,17 @@ def test_an_error_is_one_line_and_leaves_right_shards_only(fault, hub, tool, cap
     assert_the_next_call_completes(hub, tool)
 
 
-SHARD = {"type": "file", "path": NAMES[0], "oid": "", "size": 7}
+SHARD = {"type": "file", "path": NAMES[0], "oid": "", "size": None}
 LFS = {"oid": "0" * 64, "size": 7, "pointerSize": 134}
 
 
-@pytest.mark.parametrize(
-    "listing",
-    [
-        {"error": "no such"},
-        7,
-        [7],
-        [{"type": "file"}],
-        [SHARD | {"lfs": "text"}],
-        [SHARD | {"lfs": LFS, "size": None}],
-    ],
-    ids=str,
-)
-def test_a_list_of_another_form_is_an_error_of_one_line(listing, hub, tool):
+@pytest.mark.parametrize("listing", [7, [{}], [SHARD | {"lfs": LFS}]], ids=str)
+def test_a_list_of_another_form_is_an_error_of_one_line(listing, hub, tool, monkeypatch):
     hub.clear()
     hub.expect_request(re.compile(".*")).respond_with_json(listing)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--edu", "--100B"])
     status, text = call(tool)
-    assert status == 1 and f"{hub.url} lists kjj0/fineweb10B-gpt2 in another form" in text
+    assert status == 1 and f"{hub.url} lists kjj0/finewebedu100B-gpt2 in another form" in text
 
 
 def test_a_kill_costs_the_shard_under_way(hub, tool):
@@ -124,10 +115,19 @@ def test_a_kill_costs_the_shard_under_way(hub, tool):
 
 def test_verify_names_a_broken_shard_and_the_next_call_replaces_it(hub, tool, monkeypatch):
     assert_the_next_call_completes(hub, tool)
+    """What is not there is not verified. What it fetches just fits the disk."""
     (hub.folder / NAMES[1]).write_bytes(hub.files[NAMES[2]][:-2])
+    (hub.folder / NAMES[0]).unlink()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [*sys.argv, "--verify"])
         status, text = call(tool)
-    assert status == 1 and NAMES[1] in text and NAMES[2] not in text
+        assert status == 1 and NAMES[1] in text and NAMES[2] not in text
+        patch.setattr(sys, "argv", [sys.argv[0], "3", *sys.argv[2:-1]])
+        assert "has no fineweb_train_000003.bin: ask for fewer shards" in call(tool)[1]
+    size = sum(len(hub.files[name]) for name in NAMES[:2])
+    room = SimpleNamespace(free=size - 1)
+    monkeypatch.setattr(cached_fineweb.shutil, "disk_usage", lambda folder: room)
+    assert "make room or choose another folder" in call(tool)[1]
+    room.free = size
     assert_the_next_call_completes(hub, tool)
-    assert hub.sent == [*NAMES, NAMES[1]]
+    assert hub.sent == [*NAMES, *NAMES[:2]]

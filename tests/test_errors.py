@@ -204,7 +204,7 @@ def test_a_run_that_fails_between_updates_saves_its_last_step(mistake, flags, tm
 
 ENVIRONMENTS = {
     "WORLD_SIZE=-1": "RANK of WORLD_SIZE -1: let torchrun set both",
-    "WORLD_SIZE=2 RANK=5": "RANK 5 of WORLD_SIZE 2: let torchrun set both",
+    "WORLD_SIZE=2 RANK=2": "RANK 2 of WORLD_SIZE 2: let torchrun set both",
     "SLURM_PROCID=1 SLURM_NTASKS=2": "each task of srun or mpirun would train alone",
     "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2": "each task of srun or mpirun would train alone",
     "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0": "each task of srun or mpirun would train",

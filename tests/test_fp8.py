@@ -4,6 +4,8 @@ Rounding to float8_e4m3fn has a mean square error of 2.6 %, to float8_e5m2 of 5.
 what two such operands give.
 """
 
+import os
+
 import pytest
 import torch
 
@@ -93,10 +95,15 @@ def test_chunked_loss_with_an_fp8_head_equals_float64_to_the_rounding():
     assert relative_error(weight.grad, w64.grad) < 0.07
 
 
-def test_on_a_cpu_with_fast_bfloat16_it_is_in_that_and_only_in_training(monkeypatch):
-    """Products of what bfloat16 rounds, forward and backward. Tests in float64 stay that."""
+@pytest.fixture
+def bfloat16_on_a_cpu(monkeypatch) -> None:
+    """Let bfloat16 be used in place of FP8, as on CPUs that are fast in it."""
     monkeypatch.setattr(train_gpt, "fp8_supported", lambda device: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(train_gpt, "bfloat16_is_fast", lambda device: device.type == "cpu")
+
+
+def test_on_a_cpu_with_fast_bfloat16_it_is_in_that_and_only_in_training(bfloat16_on_a_cpu):
+    """Products of what bfloat16 rounds, forward and backward. Tests in float64 stay that."""
     head, x, grad = layer()
     out = head(x)
     out.backward(grad.bfloat16())
@@ -109,3 +116,27 @@ def test_on_a_cpu_with_fast_bfloat16_it_is_in_that_and_only_in_training(monkeypa
     assert head.train().double()(x.double()).dtype == torch.float64
     head.use_fp8 = False
     assert head.float()(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_instructions", "may_be_used", "expected"),
+    [
+        ("cpu", True, True, True),
+        ("cpu", True, False, False),
+        ("cpu", False, True, False),
+        ("cuda", True, True, False),
+    ],
+)
+def test_bfloat16_is_fast_where_a_cpu_s_instructions_may_be_used(
+    kind, has_instructions, may_be_used, expected, monkeypatch
+):
+    onednn = torch.ops.mkldnn
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(onednn, "_is_mkldnn_bf16_supported", lambda: may_be_used)
+    assert train_gpt.bfloat16_is_fast(torch.device(kind)) == expected
+
+
+def test_a_limit_of_onednn_s_instructions_makes_bfloat16_slow():
+    """What tests/conftest.py sets limits them, on any CPU."""
+    if os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2":
+        assert not train_gpt.bfloat16_is_fast(torch.device("cpu"))

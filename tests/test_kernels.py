@@ -277,10 +277,10 @@ def broken(x):
     raise RuntimeError("PTX was\ninvalid")
 
 
-def chosen(model, hp, all_reduce_=all_reduce_) -> tuple[list[str], list[str]]:
-    """Return the kernels in use after a choice on a CPU, and what it says."""
+def chosen(model, hp, all_reduce_=all_reduce_, device=CPU) -> tuple[list[str], list[str]]:
+    """Return the kernels in use after a choice, and what it says."""
     lines = []
-    kernels.choose_kernels(model, hp, CPU, all_reduce_, lines.append)
+    kernels.choose_kernels(model, hp, device, all_reduce_, lines.append)
     return sorted(kernels.IN_USE), lines
 
 
@@ -309,6 +309,9 @@ def test_without_kernels_or_a_gpu_nothing_is_compared(fake_kernels, tiny, monkey
     assert chosen(model, replace(tiny, kernels=False)) == ([], [])
     monkeypatch.delenv("TRITON_INTERPRET")
     assert chosen(model, tiny) == ([], [])
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # as torch for AMD's cards
+    gpu = SimpleNamespace(type="cuda")
+    assert chosen(model, tiny, device=gpu) == ([], ["kernels: none"])
 
 
 def test_a_kernel_is_on_only_if_it_agrees_on_all_ranks(fake_kernels, tiny):

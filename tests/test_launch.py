@@ -35,12 +35,17 @@ def test_a_batch_of_8_has_a_number_of_processes_that_divides_it(
 ):
     monkeypatch.setenv("NPROC", nproc)
     assert launch.processes(8, gpus) == processes
+    monkeypatch.setenv("NPROC", "3")
+    with pytest.raises(train_gpt.UserError, match="NPROC=3: .* --batch_seqs 8 allow 1, 2"):
+        launch.processes(8, gpus)
 
 
 @pytest.mark.parametrize(
     ("fork", "words", "shards"),
     [
         ("train_gpt.py", "--record 2025 --num_iterations 3", 1),
+        ("train_gpt.py", "--record 2025 --train_files mine_*.bin", 0),
+        ("forks/train_gpt_2026.py", "--record 2025-08 --num_iterations 1000", 5),  # 1.03 x 393.2M
         ("train_gpt.py", "--record 2025-01-26", 7),
         ("forks/train_gpt_2026_08.py", "--record 2026-07-17", 6),  # 1.6 times 338.8M
     ],
@@ -62,7 +67,7 @@ def test_a_run_fetches_the_shards_that_it_reads_and_is_started_by_torchrun(
     monkeypatch.setattr(machine, "lacks", lambda: "")
     with pytest.raises(SystemExit) as end:
         start.main([fork, *words])
-    assert fetched == [[str(shards)]]
+    assert fetched == ([[str(shards)]] if shards else [])
     expected = ["--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=8"]
     expected += [f"{HERE}/{fork}", *words, "--run_id"]
     assert end.value.code[1:-1] == [f"{HERE}/tools/ranks.py", *expected]
@@ -112,11 +117,12 @@ def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys)
     assert ended("--runs 2") == (0, [("ten_seed1", 1, False), ("ten_seed2", 2, False)])
     assert not list(Path("logs").glob("*/*.pt"))
     capsys.readouterr()
-    assert ended("--runs 3") == (0, [("ten_seed3", 3, False)])
+    assert ended("--runs 3 --keep 1") == (0, [("ten_seed3", 3, False)])
+    assert Path("logs/ten_seed3/state_step000002.pt").exists() and ended("--runs 0") == (1, [])
     assert re.search(r"\nA  +3  +\d\.\d{5} ", capsys.readouterr().out)
     rows = [(run["run"], run["group"]) for run in result.noted()]
     assert rows == [(f"ten_seed{seed}", "ten") for seed in (1, 2, 3)]
-    assert ended("--runs 2 --val_loss_every 1 --keep 1") == (0, [])
+    assert ended("--runs 2 --val_loss_every 1 --save_every 1 --keep 1") == (0, [])
     assert ended("--runs 2 --muon_lr 0.1") == (1, [])
     reason = "logs/ten_seed1.txt was made without --muon_lr 0.1: choose another --run_id"
     assert reason in capsys.readouterr().err
@@ -127,6 +133,7 @@ def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys)
 
     for seed in (4, 5):
         Path(f"logs/ten_seed{seed}.txt").write_text("begun")
+        Path(f"logs/ten_seed{seed}.jsonl").write_text("{}")
     assert ended("--seed 4 --runs 1") == (0, [("ten_seed4", 4, False)])
     (aside,) = Path("logs").glob("ten_seed4.txt_*.unfinished")
     assert aside.read_text() == "begun"
@@ -137,12 +144,20 @@ def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys)
 
 
 def test_a_run_s_last_object_with_a_log_counts_and_torn_flags_are_left_out(capsys):
-    run = {"group": "base", "status": "finished", "run": "base_seed3", "flags": "--seed 3"}
-    result.note(run | {"log": "logs/base_seed3.txt"})
-    result.note(run | {"log": None, "group": None, "status": "failed"})  # it was refused
-    result.note(run | {"flags": "--bad '", "log": "logs/base_seed3.txt"})
-    (found,) = result.runs_noted()
+    """A kill has torn the first line. The run was resumed alone, and stays in its group; that of
+    another one has moved its log away."""
+    run = {"log": "it.txt", "status": "finished", "run": "base_seed3", "flags": "--seed 3"}
+    result.RESULTS.parent.mkdir()
+    result.RESULTS.write_text('{"kind": "r')
+    result.note(run | {"group": "base", "status": "stopped"})
+    result.note(run | {"run": "other", "steps": 1})
+    result.note(run | {"run": "other", "steps": 2, "log": None})
+    result.note(run)
+    result.note(run | {"log": None, "status": "failed"})  # it was refused
+    result.note(run | {"flags": "--bad '"})
+    other, found = result.runs_noted()
     assert (found["group"], found["status"], found["flags"]) == ("base", "finished", "--seed 3")
+    assert (other["run"], other["steps"]) == ("other", 2)
     assert 'an object is left out, because its flags is "--bad \'"\n' in capsys.readouterr().err
 
 
@@ -194,6 +209,27 @@ def test_the_bar_of_a_run_whose_lines_are_hidden_shows_what_its_own_would(monkey
     live.check()
     bar = re.sub(r"\|.*\|", "|", str(live.bar))
     assert bar == "pair 1 of 20, A:  25%| 20/80, loss 4.568, 2.0k tokens/s, 01:30 left"
+
+
+@pytest.mark.parametrize(("free", "needs"), [(23_999, True), (24_000, False)])
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_said_once(
+    free, needs, monkeypatch, capsys
+):
+    """Two, of three numbers of four bytes for each parameter, once the log has their number."""
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: usage)
+    hp = replace(train_gpt.RECORDS["demo"], run_id="it", save_every=4, keep=2)
+    live = launch.Live(Path("my.py"), hp, "")
+    Path("logs").mkdir()
+    live.check()
+    log = Path("logs/it.txt")
+    log.write_text("the source\n")
+    live.check()
+    log.write_text("the source\nparameters: 600 and 400 that ranks share out\n")
+    for _ in range(2):
+        live.check()
+    said = "run.sh: checkpoints may need 0.0 GB, logs has 0.0 GB free\n"
+    assert capsys.readouterr().err == said * needs
 
 
 def copy_run_sh(project: Path) -> None:

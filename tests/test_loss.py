@@ -24,7 +24,8 @@ def case(script, tokens: int, dtype=torch.float32, **settings):
     """Return an input, a head whose logits reach far into the cap, and targets."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
-    head = script.Head(script.Hyperparameters(model_dim=WIDTH, vocab_size=VOCAB, **settings))
+    sizes = {"model_dim": WIDTH, "vocab_size": VOCAB, "fp8": False}
+    head = script.Head(script.Hyperparameters(**sizes, **settings))
     head.weight.data = torch.randn(VOCAB, WIDTH, generator=generator) * 3
     targets = torch.randint(0, VOCAB, (tokens,), generator=generator)
     targets[-1] = 0

@@ -13,9 +13,10 @@ from conftest import at_window
 from reference import relative_error
 from train_gpt import GPT, RECORDS, Layer, UserError
 
-RECORD = replace(RECORDS["2025-01-26_BatchSize"], model_dim=64, num_heads=2, head_dim=32)
-RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], model_dim=64, num_heads=2, head_dim=32)
-MEDIUM = replace(RECORDS["medium_2025-01-18"], model_dim=64, num_heads=2, head_dim=32)
+SIZES = {"model_dim": 64, "num_heads": 2, "head_dim": 32, "fp8": False}
+RECORD = replace(RECORDS["2025-01-26_BatchSize"], **SIZES)
+RECORD_2024 = replace(RECORDS["2024-11-24_WindowWarmup"], **SIZES)
+MEDIUM = replace(RECORDS["medium_2025-01-18"], **SIZES)
 PUBLISHED = ["2024-11-19_FlexAttention", "2024-11-24_WindowWarmup", "2025-01-26_BatchSize"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 import spy
 import train_gpt
@@ -30,10 +31,10 @@ from runs import (
     val_losses,
 )
 
-# Adam's epsilon does not amplify rounding noise. Of 4 sequences in validation, 8 ranks have none.
+# Adam's epsilon does not amplify rounding noise. Of 2 sequences in validation, 4 ranks have none.
 OF_DEMO = (
     "--num_iterations 8 --val_loss_every 2 --adam_eps 1e-6 --num_layers 6 --model_dim 32 "
-    "--num_heads 1 --run_id it --val_tokens 1024 --batch_seqs 8"
+    "--num_heads 1 --run_id it --val_tokens 512 --batch_seqs 4"
 )
 OF_ADAMW = "--context_len 128 --adam_eps 1e-3 --warmup_steps 6"
 SAVED = f"{OF_DEMO} --save_every 2 --keep 9"
@@ -109,7 +110,7 @@ def check_ranks(flags: list[str], alone: Path, together: Path, ranks: int) -> No
     up to padding: two floats for each element that Adam trains, one for each of Muon's."""
     expected = outcome(alone)
     assert_close(outcome(together), expected)
-    assert expected.rows[8]["val_loss"] < expected.rows[0]["val_loss"] - 1
+    assert expected.rows[8]["val_loss"] < expected.rows[0]["val_loss"] - 0.7
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     model = train_gpt.GPT(hp)
     muon = [p.numel() for n, p in model.named_parameters() if "blocks" in n and p.ndim > 1]
@@ -147,6 +148,17 @@ def test_a_signal_to_one_rank_stops_all_which_wait_until_rank_0_has_saved(flags)
     assert "saved: ['state_step000003.pt']" in program.text("err", 1)
 
 
+def test_a_start_by_torchrun_has_keys_of_its_own(monkeypatch):
+    """torchrun's store keeps those of the start before, where ranks would wait for each other."""
+    store, kept = dist.HashStore(), {"WORLD_SIZE": "2", "RANK": "0"}
+    for name, value in (kept | {"TORCHELASTIC_RESTART_COUNT": "3"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(store, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **more: store.set("a", "b"))
+    train_gpt.start_device("cpu")
+    assert store.check(["3/a"])
+
+
 def test_ranks_of_two_nodes_equal_one(flags, tmp_path, monkeypatch):
     """With clipping, each row has the gradient's norm. Rank 0 alone prints."""
     flags += ["--grad_clip", "0.1"]
@@ -156,8 +168,8 @@ def test_ranks_of_two_nodes_equal_one(flags, tmp_path, monkeypatch):
     losses = val_losses(console_of(flags, alone))
     assert all(row["grad_norm"] > 0.1 for row in outcome(alone).rows[1:])
     monkeypatch.chdir(together)
-    program = Program(flags, 8, spy.main, nodes=2)
-    assert program.end() == [0] * 8, program.text("err")
-    check_ranks(flags, alone, together, 8)
+    program = Program(flags, 4, spy.main, nodes=2)
+    assert program.end() == [0] * 4, program.text("err")
+    check_ranks(flags, alone, together, 4)
     assert val_losses(program.text("out")) == pytest.approx(losses, abs=1e-4)
-    assert not any(program.text("out", rank) for rank in range(1, 8))
+    assert not any(program.text("out", rank) for rank in range(1, 4))

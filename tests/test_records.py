@@ -108,24 +108,15 @@ def test_a_record_trains_20_tokens_a_parameter_in_about_five_minutes_at_the_assu
 # tools/records.py
 
 ONE_H100, H100S = "1 x NVIDIA H100 80GB HBM3", "8 x NVIDIA H100 80GB HBM3"
+ANVIL = "2026-08-30_ANVIL2"
 
 
 @pytest.fixture
 def printed(tool):
-    """Return printed(words): it calls the tool, and returns status, lines and error."""
-
-    def call(*words) -> tuple[int, list[str], str]:
-        status, out, err = tool(records.main, words)
-        return status, out.splitlines(), err
-
-    return call
-
-
-def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
-    _, lines, _ = printed("--diff", "2024-11-24_WindowWarmup", "2024-11-19_FlexAttention")
-    rows = [re.split("  +", line) for line in lines[1:]]
-    assert len(rows) == 7 and rows[0] == ["num_iterations", "1750", "1875"]
-    assert rows[4] == ["adam_betas", "0.8 0.95", "0.9 0.95"]
+    """Return printed(words): it calls the tool, and returns the cells of each line."""
+    return lambda *words: [
+        re.split("  +", line.strip()) for line in tool(records.main, words)[1].splitlines()
+    ]
 
 
 def write_log(path, record: str, curve: dict, place: str = H100S, data: str = "fineweb"):
@@ -139,56 +130,64 @@ def write_log(path, record: str, curve: dict, place: str = H100S, data: str = "f
     return path
 
 
+def test_diff_prints_what_two_records_differ_in_and_nothing_else(printed):
+    _, *rows = printed("--diff", "2024-11-24_WindowWarmup", "2024-11-19_FlexAttention")
+    assert len(rows) == 7 and rows[0] == ["num_iterations", "1750", "1875"]
+    assert rows[4] == ["adam_betas", "0.8 0.95", "0.9 0.95"]
+    # Of scripts, one that has both records is taken.
+    assert ["ngram_rows", "200000", "0"] in printed("--diff", "demo", "demo-89")
+
+
 @pytest.mark.parametrize("place", [ONE_H100, H100S])
 def test_losses_are_beside_the_published_ones_of_their_steps(place, printed, tmp_path):
-    curve = {0: (10.83, 0), 250: (4.5807, 62.0), 260: (4, 70), 1600: (3.28, 754)}
-    rows = [["250", "4.5807", "4.5851", "-0.0044"], ["1600", "3.2800", "3.2777", "+0.0023"]]
+    curve = {0: (10.83, 0), 250: (4.5807, 62.0), 260: (4, 70), 1600: (3.275, 754)}
+    rows = [["250", "4.5807", "4.5851", "-0.0044"], ["1600", "3.2750", "3.2777", "-0.0027"]]
     if place == ONE_H100:  # only there, a published run on one H100 and times tell something
         rows[0] += ["4.5707", "62.0", "63.6", "-1.6"]
         rows[1] += ["3.2784", "754.0", "754.4", "-0.4"]
     log = write_log(tmp_path / "it.txt", "2026-01-19_BigramHashEmbedding", curve, place)
-    _, lines, _ = printed(log)
-    assert [line.split() for line in lines[3:5]] == rows
-    spread = "3.2800 is outside the published spread, 3.2777 +- 2 x 0.0011"
-    target = "the target of 3.28 is reached; tools/leaderboard.py prints p(<=3.28) of several runs"
-    assert lines[5:] == [spread, target, "other than the record: --muon_lr 0.1"]
+    *found, (spread,), (target,), (flags,) = printed(log)[3:]
+    assert found == rows and flags.endswith(": --muon_lr 0.1")
+    assert spread == "3.2750 is outside the published spread, 3.2777 +- 2 x 0.0011"
+    assert target.startswith("the target of 3.28 is reached")
 
 
 def test_medium_is_beside_its_own_target_and_curve(printed, tmp_path):
     log = write_log(tmp_path / "it.txt", "medium_2025-01-18", {125: (4.5, 25), 1600: (2.921, 400)})
-    _, lines, _ = printed(log)
-    assert [line.split() for line in lines[2:3]] == [["125", "4.5000", "4.5156", "-0.0156"]]
-    assert lines[3].startswith("the target of 2.92 is missed by 0.00100; ")
+    row, (target,), _ = printed(log)[2:]
+    assert row == ["125", "4.5000", "4.5156", "-0.0156"]
+    assert target.startswith("the target of 2.92 is missed by 0.00100; ")
 
 
-def test_record_92_is_compared_with_the_form_that_it_has(printed, tmp_path):
+@pytest.mark.parametrize(("flags", "mean"), [("", 3.2756), (" --canonical_mask off", 3.2773)])
+def test_record_92_is_compared_with_the_form_that_it_has(flags, mean, printed, tmp_path):
     """With the mask of its last validation, and without; the logs in its folder are without."""
-    with_mask, without = "3.2756 +- 2 x 0.0010", "3.2773 +- 2 x 0.0010"
-    name = "2026-08-30_ANVIL2"
-    for record, spread in ((name, with_mask), (f"{name} --canonical_mask off", without)):
-        log = write_log(tmp_path / "it.txt", record, {1194: (3.3, 40), 1600: (3.28, 60)})
-        _, lines, _ = printed(log)
-        assert any(spread in line for line in lines)
-    (tmp_path / name).mkdir()
-    log = tmp_path / name / "public.txt"
-    log.write_text(
-        f"source\n{'=' * 100}\nstep:1194/1194 val_loss:3.2775 train_time:39900ms step_avg:33.42ms\n"
-    )
-    _, lines, _ = printed(log)
-    assert any(without in line for line in lines)
+    log = write_log(tmp_path / "it.txt", f"{ANVIL}{flags}", {1194: (3.3, 40), 1600: (3.28, 60)})
+    assert f"published spread, {mean} +- 2 x 0.0010" in str(printed(log))
+    log = tmp_path / ANVIL / "public.txt"
+    log.parent.mkdir()
+    step = "step:1194/1194 val_loss:3.2775 train_time:39900ms step_avg:33.42ms"
+    log.write_text(f"source\n{RULE}\n{step}\n")
+    assert "published spread, 3.2773 +- 2 x 0.0010" in str(printed(log))
 
 
-def test_diff_prefers_a_script_that_has_both_records(printed):
-    _, lines, _ = printed("--diff", "demo", "demo-89")
-    assert ["ngram_rows", "200000", "0"] in [line.split() for line in lines]
+def test_records_are_listed_with_their_steps_and_published_results(printed):
+    """One of GPT-2 medium was published in one run, and one in two forms."""
+    rows = [" ".join(row) for row in printed("train_gpt.py") + printed("train_gpt_2026_08.py")]
+    for row in (
+        "medium_2025-01-18 7500 29.3 2.9166",
+        "2026-08-30_ANVIL2 1194 0.682 3.2756 ± 0.0010, 3 runs",
+        "2026-08-30_ANVIL2 --canonical_mask off 1194 0.665 3.2773 ± 0.0010, 18 runs",
+    ):
+        assert row in rows
 
 
-def test_what_cannot_be_compared_is_said_in_one_line(printed, tmp_path):
+def test_what_cannot_be_compared_is_said_in_one_line(tool, tmp_path):
     other = write_log(tmp_path / "it.txt", "2025-01-26_BatchSize", {0: (10.8, 0)}, data="mine")
     for words, reason in (
         ([other], "nothing is published"),
         (["no_such.txt"], "No such file"),
-        ([other, other], "name one log, not 2: tools/leaderboard.py compares several"),
+        ([other, other], "name one log, not 2: tools/leaderboard.py"),
     ):
-        status, lines, err = printed(*words)
-        assert (status, lines, err.count("\n")) == (1, [], 1) and reason in err
+        status, out, err = tool(records.main, words)
+        assert (status, out, err.count("\n")) == (1, "", 1) and reason in err

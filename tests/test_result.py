@@ -1,9 +1,11 @@
 """The summary of a run: its last lines, and its line in logs/results.jsonl."""
 
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +20,12 @@ from train_gpt import SAMPLE
 
 
 def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
-    """Bits per byte are computed from the text that tiktoken decodes."""
+    """Bits per byte are computed from the text that tiktoken decodes. Steps may be of several
+    lengths."""
     monkeypatch.chdir(trained.folder)
+    lengths = [128, 128, 256, 256, 256, 384, 384, 384]
+    moment = lambda step, hp: SimpleNamespace(seq_len=lengths[step])  # noqa: E731
+    monkeypatch.setattr(train_gpt.Run, "Moment", moment)
     saved = train_gpt.load_checkpoint(trained.path, train_gpt.Run)
     hp = replace(saved["hyperparameters"], run_id="it")
     known = {"seconds_asked": 7.0}
@@ -37,7 +43,7 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
         "train_loss": float(re.findall(r"train_loss:(\S+)", trained.console)[-1]),
         "script": "train_gpt.py",
         "machine": "1 x CPU",
-        "tokens": 8 * 2 * 128,
+        "tokens": 2 * sum(lengths),
         "parameters": sum(tensor.numel() for tensor in saved["model"].values()),
         "train_time_s": pytest.approx(saved["seconds"], abs=0.001),
         "ms_per_step": pytest.approx(1e3 * saved["seconds"] / 8, abs=0.1),
@@ -55,7 +61,8 @@ def test_a_summary_is_what_the_run_did(trained, monkeypatch, capsys):
 
 
 def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(trained, elsewhere):
-    """After a stop, the run goes on and fails. A script may start none."""
+    """After a stop, the run goes on and fails. It may fail in its first step. A script may start
+    none."""
     log = Path("logs/it.txt")
     log.parent.mkdir()
     whole = (trained.folder / log).read_text()
@@ -63,11 +70,19 @@ def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(tr
     log.write_text(f"{whole[: whole.index('step:6/8')]}stopped by SIGTERM after step 5: saved\n")
     start = result.Start(Path(SCRIPT), hp, "demo", {})
     again = "record demo\nresumed at step 5\nstep:6/8 train_time:1200ms step_avg:200.00ms\n"
+    again += "peak memory allocated: 12 MiB reserved: 34 MiB\n"
     log.write_text(log.read_text() + again)
     found = result.result_of(start, result.End(1, "the disk is full", "x.py", 3))
     assert (found["status"], found["reason"], found["steps"]) == ("failed", "the disk is full", 6)
     assert found["train_time_s"] == 1.2 and found["val_loss"] is None
-    assert (found["file"], found["line"]) == ("x.py", 3)
+    assert (found["file"], found["line"], found["peak_memory_mib"]) == ("x.py", 3, 12)
+    found = result.result_of(start, result.End(143, "SIGTERM"))
+    assert (found["status"], found["reason"]) == ("stopped", "SIGTERM: no checkpoint was saved")
+    log.write_text(whole[: whole.index("step:1/8")])
+    found = result.result_of(start, result.End(1, "KeyError: 1"))
+    unknown = "train_loss", "val_loss", "bits_per_byte", "ms_per_step", "tokens_per_s"
+    assert (found["status"], found["steps"]) == ("failed", 0)
+    assert [found[name] for name in unknown] == [None] * 5
     found = result.result_of(result.Start(Path(SCRIPT), hp, "demo", {}), result.End(0))
     assert found["status"] == "failed" and "started no run" in found["reason"]
     assert found["exit"] == 1 and found["machine"] is None
@@ -81,6 +96,7 @@ def test_a_run_that_goes_on_counts_whole_and_a_start_without_lines_has_failed(tr
         (0, {"step": 7, "train_loss": 2.0}, False, ("finished", 0, 8, None)),
         (0, {}, True, ("finished", 0, 8, None)),
         (0, {}, False, ("failed", 1, None, None)),
+        (0, {}, "before", ("failed", 1, None, None)),
         (1, {"step": 7, "train_loss": 2.0}, True, ("failed", 1, 7, None)),
         (143, {"step": 7, "train_loss": 2.0}, True, ("stopped", 143, 7, None)),
     ],
@@ -98,6 +114,8 @@ def test_a_run_whose_log_is_gone_ended_as_its_program_did(status, last, saved, e
     if saved:
         Path("logs/it").mkdir(parents=True)
         Path("logs/it/state_step000008.pt").touch()
+    if saved == "before":
+        os.utime("logs/it/state_step000008.pt", (10**9, 10**9))
     found = result.result_of(start, result.End(status, "an error" if status else ""), live.last)
     assert tuple(found[key] for key in ("status", "exit", "steps", "val_loss")) == expected
     assert found["log"] is None
@@ -129,6 +147,9 @@ def test_runs_are_listed_by_a_pattern_and_in_the_order_of_a_column(tool):
 
 
 TRACEBACK = """Traceback (most recent call last):
+[rank0]: KeyError: 'it'
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/my/fork.py", line 3, in main
 [rank0]:   File "/my/fork.py", line 7, in forward
 [rank0]:   File "/lib/site-packages/torch/x.py", line 9, in forward
 [rank0]: TypeError: no such thing
@@ -150,6 +171,21 @@ def test_the_reason_of_a_failure_is_its_error(source, end, tmp_path):
     assert launch.start(hp, [str(path)]) == result.End(*end)
 
 
+def test_a_tenth_of_the_steps_above_the_first_loss_is_too_much(elsewhere):
+    """The first one, even if others were lower. A line is being written, one was cut off."""
+    hp = replace(train_gpt.RECORDS["demo"], run_id="it", num_iterations=300)
+    live, text = launch.Live(Path("it.py"), hp, ""), ""
+    Path("logs").mkdir()
+    for step, loss in enumerate([5.0, 4.0, *[4.5] * 9, 5.0, *[5.1] * 29, None], 1):
+        text += train_gpt.to_json({"step": step, "train_loss": loss, "ms": 1.0}) + "\n"
+    *_, before, last = text.splitlines(keepends=True)
+    for end in (len(text) - len(before + last) + 9, len(text) - len(last)):
+        Path("logs/it.jsonl").write_text(text[:end])
+        assert live.check() == ""
+    Path("logs/it.jsonl").write_text(f"{text[:end]}5\n{{torn\n{last}")
+    assert live.check() == "30 steps had a loss above 5.0000, the first one"
+
+
 UP = """import train_gpt
 class Run(train_gpt.Run):
     pass
@@ -167,7 +203,7 @@ if __name__ == "__main__":
 def test_a_program_reads_how_each_run_ended(flags, tmp_path):
     """One has a loss that is not finite, one goes up, one has an error in its script. One that is
     stopped is in test_console.py."""
-    (tmp_path / "wrong.py").write_text("import train_gpt\nprint(undefined)\n")
+    (tmp_path / "wrong.py").write_text("def f():\n    print(undefined)\nf()\n")
     (tmp_path / "up.py").write_text(UP)
     flags += ["--val_loss_every", "0", "--batch_seqs", "2"]
     failing = Program([*flags, "--embed_lr", "9e37"], work=launch_with)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
-    flags = language(tmp_path_factory.mktemp("data"))
+    flags = language(tmp_path_factory.mktemp("my data"))
     flags += ["--model_dim", "32", "--num_heads", "1", "--batch_seqs", "2", "--val_tokens", "256"]
     flags += ["--num_iterations", str(LAST), "--val_loss_every", "0", "--adam_eps", "1e-6"]
     return [*flags, "--save_every", "5", "--run_id", "it"]
@@ -89,16 +89,21 @@ def interrupted_twice(words: list[str]) -> None:
     main(words)
 
 
-def test_ctrl_c_saves_leaves_with_130_and_says_how_to_go_on(flags, tmp_path):
+def test_ctrl_c_saves_leaves_with_130_and_says_how_to_go_on(flags, tmp_path, monkeypatch):
+    """In a folder whose name has a blank, as that of its data."""
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     flags = [*flags, "--save_every", "0", "--muon_lr", "0.0333333333333"]
     run = Program(flags, work=interrupted_twice)
     assert run.end() == [130]
     assert run.text("err") == "\nstopping after this step; a second Ctrl-C ends at once\n"
-    said = r"stopped by SIGINT after step (\d+): saved; resume with cd \S+ && "
+    said = r"stopped by SIGINT after step (\d+): saved; resume with cd (.*) && "
     said += r"\S*/run.sh \S*/train_gpt.py (.*)\n"
-    step, command = re.search(said, run.text("out")).groups()
-    assert (tmp_path / f"logs/it/state_step{int(step):06}.pt").exists() and int(step) >= 3
-    assert f"\nresumed at step {step}\n" in console_of(shlex.split(command), tmp_path)
+    step, place, command = re.search(said, run.text("out")).groups()
+    assert Path(f"logs/it/state_step{int(step):06}.pt").exists() and int(step) >= 3
+    assert shlex.split(place) == [str(folder)]
+    assert f"\nresumed at step {step}\n" in console_of(shlex.split(command), folder)
 
 
 def saving_for_ever(words: list[str]) -> None:

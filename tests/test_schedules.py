@@ -10,10 +10,13 @@ import pytest
 from train_gpt import RECORDS, Moment, get_lr, get_window_size
 
 
-def test_token_window_grows_from_64_to_1792_in_steps_of_64():
-    hp = RECORDS["2024-11-24_WindowWarmup"]
-    windows = [get_window_size(step, hp) for step in range(1751)]
-    assert windows == [64 * math.floor((Fraction(s, 1750) * 1728 + 64) / 64) for s in range(1751)]
+@pytest.mark.parametrize(("span", "last"), [(1728, 1750), (49 * 64, 49)])
+def test_token_window_grows_from_64_by_its_span_in_steps_of_64(span, last):
+    """In floating point, 49 * (1 / 49) is less than 1."""
+    hp = replace(RECORDS["2024-11-24_WindowWarmup"], window_span=span, num_iterations=last)
+    steps = range(last + 1)
+    windows = [get_window_size(step, hp) for step in steps]
+    assert windows == [64 * math.floor((Fraction(s, last) * span + 64) / 64) for s in steps]
 
 
 # Window, learning rate and momentum, computed by hand from the specification, at steps 0, 1, 300,

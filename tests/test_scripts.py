@@ -5,20 +5,24 @@ import ast
 import contextlib
 import re
 import shutil
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import evaluate
 import export
+import launch
 import result
 import sample
 import script
 import start
 import train_gpt
-from runs import SCRIPT, Program, console_of, error_of, val_losses
+from runs import SCRIPT, Program, console_of, error_of, start_fork, val_losses
 from train_gpt import HERE, UserError, load_checkpoint
 
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
@@ -72,6 +76,7 @@ def test_a_script_is_a_path_or_a_name_here_in_the_project_or_in_forks(copy, fork
     monkeypatch.setenv("HOME", str(fork.parent))
     scripts = {"its_own.py": fork, "~/mine/my_copy.py": copy, "train_gpt.py": Path(SCRIPT)}
     scripts |= {"train_gpt_2026.py": FRONTIER, "forks/train_gpt_2026.py": FRONTIER}
+    scripts["five_minutes.py"] = Path(shutil.copy(fork, fork.with_name("five_minutes.py")))
     for name, path in scripts.items():
         assert script.take_script([name, "--seed", "3"]) == (path, ["--seed", "3"])
     assert script.take_script(["--seed", "3"]) == (Path(SCRIPT), ["--seed", "3"])
@@ -109,7 +114,7 @@ if __name__ == "__main__":
 """)
     monkeypatch.setenv("PYTHONPATH", "")
     words = [*flags, "--num_iterations", "2", "--align_to_documents", "off", "--run_id", "it"]
-    launched([path, *words], tmp_path)
+    launched([path, *words], tmp_path, really=True)
     log = Path("logs/it.txt").read_text()
     assert f"\ntrain_gpt_2026.py:\n{FRONTIER.read_text()}" in log and "\ntrain_gpt.py:\n" in log
     assert {path, FRONTIER, Path(SCRIPT)} <= {*script.sources(path)}
@@ -143,20 +148,26 @@ def test_what_a_script_imports_and_nothing_has_is_named(elsewhere, tmp_path, cap
     path.write_text("\ndef broken(:\n")
     status, err = error_of([path], capsys, start.main)
     assert status == 1 and "run.sh: error: invalid syntax (mine.py, line 2)\n" in err
+    path.write_text("\n\nreturn\n")
+    assert error_of([path], capsys, start.main)[0] == 1
+    assert (result.noted()[-1]["file"], result.noted()[-1]["line"]) == (str(path), 3)
 
 
 SIZES = "--num_iterations 2 --val_loss_every 1 --batch_seqs 2 --val_tokens 512 --save_every 0"
 
 
-def launched(words: list, folder: Path) -> dict[int, float]:
+def launched(words: list, folder: Path, really: bool = False) -> dict[int, float]:
     """Call tools/start.py in a process of its own, in a folder; return a run's losses by step."""
     with contextlib.chdir(folder):
-        program = Program(words, work=launch_with)
+        program = Program(words, work=partial(launch_with, really=really))
         assert program.end() == [0], program.text("err")
     return val_losses(program.text("out"))
 
 
-def launch_with(words: list[str]) -> None:
+def launch_with(words: list[str], really: bool = False) -> None:
+    """Call tools/start.py, which starts the script in a fork, or really in another Python."""
+    if not really:
+        launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_fork})
     start.main(words)
 
 

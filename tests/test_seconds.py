@@ -13,7 +13,7 @@ import result
 import script
 import start
 import timing
-from runs import SCRIPT, run, val_losses
+from runs import SCRIPT, val_losses
 from train_gpt import HERE, UserError
 
 PATH, FORK = Path(SCRIPT), HERE / "forks" / "train_gpt_2026.py"
@@ -76,20 +76,23 @@ def test_steps_follow_from_the_time_of_one(monkeypatch, capsys):
     assert timing.steps_in(0.001, PATH, []) == 1
     for wanted, flags, message in (
         (6.3, ["--num_iterations=3"], "leave it or --num_iterations out"),
+        (6.3, ["--resume", "on"], "leave it or --resume out"),
         (0.0, [], "finite number above 0"),
     ):
         with pytest.raises(UserError, match=message):
             timing.steps_in(wanted, PATH, flags)
 
 
-def test_two_ranks_of_a_fork_time_their_steps_and_train_for_as_long(flags, tmp_path, monkeypatch):
+def test_two_ranks_of_a_fork_time_their_steps_and_train_for_as_long(flags, monkeypatch, capfd):
     """They are processes of the real torchrun."""
     monkeypatch.setenv("NPROC", "2")
     place = flags.index("--num_iterations")
     flags = [f"{HERE}/tests/small_fork.py", *flags[:place], *flags[place + 2 :]]
-    done = run([*flags, "--seconds", "1", "--val_loss_every", "0"], script=start.__file__)
-    steps, ms = map(int, re.search(r"1: (\d+) steps of about (\d+) ms", done.stdout).groups())
+    with pytest.raises(SystemExit, match="^0$"):
+        start.main([*flags, "--seconds", "1", "--val_loss_every", "0"])
+    out = capfd.readouterr().out
+    steps, ms = map(int, re.search(r"1: (\d+) steps of about (\d+) ms", out).groups())
     assert round(1000 / (ms + 0.5)) <= steps <= round(1000 / (ms - 0.5))
-    assert list(val_losses(done.stdout)) == [steps]
+    assert list(val_losses(out)) == [steps]
     (found,) = result.noted()
     assert found["machine"] == "2 x CPU" and found["steps"] == steps

@@ -1,5 +1,6 @@
 """tokenize_text.py against plain calls of tiktoken, and against the committed sample corpus."""
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -14,6 +15,7 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -27,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import logfile
 import tokenize_text
 import train_gpt
-from tokenizer import GPT2, SPLIT
+from tokenizer import GPT2, SPLIT, HuggingFace
 from train_gpt import HERE, load_data_shard
 
 ENCODING = GPT2().encoding
@@ -112,31 +114,33 @@ def test_one_document_comes_back_whole_without_its_byte_order_mark(tmp_path):
 
 
 def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewhere, capsys):
-    (tmp_path / "texts/b").mkdir(parents=True)
+    """Whatever characters are in their names."""
+    (tmp_path / "texts[1]/b").mkdir(parents=True)
     for name, text in zip(["a", "b/1", "b/2", "c", "d"], DOCUMENTS, strict=True):
-        (tmp_path / f"texts/{name}.txt").write_text(text, encoding="utf-8")
+        (tmp_path / f"texts[1]/{name}.txt").write_text(text, encoding="utf-8")
     for name, mark in {"blocks": "\n \n\n", "marks": "\n<|endoftext|>\r\n"}.items():
         text = mark.join(text.strip("\n") for text in DOCUMENTS)
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    write_jsonl(tmp_path / "in.jsonl", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
-    write_jsonl(tmp_path / "body.jsonl", DOCUMENTS, "body")
-    parquet.write_table(pyarrow.table({"id": range(5), "text": DOCUMENTS}), "in.parquet")
+    write_jsonl(tmp_path / "in.JSONL", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
+    write_jsonl(tmp_path / "body.jsonl", [*DOCUMENTS, "<|endoftext|>"], "body")
+    parquet.write_table(pyarrow.table({"id": range(5), "text": DOCUMENTS}), "in.Parquet")
 
     def of(words: str) -> list[int]:
         tokenize(*words.split(), "--out", "out", "--overwrite", "--val_fraction", 0)
         return read(tmp_path / "out", "text_train_*.bin")
 
-    for words in ("texts", "in.jsonl", "in.parquet", "texts/a.txt texts/b texts/?.txt"):
+    each = "texts[1]/a.txt texts[1]/b texts[[]1]/?.txt"
+    for words in ("texts[1]", "in.JSONL", "in.Parquet", each):
         assert of(words) == reference(DOCUMENTS)  # each file once
-    assert of("body.jsonl --field body") == reference(DOCUMENTS)
+    assert of("body.jsonl --field body") == reference([*DOCUMENTS, "<|endoftext|>"])
     stripped = reference(text.strip("\n") for text in DOCUMENTS)
     assert of("blocks.txt --blank_line_documents") == stripped
     assert capsys.readouterr().err == ""
-    of("marks.txt in.jsonl")
+    of("marks.txt in.JSONL")
     said = "<|endoftext|> was read as text 4 times: --split_at '<|endoftext|>' makes documents"
     assert said in capsys.readouterr().err
     assert of("marks.txt --split_at <|endoftext|>") == stripped
-    assert of("texts --val texts/a.txt") == reference(DOCUMENTS[1:])
+    assert of("texts[1] --val ./texts[1]/a.txt") == reference(DOCUMENTS[1:])
     assert read(tmp_path / "out", "text_val_*.bin") == reference(DOCUMENTS[:1])
 
 
@@ -160,16 +164,17 @@ def write_tokens(path, tokens=TOKENS):
 @pytest.mark.parametrize(
     ("words", "train", "val"),
     [
-        ("train.bin --val_fraction 0.5", TOKENS, []),
+        ("train.bin empty.bin --val_fraction 0.5", TOKENS, []),
         ("in.txt [tv]*.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
-        ("others.bin --tokenizer none", OTHERS, []),
+        ("val.bin --val others.bin --tokenizer none", TOKENS[:2000], OTHERS),
         ("wide.npy renamed.bin", TOKENS * 2, []),
     ],
 )
-def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypatch):
+def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(tokenize_text, "PIECE", 1000)
     write_tokens("train.bin")
     write_tokens("val.bin", TOKENS[:2000])
+    write_tokens("empty.bin", [])
     write_tokens("others.bin", OTHERS)
     np.save("wide.npy", np.array(TOKENS, ">i8"))
     np.save("tokens.npy", np.array(TOKENS, "<u2"))
@@ -178,6 +183,27 @@ def test_tokens_without_a_header_get_one(words, train, val, elsewhere, monkeypat
     tokenize(*words.split(), "--out", "out")
     assert read(Path("out"), "*_train_*.bin") == train
     assert read(Path("out"), "*_val_*.bin") == val
+    assert f" --vocab_size {max(train + val) + 1} " in capsys.readouterr().out
+
+
+ARRAYS = {"floats": np.ones(9), "square": np.ones((9, 9), int)}
+ARRAYS |= {"large": [0, 2**16], "negative": [-1, 0]}
+REFUSED = {
+    "pipe.txt": "pipe.txt: not a regular file",
+    "in.txt --tokenizer pipe.json --end_of_text 0": "pipe.json is no file",
+    "in.txt --tokenizer wide.json --end_of_text 0": "wide.json has ids above 65535",
+    "in.txt --val_fraction 1": "^2$",  # the status, after a line of argparse's
+    "floats.npy": "holds float64 of 1 dim",
+    "square.npy": "holds int64 of 2 dim",
+    "large.npy": "ids from 0 to 65536",
+    "negative.npy": "ids from -1 to 0",
+    "torn.npy": "torn.npy: not a whole .npy",
+    "shard.bin": "is a shard already: give it to --train_files",
+    "odd.bin": "an odd number",
+    "others.bin": "token 60000 is above --end_of_text: .* --tokenizer none",
+    "in.txt --tokenizer none": "--tokenizer none is for the tokens of .bin",
+    "in.txt --tokenizer odd.bin --end_of_text 0": "odd.bin is not a tokenizer.json",
+}
 
 
 def test_other_files_are_refused(elsewhere):
@@ -187,25 +213,12 @@ def test_other_files_are_refused(elsewhere):
     Path("in.txt").write_text(DOCUMENTS[0])
     os.mkfifo("pipe.txt")
     os.mkfifo("pipe.json")
-    np.save("floats.npy", np.ones(9))
-    np.save("square.npy", np.ones((9, 9), int))
-    np.save("large.npy", [0, 2**16])
-    np.save("negative.npy", [-1, 0])
+    wide = Tokenizer(models.WordLevel({"word": 0, "other": 2**16}, "other"))
+    wide.save("wide.json")
+    for name, array in ARRAYS.items():
+        np.save(f"{name}.npy", array)
     Path("torn.npy").write_bytes(Path("floats.npy").read_bytes()[:-1])
-    for words, message in {
-        "pipe.txt": "pipe.txt: not a regular file",
-        "in.txt --tokenizer pipe.json --end_of_text 0": "pipe.json is no file",
-        "floats.npy": "holds float64 of 1 dim",
-        "square.npy": "holds int64 of 2 dim",
-        "large.npy": "ids from 0 to 65536: shards hold 0 to 65535",
-        "negative.npy": "ids from -1 to 0: shards hold 0 to 65535",
-        "torn.npy": "torn.npy: not a whole .npy of numbers",
-        "shard.bin": "is a shard already: give it to",
-        "odd.bin": "an odd number",
-        "others.bin": "token 60000 is above --end_of_text: .* --tokenizer none",
-        "in.txt --tokenizer none": "is text, and --tokenizer none is for the tokens of .bin",
-        "in.txt --tokenizer odd.bin --end_of_text 0": "odd.bin is not a tokenizer.json",
-    }.items():
+    for words, message in REFUSED.items():
         with pytest.raises(SystemExit, match=message):
             tokenize(*words.split(), "--out", "out")
     assert not Path("out").exists()
@@ -237,7 +250,8 @@ def test_tokens_of_a_tokenizer_json_are_its_own(elsewhere, capsys):
     whose tokens they are."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    trained.decoder = decoders.ByteLevel()
+    no_prefix_space = decoders.Strip(" ", 1, 0)
+    trained.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), no_prefix_space])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
     trained.train_from_iterator(["it was the best of times, it was the worst of times"], trainer)
@@ -251,6 +265,8 @@ def test_tokens_of_a_tokenizer_json_are_its_own(elsewhere, capsys):
     assert trained.decode(found[1:]).split() == " ".join(texts).split()
     end = found.index(0, 1)
     assert found[1:end] == trained.encode(texts[0], add_special_tokens=False).ids
+    assert HuggingFace("own.json", 0).count_bytes(np.array(found)) == sum(map(len, texts))
+    assert HuggingFace("own.json", 400).vocab_size == 401
     _, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)
     assert (hp.tokenizer, hp.end_of_text) == ("own.json", 0)
@@ -295,52 +311,40 @@ def test_an_error_leaves_nothing(text, message, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["it.jsonl"]
 
 
-def test_a_folder_of_the_user_s_is_not_that_of_unfinished_shards(tmp_path):
-    path, out = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS), tmp_path / "out"
-    (tmp_path / "out.unfinished/new").mkdir(parents=True)
-    (tmp_path / "out.unfinished/new/notes").write_text("mine")
-    with pytest.raises(SystemExit, match="out.unfinished is not of tokenize_text.py: move it away"):
-        tokenize(path, "--out", out)
-    assert (tmp_path / "out.unfinished/new/notes").read_text() == "mine" and not out.exists()
-
-
 def test_two_processes_do_not_write_one_folder(tmp_path):
-    path = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
-    (tmp_path / "out.unfinished").mkdir()
+    """Nor does one write a folder of the user's."""
+    path, out = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS), tmp_path / "out"
+    notes = tmp_path / "out.unfinished/new/notes"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
     lock = os.open(tmp_path / "out.unfinished", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(SystemExit, match="another process is writing .*out.unfinished: wait for"):
-        tokenize(path, "--out", tmp_path / "out")
+    with pytest.raises(SystemExit, match="another process is writing .*out.unfinished"):
+        tokenize(path, "--out", out)
     os.close(lock)
+    with pytest.raises(SystemExit, match="out.unfinished is not of tokenize_text.py: move it away"):
+        tokenize(path, "--out", out)
+    assert notes.read_text() == "mine" and not out.exists()
+
+
+HELD = pytest.raises((SystemExit, train_gpt.UserError), match="another process is writing")
 
 
 @pytest.mark.parametrize(
-    ("number", "is_written"),
-    [(errno.EWOULDBLOCK, True), (errno.EACCES, True)]
-    + [(number, False) for number in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)],
+    ("number", "outcome", "lines"),
+    [(errno.EACCES, HELD, 0), (errno.ENOLCK, contextlib.nullcontext(), 2)],
 )
 def test_a_file_system_without_locks_is_named_and_used(
-    number, is_written, tmp_path, monkeypatch, capsys
+    number, outcome, lines, tmp_path, monkeypatch, capsys
 ):
-    """Other errors say that another process holds the lock."""
-
-    def flock(file, operation):
-        raise OSError(number, "as this system says")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    words = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS), "--out", tmp_path / "out"
-    log = tmp_path / "it.txt"
-    log.touch()
-    if is_written:
-        with pytest.raises(SystemExit, match="another process is writing"):
-            tokenize(*words)
-        with pytest.raises(train_gpt.UserError, match="another process is writing"):
-            logfile.refuse_live(log)
-    else:
-        tokenize(*words)
-        logfile.refuse_live(log)
-        assert capsys.readouterr().err.count("cannot be locked (as this system says)") == 2
-        assert (tmp_path / "out").exists()
+    """Another error says that another process holds the lock."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "as it says")))
+    path = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    with outcome:
+        tokenize(path, "--out", tmp_path / "out")
+    with outcome:
+        logfile.refuse_live(path)
+    assert capsys.readouterr().err.count("cannot be locked (as it says)") == lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -382,17 +386,25 @@ SENTENCE = "It was the best of times, it was the worst of times, said number 7. 
 
 @pytest.mark.parametrize(
     ("documents", "flags"),
-    [([SENTENCE * 30], ""), ([SENTENCE] * 30, "--val_fraction 0"), ([SENTENCE * 9] * 300, "")],
+    [
+        ([SENTENCE * 30], ""),
+        ([SENTENCE * 30, "The end."], ""),
+        ([SENTENCE] * 30, "--val_fraction 0"),
+        ([SENTENCE * 9] * 300, ""),
+    ],
 )
 def test_the_printed_command_finds_enough_in_a_short_text(documents, flags, tmp_path, capsys):
-    """No token is lost, and none is added."""
-    path, out = write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "out"
+    """No token is lost, none is added, and a text that is cut keeps its order."""
+    path, out = write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "a [b]" / "out"
     tokenize(path, "--out", out, *flags.split())
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(read(out, "*.bin")) == sorted(reference(documents))
+    tokens = read(out, "*_train_*.bin") + read(out, "*_val_*.bin")
+    is_cut = len(documents) < 3
+    order = list if is_cut else sorted
+    assert order(tokens) == order(reference(documents))
     shares = [len(read(out, f"*_{split}_*.bin")) for split in ("val", "train")]
-    said = f"documents: 1, too few to choose from: the last {shares[0]} tokens are for validation"
-    assert (said in lines) == (len(documents) == 1)
+    said = f"too few to choose from: the last {shares[0]} tokens are for validation"
+    assert (f"documents: {len(documents)}, {said}" in lines) == is_cut
     assert shares[0] >= (0 if "fraction 0" in flags else max(130, 0.049 * sum(shares)))
     _, *words = shlex.split(lines[-1])
     hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)

@@ -31,6 +31,7 @@ from train_gpt import FINEWEB, HERE, STOPS, Hyperparameters, Run, UserError, new
 
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
 ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
+SIZE = re.compile(r"^parameters: (\d+)(?: and (\d+) that ranks share out)?$", re.M)  # in a log
 PLACE = re.compile(r'File "(.+)", line (\d+)')  # in a traceback
 
 
@@ -187,27 +188,11 @@ def say_memory(path: Path, hp: Hyperparameters, record: str) -> None:
         print(f"run.sh: {text}", file=sys.stderr, flush=True)
 
 
-def check_room(hp: Hyperparameters, run_class: type[Run]) -> None:
-    """Say so if the disk has less room than the run's checkpoints may need. OSError if its folder
-    cannot be written: the run would find that out after hours."""
+def check_folder(hp: Hyperparameters) -> None:
+    """OSError if the folder of a run's checkpoints cannot be written: the run would find that out
+    after hours."""
     folder = Path("logs", hp.run_id)
-    if not folder.is_dir():
-        folder = folder.parent
-    TemporaryFile(dir=folder).close()
-    try:
-        with torch.device("meta"):
-            model = run_class.GPT(hp)
-    except Exception:  # a fork's model that reads its numbers: its size is not known
-        return
-    for table in model.tables() if gpus_for(hp) else []:
-        table.to(torch.bfloat16)
-    size = 3 * sum(p.nbytes for p in model.parameters())  # weights, and at most two moments of each
-    size += getattr(model, "numbers_in_pieces", 0) * (2 if gpus_for(hp) else 4)
-    size *= hp.keep if hp.save_every else 1
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        text = f"checkpoints may need {size / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free"
-        print(f"run.sh: {text}", file=sys.stderr, flush=True)
+    TemporaryFile(dir=folder if folder.is_dir() else folder.parent).close()
 
 
 class Live:
@@ -215,6 +200,7 @@ class Live:
 
     def __init__(self, path: Path, hp: Hyperparameters, label: str):
         self.name, self.label, self.steps = script.show(path), label, hp.num_iterations
+        self.saves = hp.keep if hp.save_every else min(hp.keep, 1)  # checkpoints, at most
         self.log = Path("logs", f"{hp.run_id}.txt")
         self.metrics = None  # the open file of metrics
         self.last = {}  # the last values of the fields of the metrics
@@ -234,6 +220,8 @@ class Live:
     def check(self) -> str:
         """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
         diverged if all of a tenth of its steps, or 20, have a loss above the first one."""
+        if self.saves:
+            self.say_room()
         path = self.log.with_suffix(".jsonl")
         if self.metrics is None and path.exists():
             self.metrics = path.open()
@@ -260,6 +248,21 @@ class Live:
         if self.above < max(20, self.steps // 10):
             return ""
         return f"{self.above} steps had a loss above {self.first:.4f}, the first one"
+
+    def say_room(self) -> None:
+        """Say so once if the disk has less room than the run's checkpoints may need. The log tells
+        the size of its model: this process need not build one, which takes a second."""
+        text = self.log.read_text("utf-8", errors="replace") if self.log.is_file() else ""
+        if not (found := SIZE.search(text)):
+            return
+        numbers = sum(int(count or 0) for count in found.groups())
+        size = self.saves * 3 * 4 * numbers  # weights, and at most two moments of each
+        self.saves = 0
+        free = shutil.disk_usage(self.log.parent).free
+        if free < size:
+            needs = f"checkpoints may need {size / 1e9:.1f} GB"
+            text = f"{needs}, {self.log.parent} has {free / 1e9:.1f} GB free"
+            print(f"run.sh: {text}", file=sys.stderr, flush=True)
 
     def time_left(self) -> str:
         """Return how long the other steps take, at the rate of the last one."""
@@ -310,7 +313,7 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     if getattr(hp, "canonical_mask", False) and not vocabulary.is_file():
         raise UserError(f"{vocabulary} is missing, from which --canonical_mask on makes its mask")
     if hp.keep:
-        check_room(hp, run_class)
+        check_folder(hp)
     output = {"stdout": subprocess.DEVNULL} if label else {}
     with console.doing(live.news), live.bar:
         end = start(hp, [str(path), *flags], live.check, **output)

@@ -19,7 +19,6 @@ outcome = functools.partial(runs.outcome, run=Run)
 A, C = "2025-08-23_SparseAttnGate", "2026-01-19_BigramHashEmbedding"
 C5, D = "2026-01-26-UntieValueEmbeddings", "2026-03-06_SimplifyHC"
 M = "medium_2025-12-31"
-M = "medium_2025-12-31"
 LAST = 8  # steps
 # Sequences of 128, 256 and 384 tokens by thirds of 7 steps (row C does not round them), then an
 # extension of one; head and embedding part at step 6. Windows are narrower than sequences, and last
@@ -44,25 +43,18 @@ for name, table in LAYERS.items():
         f"--stages {STAGES} --extension_frac .125 --tied_frac .5 --last_window 384 "
         "--bigram_rows 301"  # an odd number: ranks own unequal shares
     )
-# Of GPT-2 medium's stages, the first five of 7 steps; frequencies end with the second window.
-LAYERS_M = "long+v0,short+v1,short+x1,long+x0+backout+v0"
-STAGES_M = STAGES.replace("window=256,", "window=256+lr=2,length=4+window=384+lr=2,")
-ROW[M] = (
-    f"--record {M} --layers {LAYERS_M} --num_layers 4 --stages {STAGES_M} --extension_frac .125 "
-    "--yarn_window 128 --last_window 384"
-)
 # Rotary frequencies do not change with the second window.
 ROW[M] = (
     f"--record {M} --layers long+v0,short+v1,short+x1,long+v0+x0+backout --num_layers 4 "
     f"--stages {STAGES} --extension_frac .125 --tied_frac .5 --yarn_window 128 --last_window 384"
 )
 # Adam's epsilon is that at which rounding noise stays noise, with gradients of a sequence's sum.
-PLAIN = f"{SIZES} --adam_eps 2e-4 --batch_seqs 8 --save_every 2 --val_loss_every 2"
+PLAIN = f"{SIZES} --adam_eps 2e-4 --batch_seqs 4 --save_every 2 --val_loss_every 2"
 WORDS = f"{PLAIN} --align_to_documents off"
 # In July with composed heads and what mixers make.
 LATER = (
     f"{PLAIN} --num_layers 5 --extension_frac .125 --tied_frac .5 --last_window 384 "
-    "--bigram_signs 37 --fp8 off"
+    "--bigram_signs 37"
 )
 STAGES_JULY = STAGES.replace("targets=1/.5,", "targets=1/.5+prefix=1+falls=1,").replace(
     ".25,", ".25+prefix=1,"

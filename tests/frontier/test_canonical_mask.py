@@ -59,7 +59,7 @@ def test_real_text_and_made_up_text_of_all_kinds_are_possible(masks, count):
     real = GPT2(4095).encoding.decode(sample)
     generator = random.Random(0)
     parts = [*"abcdefghijklmnopqrstuvwxyzEASN 019.,'\n\t-_ é中🙂ß½Ⅷ\u00a0\u2003\x1c\u0301\ufffd"]
-    parts += ["  ", "'re", "it's", " I'll", "日本", " the", "ing"]
+    parts += ["  ", "'re", "it's", " I'll", "'ve", "'m", "'d", "n't", "日本", " the", "ing"]
     text = "".join(generator.choices(parts, k=40000))
     for one in (text, *real.split("<|endoftext|>")):
         assert_possible(masks[count], np.array(encoding.encode(one, disallowed_special=())))

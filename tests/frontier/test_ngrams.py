@@ -26,8 +26,6 @@ from train_gpt_2026_08 import RECORDS, Moment, Run
 
 main = functools.partial(train_gpt.main, run=Run)
 
-main = functools.partial(train_gpt.main, run=Run)
-
 RECORD = RECORDS["2026-08-30_ANVIL2"]
 # By the published program: for each token its bigram's and its trigram's row, and those of signs.
 PUBLISHED = [
@@ -59,8 +57,8 @@ def test_hashes_of_many_tokens_equal_those_of_whole_numbers(rows):
         assert signs[:, i].tolist() == [number & 8191 for number in mixed]
 
 
-def small_table(**settings) -> NgramTable:
-    hp = replace(RECORD, model_dim=4, ngram_rows=12, ngram_slow_from=8, **settings)
+def small_table(rows: int = 12, batch_seqs: int = 8) -> NgramTable:
+    hp = replace(RECORD, model_dim=4, ngram_rows=rows, ngram_slow_from=8, batch_seqs=batch_seqs)
     table = NgramTable(hp)
     table.share(0, 1, torch.device("cpu"), torch.float64)
     return table
@@ -274,11 +272,8 @@ def test_a_full_disk_ends_with_one_line_and_leaves_no_piece(tmp_path):
 def test_a_table_of_other_rows_is_refused(tmp_path):
     """Its hashes would find the rows of other n-grams."""
     small_table().save(tmp_path / "state_step000002.pt")
-    hp = replace(small_table().hp, ngram_rows=16)
-    table = NgramTable(hp)
-    table.share(0, 1, torch.device("cpu"), torch.float64)
     with pytest.raises(UserError, match="12 rows, or a few less, not of --ngram_rows 16"):
-        table.load(tmp_path / "state_step000002.pt", weights_only=True)
+        small_table(rows=16).load(tmp_path / "state_step000002.pt", weights_only=True)
 
 
 def test_a_damaged_piece_is_refused(tmp_path):

@@ -9,6 +9,10 @@ from torch._dynamo.utils import counters
 import train_gpt
 from frontier.small_runs import D, main, small_flags
 from runs import rows
+from test_edits import (
+    edited,  # noqa: F401
+    test_an_edited_line_changes_compiled_code_as_uncompiled,  # noqa: F401
+)
 from test_masks import check_flex_attention
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor on a CPU needs g++")
@@ -19,6 +23,17 @@ WINDOWS = (
 )
 # Stages, several targets, a tied head, bigrams, pairs of heads, NorMuon, cautious steps.
 STAGES = "--layers short+v0+pair,long+v1+x0+in0+backout --val_seq_len 256 --keep 0"
+
+
+@pytest.fixture
+def compile_with():
+    """Let Inductor compile, whatever backend a test names."""
+
+    def use(backend) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+
+    return use
 
 
 @pytest.mark.parametrize(("fork", "more", "count"), [(False, WINDOWS, 10), (True, STAGES, 13)])

@@ -12,8 +12,10 @@ from train_gpt import HERE
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 FORK = str(HERE / "forks/train_gpt_2026.py")
-# As a user has it, and not the tests: with a thread for each core. A busy machine may take long.
-OWN = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+# As a user has it, and not the tests: with a thread for each core, and all of the CPU's
+# instructions. A busy machine may take long.
+OF_TESTS = "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
+OWN = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
 
 
 def test_twenty_stops_of_each_kind_change_no_bit():
