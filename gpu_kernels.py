@@ -6,12 +6,14 @@ kernel builds, agrees with the formula and is not slower. Kernels take floats as
 torch.compile would pass them as float64.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
 import inspect
 import math
 import sys
+import textwrap
 from dataclasses import replace
 
 import torch
@@ -345,10 +347,10 @@ class AllFP8MLP(torch.autograd.Function):
 # By a function's name: digests of the formulas that its kernel computes. An edit may change a
 # formula by less than `fault` detects: the kernel is then not used.
 WRITTEN_FOR = {
-    "chunk_loss": ("cce4c2419990", "f2d386213f7b"),
-    "fp8_mlp": ("f65adb4f033a",),
-    "fp8_relu2_mlp": ("527c53fbc390",),
-    "relu2_mlp": ("5f6cd4701c21",),
+    "chunk_loss": ("a798d80379f4", "ea22adf45f4e"),
+    "fp8_mlp": ("51daf5709561",),
+    "fp8_relu2_mlp": ("03b166ce6ca3",),
+    "relu2_mlp": ("2b97618fcd17",),
 }
 
 
@@ -364,14 +366,19 @@ def functions(model, name: str) -> list:
 
 
 def digest(model, name: str) -> str:
-    """Return a digest of the source of the functions that go by a name in a model, and by the names
-    in their code, and so on, ignoring white space. Calling a head calls its forward."""
-    names, words = [name, "forward"] if hasattr(model.lm_head, name) else [name], []
+    """Return a digest of the code of the functions that go by a name in a model, and by the names
+    in their code, and so on. Calling a head calls its forward. Comments, docstrings and white space
+    do not count."""
+    names, code = [name, "forward"] if hasattr(model.lm_head, name) else [name], []
     for known in names:  # names grow in the loop
         for function in functions(model, known):
-            words += inspect.getsource(function).split()
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+                    node.body = node.body[1:]
+            code.append(ast.unparse(tree))
             names += [n for n in function.__code__.co_names if n not in names]
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
 
 
 def example(name: str, model, hp, device, dtype, rows: int) -> tuple:

@@ -17,14 +17,13 @@ demo. Settings and ideas come from github.com/KellerJordan/modded-nanogpt. The s
     Training         steps, validation, warm-up, the timed loop: `train` is the whole program
     Machine          devices, ranks, errors, the log, checkpoints, flags
 
-If you came for the recipe, stop before the last section.
+The recipe is all that stands before Machine: some 1400 lines.
 """
 
 import argparse
 import contextlib
 import ctypes
 import difflib
-import errno
 import fcntl
 import functools
 import gc
@@ -54,6 +53,12 @@ from typing import Literal, get_args
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
+
+# ruff: noqa: E402 (this comes before imports)
+SOURCES = {}  # this file and the started one, as they run: an import of torch takes seconds
+for started in (__file__, getattr(sys.modules["__main__"], "__file__", None)):
+    if started and os.path.isfile(started):
+        SOURCES[Path(started).resolve()] = Path(started).read_text("utf-8", errors="replace")
 
 import numpy as np
 import torch
@@ -267,95 +272,33 @@ def layer_table(hp: Hyperparameters) -> tuple[Layer, ...]:
     return tuple(table[:half] + table[len(table) - half :])
 
 
-def show(value) -> str:
-    """Return a setting's value as typed on the command line; paths are relative to this file."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(show(part) for part in value)
-    return str(value).removeprefix(f"{HERE}/").removeprefix(f"{glob.escape(str(HERE))}/")
-
-
-def check(hp: Hyperparameters) -> None:
-    """Raise UserError for settings that are never valid."""
-    if not re.fullmatch(r"(?!results$|.*\.(txt|jsonl)$)(\w[\w.,+=@:-]*)?", hp.run_id):
-        raise UserError(f"--run_id {hp.run_id}: must be a plain name, not results or *.txt")
-    if hp.resume and not hp.run_id:
-        raise UserError("--resume on: say which run with --run_id NAME")
-    for name, value in vars(hp).items():
-        numbers = [] if isinstance(value, str) else np.ravel(value)
-        limit = 2**40 if type(value) is int else 1e38
-        if not all(0 <= number < limit for number in numbers):
-            raise UserError(f"--{name} {show(value)}: must be at least 0, and below {limit:.0e}")
-        if isinstance(value, str) and ("\n" in value or value != printable(value)):
-            raise UserError(f"--{name} {value}: must be one line of UTF-8 text")
-    units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
-    positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
-    for name in (*units, *positive, "num_layers", "num_heads", "model_dim", "vocab_size"):
-        value, unit = getattr(hp, name), units.get(name, 1)
-        if value == 0 or value % unit:
-            raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
-    used = hp.end_of_text + 1  # GPT-2's ids are 256 bytes, then merges in their order
-    fits = 256 < used <= 50257 and used <= hp.vocab_size <= -(-used // 128) * 128
-    if hp.tokenizer == "gpt2" and not fits:
-        found = f"--vocab_size {hp.vocab_size} contradicts --end_of_text {hp.end_of_text}"
-        rule = "all of GPT-2's tokens need 50257 and 50256, the first N of them N + 1 and N"
-        raise UserError(f"{found}: {rule}, and other tokens --tokenizer none")
-    if hp.tokenizer not in ("gpt2", "none") and not os.path.isfile(hp.tokenizer):
-        raise UserError(f"--tokenizer {hp.tokenizer}: must be gpt2, none, or a tokenizer.json")
-    largest = hp.model_dim * max(hp.vocab_size, 4 * hp.model_dim, 3 * hp.num_heads * hp.head_dim)
-    steps, heads = hp.num_iterations, hp.num_layers * hp.num_heads
-    if steps > 10**6 or heads > 10**4 or largest > 10**10:
-        raise UserError(f"{steps} steps, {heads} heads, matrices of {largest} elements: too many")
-
-
 # -----------------------------------------------------------------------------
 # Data: shards of tokens, and batches that depend on the step alone
 
 
-def regular(path: str | Path) -> Path:
-    """Return a path. OSError if a pipe or a device is there: reading it may never end."""
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise OSError(22, "is a pipe or a device, not a file", str(path))
-    return Path(path)
-
-
-class Shard(np.ndarray):
-    """The tokens (n,) uint16 of the file `path`, and its `stamp` when they were mapped."""
-
-
-def stamp_of(path: str | Path | int) -> tuple:
-    """Return the size of a file in bytes, and the time of its last change; () if it is gone."""
-    with contextlib.suppress(OSError):
-        stat = os.stat(path)
-        return stat.st_size, stat.st_mtime
-    return ()
-
-
-def load_data_shard(path: str | Path) -> Shard:
-    """Return the tokens of a shard, memory-mapped. The format is llm.c's: 256 little-endian int32
-    (20240520, version 1, n, zeros), then n uint16. UserError for another."""
-    with regular(path).open("rb") as file:
-        stamp = stamp_of(file.fileno())
-        header = np.fromfile(file, "<i4", 3).tolist()
-    size = stamp[0]
+def load_data_shard(path: str | Path) -> np.ndarray:
+    """Return the tokens (n,) uint16 of a shard, memory-mapped if possible. The format is llm.c's:
+    256 little-endian int32 (20240520, version 1, n, zeros), then n uint16. UserError for another.
+    """
+    header = np.fromfile(path, "<i4", 3).tolist()
+    size = os.path.getsize(path)
     expected = [20240520, 1, (size - 1024) // 2]  # magic, version of uint16 tokens, their number
     if size <= 1024 or size % 2 or header != expected:
         reason = f"is not a whole shard: its {size} bytes begin with {header}, not {expected}"
         remedy = "fetch it again, or give uint16 tokens a header by data/tokenize_text.py"
         raise UserError(f"{path} {reason}: {remedy}")
     # Torch's map holds no open file, unlike numpy's: a run may have more shards than that allows.
-    words = torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
-    tokens = words[512:].numpy().view(Shard)
-    tokens.flags.writeable = False
-    tokens.path, tokens.stamp = path, stamp
-    return tokens
+    try:
+        words = torch.from_file(str(path), size=size // 2, dtype=torch.uint16).numpy()
+    except RuntimeError:  # some disks cannot map files
+        words = np.fromfile(path, "<u2")
+    return words[512:]
 
 
 def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
-    """Plan the batches of training: yield one of the shards and its pieces (start, stop). Joined,
-    the pieces are batch_seqs sequences of seq_len + 1 tokens. The last token of a sequence is only
-    a target, and begins the next one."""
+    """Plan the batches of training: yield one of the shards and its slices (start, stop). They are
+    batch_seqs sequences of seq_len + 1 tokens. Neighbours overlap by one token, which is a target
+    only in the first of them."""
     batch = hp.batch_seqs * hp.seq_len
     for tokens in shards:
         for position in range(0, len(tokens) - batch - 1, batch):  # as in 2025-01-26
@@ -364,8 +307,8 @@ def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
 
 
 def in_order(shards, hp: Hyperparameters, moments=()) -> Iterator[tuple]:
-    """Plan validation, whatever plan training has: one sequence after another, as batches. At the
-    end of a shard, what is too short for a sequence and its targets is left out."""
+    """Plan validation: consecutive sequences, one in a batch. The end of a shard, which is too
+    short for a sequence and its targets, is left out. Forks cannot change this plan."""
     for tokens in shards:
         for start in range(0, len(tokens) - hp.seq_len - 1, hp.seq_len):
             yield tokens, [(start, start + hp.seq_len + 1)]
@@ -376,22 +319,17 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
     a pattern at most hp.epochs times (0: no limit). A fork's plan also depends on the batches'
     moments. UserError for shards that are missing, damaged, too short or have other tokens."""
     paths = sorted(glob.glob(pattern))
-    if os.path.isdir(pattern):
-        raise UserError(f"{pattern} is a folder: give a pattern of its shards, such as *.bin")
     if not paths:
         remedy = "cached_fineweb.py fetches FineWeb; patterns have no braces, and [[] for a bracket"
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
-    passes = min(hp.epochs or num_batches, num_batches)  # if one has no batch, none has
+    # Each pass over the shards has at least one batch, or no pass has any.
+    passes = min(hp.epochs or num_batches, num_batches)
     in_turn = itertools.chain.from_iterable(itertools.repeat(shards, passes))
     batches = list(itertools.islice(plan(in_turn, hp, moments), num_batches))
     if len(batches) < num_batches:
         found = f"{pattern} has {len(batches)} batches of {hp.batch_seqs} x {hp.seq_len} tokens"
-        remedy = "add longer shards, or make sequences shorter"
-        if batches and plan is in_order:
-            remedy = "add shards, or make --val_tokens smaller"
-        elif batches:  # with --epochs 0, they would be enough
-            remedy = "add shards (cached_fineweb.py N), or read them again with --epochs 0"
+        remedy = "add shards, use --epochs 0, or make --val_tokens or sequences shorter"
         raise UserError(f"{found}, but the run needs {num_batches}: {remedy}")
     for path, tokens in zip(paths, shards, strict=True):
         is_read = any(tokens is other for other, _ in batches)
@@ -406,35 +344,16 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
 def distributed_data_generator(batches, hp, rank, world_size, device, start_step=0) -> Iterator:
     """Yield this rank's part of each batch of plan_batches from start_step on, on its way to the
     device: inputs (n, T) int32 and targets (n, T) int64. Rank r has the r-th part of the sequences.
-    UserError if a shard has become shorter, or has a token outside the vocabulary."""
-    open_shard, file = None, None  # one at a time: a shard that is replaced is read to its end
-    for shard, pieces in batches[start_step:]:
-        if shard is not open_shard:
-            if file:
-                file.close()
-            open_shard, file = shard, open(shard.path, "rb")  # noqa: SIM115
-        batch = []
-        for start, stop in pieces:
-            # From the file: if that has become shorter, its memory map would kill the process.
-            data = os.pread(file.fileno(), 2 * (stop - start), 1024 + 2 * start)
-            tokens = np.frombuffer(data, "<u2", len(data) // 2)
-            if len(tokens) < stop - start or tokens.max() >= hp.vocab_size:
-                reason = f"its tokens from {start} on are missing or wrong"
-                raise UserError(f"{shard.path} has changed: {reason}")
-            batch.append(tokens)
-        rows = np.concatenate(batch).reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
-        inputs = torch.from_numpy(rows[:, :-1].astype(np.int32))
-        targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
+    Shards may not change while a run reads them: of one that is cut off, the system ends the run.
+    """
+    for tokens, slices in batches[start_step:]:
+        sequences = np.concatenate([tokens[start:stop] for start, stop in slices])
+        own = sequences.reshape(world_size, hp.batch_seqs // world_size, -1)[rank]
+        inputs = torch.from_numpy(own[:, :-1].astype(np.int32))
+        targets = torch.from_numpy(own[:, 1:].astype(np.int64))
         if device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-
-
-def changed_shards(batches: list) -> list[str]:
-    """Return a line for each file of the batches that is not as it was when it was mapped."""
-    stamps = {shard.path: shard.stamp for shard, _ in batches}
-    changed = [path for path, stamp in stamps.items() if stamp_of(path) != stamp]
-    return [f"{p} has changed since the run began: its batches may have, too" for p in changed]
 
 
 # -----------------------------------------------------------------------------
@@ -509,35 +428,12 @@ def compiled(function):
     return call
 
 
-BYTES_PER_TOKEN = 0.8e6  # of a GPU's memory, for a sequence: 40 GB for 49152 tokens
-
-
-def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
-    """Say whether a GPU has less memory than BYTES_PER_TOKEN for so many tokens."""
-    if device.type == "cpu":
-        return False
-    return torch.cuda.get_device_properties(device).total_memory < BYTES_PER_TOKEN * tokens
-
-
 def recomputed(function, *arguments):
     """Return function(*arguments). In training, compiled code does not keep the function's
     intermediate results: the backward pass computes them again."""
     if torch.is_grad_enabled() and torch.compiler.is_compiling():
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return function(*arguments)
-
-
-def fp8_supported(device: torch.device) -> bool:
-    """Say whether a device has fast FP8 matmuls: NVIDIA's from Ada on. AMD's formats differ."""
-    is_nvidia = device.type == "cuda" and not torch.version.hip
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def bfloat16_is_fast(device: torch.device) -> bool:
-    """Say whether a device is a CPU with instructions for matmuls in bfloat16 that oneDNN may use:
-    ONEDNN_MAX_CPU_ISA can forbid it, and these matmuls then take 13 times as long."""
-    has_instructions = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -621,6 +517,15 @@ def first_visible(begins: Tensor, window: Tensor, rule: str) -> Tensor:
     return torch.maximum(document_start, window_start)
 
 
+def runs_of_blocks(start: Tensor, end: Tensor, index: Tensor, with_diagonal=False) -> tuple:
+    """Return the blocks of each row, from its start up to its end, and on request the diagonal one
+    after them: `count` (1, 1, n) and the list of blocks (1, 1, n, n), of which the first `count`
+    are used. start, end and index = 0, 1, ... n - 1 are int32 (n,)."""
+    blocks = start[:, None] + index
+    blocks = torch.where(blocks < end[:, None], blocks, index[:, None])
+    return (end - start + int(with_diagonal))[None, None], blocks[None, None]
+
+
 def block_lists(first: Tensor) -> tuple[Tensor, ...]:
     """Return `first` (T,), by first_visible, and four lists of blocks for FlexAttention.
 
@@ -631,26 +536,22 @@ def block_lists(first: Tensor) -> tuple[Tensor, ...]:
         . . P P F F F P
 
     Two lists have the partly and the fully seen key blocks of each query block; two have the query
-    blocks that see each key block partly or fully. A list is two int32 tensors: the number of its
-    blocks, `count` (1, 1, T / BLOCK), and the blocks (1, 1, T / BLOCK, T / BLOCK), of which the
-    first `count` are used. The lists are made by hand, as @YouJiacheng did in 2024."""
+    blocks that see each key block partly or fully. A list is a pair by runs_of_blocks, with n = T /
+    BLOCK. The lists are made by hand, as @YouJiacheng did in 2024."""
     index = torch.arange(len(first) // BLOCK, device=first.device, dtype=torch.int32)  # of blocks
     # For each query block: the first key block that it sees, and the first one that it sees fully.
-    seen = first[::BLOCK] // BLOCK
-    full = torch.minimum((first[BLOCK - 1 :: BLOCK] + (BLOCK - 1)) // BLOCK, index)
+    first_seen = first[::BLOCK] // BLOCK
+    first_full = torch.minimum((first[BLOCK - 1 :: BLOCK] + (BLOCK - 1)) // BLOCK, index)
     # For each key block: the first query block that no longer sees it fully, or no longer at all.
-    full_end = torch.searchsorted(full, index, right=True, out_int32=True)
-    seen_end = torch.searchsorted(seen, index, right=True, out_int32=True)
-
-    partial_keys, full_keys = (seen, full, True), (full, index, False)
-    partial_queries, full_queries = (full_end, seen_end, True), (index + 1, full_end, False)
-    lists = []
-    for start, end, is_partial in (partial_keys, full_keys, partial_queries, full_queries):
-        counts = end - start + int(is_partial)
-        blocks = start[:, None] + index  # start, start + 1, ... up to end, then the diagonal
-        blocks = torch.where(blocks < end[:, None], blocks, index[:, None])
-        lists += [counts[None, None], blocks[None, None]]
-    return first, *lists
+    end_of_full = torch.searchsorted(first_full, index, right=True, out_int32=True)
+    end_of_seen = torch.searchsorted(first_seen, index, right=True, out_int32=True)
+    return (
+        first,
+        *runs_of_blocks(first_seen, first_full, index, with_diagonal=True),  # keys, seen partly
+        *runs_of_blocks(first_full, index, index),  # keys, seen fully
+        *runs_of_blocks(end_of_full, end_of_seen, index, with_diagonal=True),  # queries, partly
+        *runs_of_blocks(index + 1, end_of_full, index),  # queries, fully
+    )
 
 
 def make_mask(first: Tensor) -> tuple[Tensor, ...] | Tensor:
@@ -839,17 +740,17 @@ class Head(CastedLinear):
         super().__init__(hp.model_dim, rows, hp.fp8, hp.x_s, hp.w_s, hp.grad_s)
         nn.init.zeros_(self.weight)
         self.softcap = hp.logit_softcap
-        self.grad_scale = None  # factor on the gradient of a sequence's summed loss; None: its mean
+        self.grad_scale = None  # gradients are of so many times the summed loss; None: of the mean
 
     def loss(self, x: Tensor, targets: Tensor, *more) -> Tensor:
         """Return the mean loss () of x (T, C) and targets (T, ...), one chunk of tokens after
-        another: the logits of a sequence take 9.9 GB in float32. In training, the backward pass of
-        a chunk runs here, too; that of the result only hands these gradients on. They are those of
-        x, and of all parameters that chunk_loss reads. It may not read other tensors that were
-        computed from parameters. `more` are its further arguments."""
+        another: the logits of a sequence take 9.9 GB in float32. In training, each chunk's backward
+        pass also runs here, so the logits of only one chunk exist at a time. backward() on the
+        result then passes these stored gradients to x and to the parameters. chunk_loss may use
+        parameters, but nothing computed from them outside. `more` are its further arguments."""
         total, grads_x, grads = 0, [], {}  # grads of parameters
         size = self.chunk_len(x.device)
-        scale = self.grad_scale or 1 / len(x)  # factor on gradients; the value is without it
+        scale = self.grad_scale or 1 / len(x)  # multiplies gradients; the mean is divided by it
         for chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
             # Apart from x, which also depends on the weight if embeddings are tied to it.
             chunk = chunk.detach().requires_grad_(torch.is_grad_enabled())
@@ -885,8 +786,8 @@ class Head(CastedLinear):
 
     def chunk_len(self, device: torch.device) -> int:
         """Return the tokens in a chunk. Each chunk reads and writes the head's whole gradient, so
-        the 8192 of small cards cost 1.3 % of a step. With 16384, the newest fork would not fit 24
-        GB."""
+        larger ones are faster: 8192 tokens cost 1.3 % of a step. But with 16384, the newest fork
+        does not fit 24 GB."""
         if device.type == "cpu":
             return 256
         return 8192 if memory_is_small(device) else 16384
@@ -925,11 +826,17 @@ class GPT(nn.Module):
 
     def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
         """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
-        # Windows are tensors, so that a new one recompiles nothing.
-        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
-        rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
+        position = torch.arange(len(input_seq), device=input_seq.device)
+        masks, rotary = self.context(input_seq, position, now)
         x, values = self.embedded(input_seq)
         return self.run_layers(x, values, rotary, masks)
+
+    def context(self, input_seq: Tensor, position: Tensor, now: Moment) -> tuple[dict, tuple]:
+        """Return what all layers share: the masks of tokens (T,), and the rotary table of tokens at
+        positions (n,)."""
+        # Windows are tensors, so that a new one recompiles nothing.
+        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
+        return masks, self.rotary(position)
 
     def run_layers(self, x: Tensor, values: dict[str, Tensor], rotary, masks: dict) -> Tensor:
         """Map embeddings (T, C) to the head's input (T, C), in the shape of a U-net: layer
@@ -960,8 +867,8 @@ class GPT(nn.Module):
         return {"long": make_mask(first_long), "short": make_mask(first_short)}
 
     @compiled
-    def rotary(self, position: Tensor, now: Moment) -> tuple[Tensor, Tensor]:
-        """Return the rotary_table of tokens at positions (T,). It does not depend on the step."""
+    def rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rotary_table of tokens at positions (T,)."""
         return rotary_table(position[:, None], rotary_frequencies(self.hp, position.device))
 
     def embedded(self, input_seq: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1020,54 +927,45 @@ def muon_updates(grad, buffer, momentum: Tensor, damped: bool, orthogonalise: Ca
     return orthogonalise(direction)
 
 
-# An update rule is a function rule(rows, lr, now, hp). `rows` is a Rows (below): parameters of one
-# group as rows of one shape, of which each rank owns n. lr is the group's learning rate at the
-# Moment `now`. The rule reads rows.grad, the mean gradient of this rank's rows, and changes
-# rows.own, their weights; both are (n, *row_shape). Tensors (n, ...) in the dict rows.state are
-# saved and resumed. A whole rule:
+# An update rule is a function rule(bank, lr, now, hp). `bank` is a Bank (below): parameters of one
+# group as items of one shape, of which each rank owns a shard. lr is the group's learning rate at
+# the Moment `now`. The rule reads bank.shard_grad, the mean gradient of this rank's items, and
+# changes bank.shard, their weights; both are (n, *item_shape). Tensors (n, ...) in the dict
+# bank.state are saved and resumed. Ranks then send each other their shards. A whole rule:
 #
-#     def sign_descent(rows, lr, now, hp):
-#         rows.own.sub_(rows.grad.sign(), alpha=lr)
-#
-# Ranks then send each other their weights. If the Group has a function `apply`, they send updates
-# instead: on a GPU, those of Muon have half the bytes. Such a rule changes no weights, and returns
-# an update (n, ...). apply(rows, updates, lr, now, hp) changes rows.weights by the updates of all
-# ranks; both are (ranks, n, ...).
+#     def sign_descent(bank, lr, now, hp):
+#         bank.shard.sub_(bank.shard_grad.sign(), alpha=lr)
 
 
-def muon(rows, lr: float, now: Moment, hp, orthogonalise=None) -> Tensor:
-    """Return the update of matrices by Muon, with zeropower_via_newtonschulz5 or another function.
-    lr is for apply_muon, which makes the step."""
-    orthogonalise = orthogonalise or zeropower_via_newtonschulz5
-    if not rows.state:
-        rows.state["momentum_buffer"] = torch.zeros_like(rows.grad)
-    buffer = rows.state["momentum_buffer"]
+def muon(bank, lr: float, now: Moment, hp) -> None:
+    """Step by Muon. Tall matrices take larger steps."""
+    if not bank.state:
+        bank.state["momentum_buffer"] = torch.zeros_like(bank.shard_grad)
+    buffer = bank.state["momentum_buffer"]
     momentum = torch.full((), now.momentum, device=buffer.device)  # a number would recompile
-    return muon_updates(rows.grad, buffer, momentum, hp.momentum_damped, orthogonalise)
-
-
-def apply_muon(rows, updates: Tensor, lr: float, now: Moment, hp) -> None:
-    """Subtract all ranks' updates from the weights. Tall matrices take larger steps."""
+    updates = muon_updates(
+        bank.shard_grad, buffer, momentum, hp.momentum_damped, zeropower_via_newtonschulz5
+    )
     height, width = updates.shape[-2:]
-    rows.weights.sub_(updates, alpha=lr * max(1, height / width) ** 0.5)
+    bank.shard.sub_(updates, alpha=lr * max(1, height / width) ** 0.5)
 
 
-def adam(rows, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
-    """Step by torch's fused Adam (Kingma and Ba 2014, arXiv 1412.6980), for rows of any shape.
+def adam(bank, lr: float, now: Moment, hp, betas=None, decay=0.0) -> None:
+    """Step by torch's fused Adam (Kingma and Ba 2014, arXiv 1412.6980), for items of any shape.
     `betas` replace hp.adam_betas. `decay` is a decoupled weight decay (arXiv 1711.05101)."""
     beta1, beta2 = betas or hp.adam_betas
-    if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
-        rows.state["exp_avg"] = torch.zeros_like(rows.own)
-        rows.state["exp_avg_sq"] = torch.zeros_like(rows.own)
-    rows.state["step"] += 1
+    if "step" not in bank.state:
+        bank.state["step"] = torch.zeros(len(bank.shard), device=bank.shard.device)
+        bank.state["exp_avg"] = torch.zeros_like(bank.shard)
+        bank.state["exp_avg_sq"] = torch.zeros_like(bank.shard)
+    bank.state["step"] += 1
     torch._fused_adamw_(
-        [rows.own],
-        [rows.grad.type_as(rows.own)],
-        [rows.state["exp_avg"]],
-        [rows.state["exp_avg_sq"]],
+        [bank.shard],
+        [bank.shard_grad.type_as(bank.shard)],
+        [bank.state["exp_avg"]],
+        [bank.state["exp_avg_sq"]],
         [],  # what amsgrad keeps
-        [rows.state["step"][0]],
+        [bank.state["step"][0]],
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -1086,25 +984,26 @@ class Group:
     params: list[nn.Parameter]
     rule: Callable
     lr: float
-    row_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
+    item_ndim: int  # what ranks share: matrices (2), rows of tables (1) or numbers (0)
     steps: int = 1  # the rule is called once in so many steps, with the sum of their gradients
-    apply: Callable | None = None  # of updates; None: the rule changes weights (see above muon)
 
 
-class Rows:
-    """Parameters of one group and row shape, which ranks share. A row is a matrix, a row of a
-    table, or a number, by Group.row_ndim. Each rank owns n rows: on 8 ranks, 6 of the 44 matrices
+class Bank:
+    """Parameters of one group and item shape, which ranks share. An item is a matrix, a row of a
+    table, or a number, by Group.item_ndim. Each rank owns n items: on 8 ranks, 6 of the 44 matrices
     of 2025-01-26 with 768 x 768 elements. What is left over is padding, which stays zero.
 
-        weights (ranks, n, *row_shape)    of all ranks; the parameters are views of it
-        own (n, *row_shape)               this rank's part of the weights
-        grads (ranks, n, *row_shape)      sums of this rank's gradients; backward passes add to it
-        grad (n, *row_shape)              this rank's part; in a rule, the mean over all sequences
-        state                             the update rule's tensors (n, ...), by their names
+        weights (ranks, n, *item_shape)    of all ranks; the parameters are views of it
+        shard (n, *item_shape)             this rank's part of the weights
+        grads (ranks, n, *item_shape)      sums of this rank's gradients; backward passes add to it
+        shard_grad (n, *item_shape)        the shard's gradient: this rank's until it is reduced,
+                                           then the sum over ranks; a rule reads its mean
+        state                              the update rule's tensors (n, ...), by their names
 
-    In a step, `grads` is sent once, with its last gradient: ranks sum it, and each receives `grad`.
-    When a rule has changed `own`, `gather` collects the parts of all ranks. All ranks must use the
-    same parameters in a step, because they send in the order of their backward passes.
+    When the last gradient of a step has arrived, ranks reduce-scatter `grads`: each gets the sum
+    for its own items, `shard_grad`. When a rule has changed `shard`, launch_gather collects the
+    shards of all ranks. All ranks must use the same parameters in a step, because they send in the
+    order of their backward passes.
 
     Nothing may rebind a parameter's .data, as model.to() does: the parameter would no longer learn.
     A hook of your own that needs p.grad must be registered before this object is made, whose hook
@@ -1115,51 +1014,52 @@ class Rows:
         self.params, self.rank, self.world_size = params, rank, world_size
         self.state: dict[str, Tensor] = {}  # the update rule's
         self.works = []  # collectives that are under way
-        row_shape = params[0].shape[params[0].ndim - group.row_ndim :]
-        row_len = math.prod(row_shape)
-        self.name = f"{group.name} {'x'.join(map(str, row_shape))}".rstrip()
+        item_shape = params[0].shape[params[0].ndim - group.item_ndim :]
+        item_len = math.prod(item_shape)
+        self.name = f"{group.name} {'x'.join(map(str, item_shape))}".rstrip()
         # Each parameter begins at a multiple of 16 bytes, because compiled code assumes that.
-        spacing = 16 // math.gcd(16, row_len * params[0].element_size())
+        spacing = 16 // math.gcd(16, item_len * params[0].element_size())
         starts = [0]
         for p in params:
-            starts.append(starts[-1] + -(-p.numel() // (row_len * spacing)) * spacing)
-        self.total = starts.pop()
-        n = -(-self.total // (world_size * spacing)) * spacing
-        self.passes = group.steps * micro_batches  # backward passes that add to a gradient
-        self.weights = params[0].detach().new_zeros(world_size, n, *row_shape)
-        self.own = self.weights[rank]
-        dtype = torch.float32 if self.passes > 1 else self.weights.dtype
+            starts.append(starts[-1] + -(-p.numel() // (item_len * spacing)) * spacing)
+        self.num_items = starts.pop()
+        n = -(-self.num_items // (world_size * spacing)) * spacing
+        self.backward_passes = group.steps * micro_batches  # that add to a gradient
+        self.weights = params[0].detach().new_zeros(world_size, n, *item_shape)
+        self.shard = self.weights[rank]
+        dtype = torch.float32 if self.backward_passes > 1 else self.weights.dtype
         self.grads = torch.zeros_like(self.weights, dtype=dtype)
         self.grad_views = []  # the parameters' parts of grads
         for p, start in zip(params, starts, strict=True):
-            stop = start + p.numel() // row_len
+            stop = start + p.numel() // item_len
             p.data = self.weights.flatten(0, 1)[start:stop].view(p.shape).copy_(p.detach())
             self.grad_views.append(self.grads.flatten(0, 1)[start:stop].view(p.shape))
             if world_size > 1:
                 p.register_post_accumulate_grad_hook(self.arrived)
-        self.clear()
+        self.zero_grad()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Wait for what is under way, and forget all gradients: a step begins."""
         self.wait()
-        self.grad = self.grads[self.rank]
-        self.missing = self.passes * len(self.params)  # gradients to come until they are sent
-        self.has_gradients = False  # until one comes, grads are still those of the step before
+        self.shard_grad = self.grads[self.rank]
+        self.pending = self.backward_passes * len(self.params)  # gradients until they are reduced
+        self.has_gradients = False  # False: `grads` still holds the previous step's
         for p in self.params:
             p.grad = None
 
     def arrived(self, p: nn.Parameter) -> None:
-        """Count a gradient, within the backward pass, which calls this. Send with the last one."""
-        self.missing -= 1
-        if self.missing < 0:
-            raise RuntimeError(f"{self.name}: over {self.passes} gradients a step, see Group.steps")
-        if self.missing == 0:
+        """Count a gradient, within the backward pass, which calls this. The last one is sent."""
+        self.pending -= 1
+        if self.pending < 0:
+            passes = self.backward_passes
+            raise RuntimeError(f"{self.name}: over {passes} gradients a step, see Group.steps")
+        if self.pending == 0:
             self.add_gradients()
-            self.send()
+            self.launch_reduce()
 
     def add_gradients(self) -> None:
-        """Move what p.grad has to `grads`. If only some parameters have a gradient, that of others
-        is zero."""
+        """Move what p.grad has to `grads`. If only some parameters have a gradient, the gradient of
+        the others is zero."""
         if all(p.grad is None for p in self.params):
             return
         views, dense = [], []
@@ -1177,25 +1077,26 @@ class Rows:
             write(views, dense)
         self.has_gradients = True
 
-    def send(self) -> None:
-        """Begin to sum the gradients over all ranks, in the weights' dtype. When it has ended,
-        `grad` is the sum of this rank's rows."""
-        self.missing = 0
+    def launch_reduce(self) -> None:
+        """Begin to sum the gradients over all ranks, in the weights' dtype. When that has ended,
+        shard_grad is the sum for this rank's items."""
+        self.pending = 0
         sent = self.grads.type_as(self.weights)
-        self.grad = sent[self.rank]
-        self.works.append(reduce_scatter(self.grad, sent.flatten(0, 1), async_op=True))
+        self.shard_grad = sent[self.rank]
+        self.works.append(reduce_scatter(self.shard_grad, sent.flatten(0, 1), async_op=True))
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Begin to collect the parts (n, ...) of all ranks, of which this one is own. Return what
-        they become, (ranks, n, ...). Weights are collected in their place."""
+    def launch_gather(self, shard: Tensor) -> Tensor:
+        """Begin to collect the parts (n, ...) of all ranks, of which this one is `shard`. Return
+        what they become, (ranks, n, ...). Weights are collected in their place."""
         if self.world_size == 1:
-            return own[None]
-        parts = self.weights if own is self.own else own.new_empty(self.world_size, *own.shape)
-        self.works.append(all_gather(parts.flatten(0, 1), own.contiguous(), async_op=True))
+            return shard[None]
+        is_weights = shard is self.shard
+        parts = self.weights if is_weights else shard.new_empty(self.world_size, *shard.shape)
+        self.works.append(all_gather(parts.flatten(0, 1), shard.contiguous(), async_op=True))
         return parts
 
     def wait(self) -> None:
-        """Wait for what is sent and gathered. With NCCL, only the GPU waits."""
+        """Wait for what is reduced and gathered. With NCCL, only the GPU waits."""
         for work in self.works:
             work.wait()
         self.works = []
@@ -1204,24 +1105,21 @@ class Rows:
 class Optimizers:
     """Applies the update rules to all parameters. All ranks make a step in this order:
 
-    1. The last backward pass sends the gradients of Rows when they are complete: the head's first,
-       then those of the matrices, those of the embeddings at the end.
-    2. In the order of parameter_groups, each rank updates its rows, and sends the result. The
-       matrices are orthogonalised while gradients of the tables are still on their way.
-    3. Each rank applies the updates of all. Gathered weights are already in place.
+    1. The last backward pass reduces the gradients of a Bank when they are complete: the head's
+       first, then those of the matrices, those of the embeddings at the end.
+    2. In the order of parameter_groups, each rank updates its shard, and sends it. The matrices are
+       orthogonalised while gradients of the tables are still on their way.
+    3. Each rank waits until it has the shards of all.
 
     Keller Jordan let ranks share Muon's work (2024). @ryanyang0 and @vagrawal let them send within
     the backward pass (2025).
     """
 
-    changes_early = False  # whether weights or state already change before `step`, as in some forks
-    made = None  # completed steps; None while one is half made
-
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         self.model, self.hp, self.rank, self.world_size = model, hp, rank, world_size
-        self.groups: list[tuple[Group, Rows]] = []
+        self.groups: list[tuple[Group, Bank]] = []
         groups = self.parameter_groups(model, hp)
-        # A run can stop before a step whose number is a multiple of this: all gradients are used.
+        # A run saves and stops only at multiples of this, when no gradient waits for a later step.
         self.period = math.lcm(*(group.steps for group in groups))
         if hp.save_every % self.period:
             raise UserError(f"--save_every {hp.save_every}: must be a multiple of {self.period}")
@@ -1233,13 +1131,13 @@ class Optimizers:
             by_shape = {}
             for p in group.params:
                 if p.requires_grad:  # a frozen one stays as it is
-                    shape = p.shape[p.ndim - group.row_ndim :]
+                    shape = p.shape[p.ndim - group.item_ndim :]
                     by_shape.setdefault((shape, p.dtype), []).append(p)
             for params in by_shape.values():
-                rows = Rows(group, params, rank, world_size, hp.batch_seqs // world_size)
-                if any(rows.name == other.name for _, other in self.groups):
-                    raise ValueError(f"two groups, or dtypes of a group, are named {rows.name}")
-                self.groups.append((group, rows))
+                bank = Bank(group, params, rank, world_size, hp.batch_seqs // world_size)
+                if any(bank.name == other.name for _, other in self.groups):
+                    raise ValueError(f"two groups, or dtypes of a group, are named {bank.name}")
+                self.groups.append((group, bank))
 
     @staticmethod
     def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:
@@ -1248,110 +1146,108 @@ class Optimizers:
         tables = list(model.value_embeds.parameters())
         scalars = [p for p in model.parameters() if p.ndim == 1]
         return [
-            Group("head", [model.lm_head.weight], adam, hp.head_lr, row_ndim=1),
-            Group("muon", matrices[::-1], muon, hp.muon_lr, row_ndim=2, apply=apply_muon),
-            Group("embed", [model.embed.weight], adam, hp.embed_lr, row_ndim=1),
-            Group("values", tables, adam, hp.embed_lr, row_ndim=1),
-            Group("scalar", scalars, adam, hp.scalar_lr, row_ndim=0),
+            Group("head", [model.lm_head.weight], adam, hp.head_lr, item_ndim=1),
+            Group("muon", matrices[::-1], muon, hp.muon_lr, item_ndim=2),
+            Group("embed", [model.embed.weight], adam, hp.embed_lr, item_ndim=1),
+            Group("values", tables, adam, hp.embed_lr, item_ndim=1),
+            Group("scalar", scalars, adam, hp.scalar_lr, item_ndim=0),
         ]
 
     def add_gradients(self) -> None:
         """Add the gradients of a backward pass to those of the step."""
-        for _, rows in self.groups:
-            rows.add_gradients()
+        for _, bank in self.groups:
+            bank.add_gradients()
 
     @torch.no_grad()
-    def step(self, now: Moment) -> list[Tensor]:
-        """Update all groups that learn at a moment, and clear their gradients. Return a list: with
-        grad_clip, of the mean gradient's global L2 norm ()."""
+    def step(self, now: Moment) -> dict[str, Tensor]:
+        """Update all groups that learn at a moment, and clear their gradients. Return tensors () of
+        the step: with grad_clip `grad_norm`, the mean gradient's global L2 norm."""
         self.add_gradients()
-        learning = []
-        for group, rows in self.groups:
-            if (now.step + 1) % group.steps:
-                continue
-            storage = rows.weights.untyped_storage().data_ptr()
-            if any(p.untyped_storage().data_ptr() != storage for p in rows.params):
-                raise RuntimeError(f".data of a parameter in {rows.name} was rebound")
-            if not all(p.requires_grad for p in rows.params):
-                raise RuntimeError(f"{rows.name}: freeze parameters before Optimizers are made")
-            if rows.has_gradients:  # else its weights stay, as in torch's optimizers
-                learning.append((group, rows))
-        for _, rows in learning:
-            if rows.missing and self.world_size > 1:  # some parameters had no gradient
-                rows.send()
-        grad_scale, norms = 1 / self.hp.batch_seqs, []
+        learning = self.groups_that_learn(now)
+        scale, results = 1 / self.hp.batch_seqs, {}
         if self.hp.grad_clip:
-            squares = torch.zeros((), device=next(self.model.parameters()).device)
-            for _, rows in learning:
-                rows.wait()
-                squares += torch.linalg.vector_norm(rows.grad, dtype=torch.float32).square()
-            norms = [all_reduce_(squares).sqrt() * grad_scale]
-            grad_scale = grad_scale * (self.hp.grad_clip / (norms[0] + 1e-6)).clamp(max=1)
-        gathered = []
-        for group, rows in learning:
-            rows.wait()
-            rows.grad.mul_(grad_scale)
-            version = rows.weights._version  # counts changes in place, also those of rows.own
-            update = group.rule(rows, group.lr * now.lr, now, self.hp)
-            if group.apply and (update is None or rows.weights._version != version):
-                reason = "has `apply`, so its rule must return an update and keep rows.own"
-                raise UserError(f"{rows.name}: the Group {reason}")
-            if not group.apply and update is not None:
-                reason = "has no `apply`, so its rule must change rows.own and return nothing"
-                raise UserError(f"{rows.name}: the Group {reason}")
-            gathered.append(rows.gather(update if group.apply else rows.own))
-        for (group, rows), updates in zip(learning, gathered, strict=True):
-            rows.wait()
-            if group.apply:
-                group.apply(rows, updates, group.lr * now.lr, now, self.hp)
-            rows.clear()
-        return norms
+            results["grad_norm"] = self.grad_norm(learning) * scale
+            scale = scale * (self.hp.grad_clip / (results["grad_norm"] + 1e-6)).clamp(max=1)
+        for group, bank in learning:
+            bank.wait()
+            bank.shard_grad.mul_(scale)
+            group.rule(bank, group.lr * now.lr, now, self.hp)
+            bank.launch_gather(bank.shard)
+        for _, bank in learning:
+            bank.zero_grad()  # waits for all shards
+        return results
+
+    def groups_that_learn(self, now: Moment) -> list[tuple[Group, Bank]]:
+        """Return those that are due and have gradients: other weights stay, as in torch's
+        optimizers. Reduce gradients that no backward pass has, as some parameters have none."""
+        learning = []
+        for group, bank in self.groups:
+            if (now.step + 1) % group.steps == 0 and bank.has_gradients:
+                learning.append((group, bank))
+                if bank.pending and self.world_size > 1:
+                    bank.launch_reduce()
+        return learning
+
+    def grad_norm(self, learning: list[tuple[Group, Bank]]) -> Tensor:
+        """Return the L2 norm () of the gradients of these groups, summed over the batch."""
+        squares = torch.zeros((), device=next(self.model.parameters()).device)
+        for _, bank in learning:
+            bank.wait()
+            squares += torch.linalg.vector_norm(bank.shard_grad, dtype=torch.float32).square()
+        return all_reduce_(squares).sqrt()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return all states, without padding, on rank 0's CPU. All ranks must call this."""
         saved = {}
-        for _, rows in self.groups:
-            saved[rows.name] = {}
-            for key, value in rows.state.items():
-                parts = rows.gather(value)
-                rows.wait()
+        for _, bank in self.groups:
+            saved[bank.name] = {}
+            for key, value in bank.state.items():
+                parts = bank.launch_gather(value)
+                bank.wait()
                 if self.rank == 0:
-                    whole = parts.flatten(0, 1)[: rows.total]
-                    saved[rows.name][key] = whole.to("cpu", copy=True)
+                    whole = parts.flatten(0, 1)[: bank.num_items]
+                    saved[bank.name][key] = whole.to("cpu", copy=True)
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Load state that any number of ranks saved, or begin anew with {}. Clear all gradients.
         KeyError or RuntimeError if it cannot be the state of these groups."""
         saved = {name.rstrip(): state for name, state in saved.items()}  # old ones had blanks
-        if saved and saved.keys() != {rows.name for _, rows in self.groups}:
+        if saved and saved.keys() != {bank.name for _, bank in self.groups}:
             raise RuntimeError(f"its groups are {', '.join(saved)}")
-        for _, rows in self.groups:
-            rows.clear()
-            before, rows.state = rows.state, {}
-            shape = rows.weights.shape[:2]
-            for key, value in (saved[rows.name] if saved else {}).items():
+        for _, bank in self.groups:
+            bank.zero_grad()
+            before, bank.state = bank.state, {}
+            shape = bank.weights.shape[:2]
+            for key, value in (saved[bank.name] if saved else {}).items():
                 like = before.get(key, value)  # what the rule made in the warm-up
-                is_number = value.is_floating_point() == like.is_floating_point()
-                if not is_number or value.shape != (rows.total, *like.shape[1:]):
-                    raise RuntimeError(f"{rows.name}: {key} is {value.dtype} {[*value.shape]}")
+                if value.shape != (bank.num_items, *like.shape[1:]):
+                    raise RuntimeError(f"{bank.name}: {key} has the shape {[*value.shape]}")
                 # Rules may keep another dtype on another device, or on another number of ranks.
                 padded = value.new_zeros(math.prod(shape), *value.shape[1:], dtype=like.dtype)
-                padded[: rows.total] = value
-                own = padded.unflatten(0, shape)[self.rank]
-                rows.state[key] = own.to(rows.weights.device, copy=True)
+                padded[: bank.num_items] = value
+                part = padded.unflatten(0, shape)[self.rank]
+                bank.state[key] = part.to(bank.weights.device, copy=True)
+
+    def check(self) -> None:
+        """UserError if a parameter was frozen or rebound after this object was made."""
+        for _, bank in self.groups:
+            storage = bank.weights.untyped_storage().data_ptr()
+            for p in bank.params:
+                if not p.requires_grad or p.untyped_storage().data_ptr() != storage:
+                    reason = "was frozen, or its .data rebound, after Optimizers were made"
+                    raise UserError(f"a parameter of {bank.name} {reason}")
 
 
 # -----------------------------------------------------------------------------
 # Training: steps, validation, warm-up and the timed loop: `train` is the whole program
 
 
-def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> Tensor:
-    """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return one tensor
-    (2,) or (3,), equal on all ranks: the mean loss of the global batch, the sum of `stop`, and with
-    grad_clip the gradient's norm. Optimizers divide gradients by batch_seqs: grad_s is for one."""
-    if optimizers.changes_early:
-        optimizers.made = None
+def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> dict:
+    """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return tensors () of
+    the step, equal on all ranks: the mean `loss` of the global batch, the sum of `stop`, and what
+    Optimizers.step returns. The log has each of them, so a fork that wants another one adds it to
+    such a dict. Optimizers divide gradients by batch_seqs: grad_s is for one sequence."""
     loss = torch.zeros((), device=inputs.device)
     for input_seq, target_seq in zip(inputs, targets, strict=True):
         micro_loss = model(input_seq, target_seq, now)
@@ -1359,11 +1255,10 @@ def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float
         optimizers.add_gradients()
         loss += micro_loss.detach()
         del micro_loss  # and its graph's memory, before the next one is made
-    optimizers.made = None  # an error within the update leaves a half-made state
-    norms = optimizers.step(now)
-    optimizers.made = now.step + 1
-    result = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
-    return torch.cat([all_reduce_(result), *(norm[None] for norm in norms)])
+    results = optimizers.step(now)
+    sums = torch.stack([loss / model.hp.batch_seqs, torch.full_like(loss, stop)])
+    results["loss"], results["stop"] = all_reduce_(sums)
+    return results
 
 
 @torch.no_grad()
@@ -1389,10 +1284,11 @@ def validation_batch(hp, rank: int, world_size: int, device) -> tuple[Tensor, Te
 
 
 def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
-    """Compile everything before the clock starts: validate, and make the last steps, so many that
-    all groups learn, on made-up tokens. The caller loads weights and state afterwards. Compilation
-    leaves cycles that hold gigabytes: they are collected, and a second round reserves the memory of
-    the run, by twice the steps, because steps and validations divide memory differently."""
+    """Compile everything before the clock starts. Validate once, then train the last `period` steps
+    on made-up tokens, so that every group has learned. Free what compilation leaves behind, cycles
+    that hold gigabytes, and repeat with twice the steps, so that the allocator reserves what the
+    run will use: steps and validations divide memory differently. The caller restores weights and
+    state."""
     hp = model.hp
     if compilation.allowed and any(now.seq_len != hp.seq_len for now in moments):
         raise UserError("steps of several lengths: class Run needs warm_up, as functions_2026.py's")
@@ -1407,30 +1303,8 @@ def warm_up(model: GPT, optimizers, moments: list[Moment], device) -> None:
             train_step(model, optimizers, x.int(), x, now)
 
 
-class Run:
-    """What a script trains with. There is no object of this class: a fork subclasses it, and sets
-    what it replaces, as GPT = MyGPT. Anything else it assigns, as train_gpt.muon = my_muon."""
-
-    records = RECORDS
-    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
-    GPT = GPT
-    Optimizers = Optimizers
-    Moment = Moment
-    check = staticmethod(check)
-    plan = staticmethod(consecutive)
-    warm_up = staticmethod(warm_up)
-
-    def __init_subclass__(cls):
-        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
-        if unknown:
-            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
-
-
-IN_RUN = GPT, Optimizers, Moment, check, consecutive, warm_up  # no assignment replaces these
-
-
-def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
-    """Return the model on its device, with initial weights. Decide what @compiled does."""
+def build(run, hp: Hyperparameters, device: torch.device) -> GPT:
+    """Return a Run's model on its device, with initial weights. Decide what @compiled does."""
     compilation.allowed = hp.compile == "on" or (hp.compile == "auto" and device.type == "cuda")
     if compilation.allowed:  # the first mention of torch._dynamo imports it, which takes a second
         torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
@@ -1451,160 +1325,12 @@ def build(run: type[Run], hp: Hyperparameters, device: torch.device) -> GPT:
     return model
 
 
-def check_loss(loss: float, step: int) -> None:
-    """Raise UserError if a loss is not finite. All ranks have the same one."""
-    if not math.isfinite(loss):
-        remedy = "try lower rates, smaller initial weights or --fp8 off"
-        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
-
-
-def has_diverged(loss: float, hp: Hyperparameters) -> bool:
-    """Say whether a run's last loss is above that of a uniform guess."""
-    return not loss <= math.log(hp.vocab_size)
-
-
-class Progress:
-    """The steps of a run, as the host knows them: the host reads the result of a step, which
-    train_step returns, while a GPU computes the next one.
-
-    A signal to stop takes the same way. note_signal notes it, on any rank. The next train_step sums
-    it over all ranks, with the loss. When that result is read, it is `stop`, on all ranks alike."""
-
-    def __init__(self, log: "Log", step: int, seconds: float):
-        self.log, self.hp = log, log.hp
-        self.step, self.seconds = step, seconds  # steps made, and their time
-        self.ended = 0.0  # when the last one ended, or when the next one may begin
-        self.now = self.result = self.arrival = None  # of a step whose result is not read
-        self.stop = False  # whether a rank had a signal to stop
-
-    @property
-    def times(self) -> str:
-        """The time of all steps, as a line of the log says it."""
-        ms = 1e3 * self.seconds
-        return f"train_time:{ms:.0f}ms step_avg:{ms / max(self.step, 1):.2f}ms"
-
-    def begin_step(self, now: Moment, result: Tensor) -> None:
-        """Read the result of the step before, and start to copy this one's to the host."""
-        self.end_step()
-        self.now = now
-        self.result = result.to("cpu", non_blocking=True)
-        if result.is_cuda:
-            self.arrival = torch.cuda.current_stream().record_event()
-        else:
-            self.end_step()
-
-    def end_step(self) -> None:
-        """If a result is not read, wait until it is on the host, and write its line of the log and
-        its row of the metrics. UserError if its loss is not finite."""
-        if self.result is None:
-            return
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        seconds = time.perf_counter() - self.ended
-        self.ended += seconds
-        self.seconds += seconds
-        loss, stop, *norm = self.result.tolist()
-        self.result = None
-        self.stop = stop > 0
-        self.step = self.now.step + 1
-        rate = round(self.hp.batch_seqs * self.now.seq_len / seconds)
-        row = vars(self.now) | {"step": self.step, "train_loss": loss}
-        row |= {"ms": round(1e3 * seconds, 3), "tokens_per_s": rate}
-        if norm:
-            row["grad_norm"] = norm[0]
-        line = f"step:{self.step}/{self.hp.num_iterations} {self.times} train_loss:{loss:.4f}"
-        bar = self.log.bar
-        self.log(line, row, shown=bar.disable)  # else the bar shows it
-        bar.update(self.step - bar.n)
-        left = tqdm.format_interval((self.hp.num_iterations - self.step) * seconds)  # at this rate
-        bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
-        check_loss(loss, self.step)
-
-
-def introduce(log: "Log", run, record: str, model: GPT, batches: list, ranks: int) -> None:
-    """Write the header of a new log, and say what runs, and where."""
-    hp, device = model.hp, next(model.parameters()).device
-    on_gpu = device.type == "cuda"
-    if log.rank == 0:
-        sources = sources_of(run)
-        if not log.before:
-            log(header(run, hp, sources), shown=False)
-            if log.lost:
-                raise UserError(f"the header of {log.path} could not be written: is the disk full?")
-        elif not all(source in log.before for source in sources):
-            log("the source is not the one with which this run began")
-    log(shlex.join(["record", record, *flags_of(hp, run.records[record])]))
-    place = torch.cuda.get_device_name() if on_gpu else "CPU"
-    log(f"on {ranks} x {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
-    if record == "demo" and hp.device == "auto" and not on_gpu:
-        log("no GPU found: this is a small demonstration")
-    if hp.end_of_text not in batches[0][0]:
-        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
-    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
-        log("there is no FP8 here: the head trains in bfloat16")
-    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
-    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
-
-
-def validate(progress: Progress, model: GPT, batch: tuple, now: Moment, device) -> None:
-    """Write the validation loss of a moment. UserError if it is not finite."""
-    hp, step, log = model.hp, now.step, progress.log
-    log.bar.set_postfix_str("validating")
-    loss = evaluate(model, batch, now, device)
-    line = f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {progress.times}"
-    log(line, {"step": step, "val_loss": loss})
-    check_loss(loss, step)
-    if step == hp.num_iterations and has_diverged(loss, hp):
-        log("the run has diverged: its last loss is above that of a uniform guess")
-
-
-def save(progress: Progress, run: type[Run], record: str, model: GPT, optimizers, step) -> None:
-    """Save a checkpoint after a step. All ranks must call this. UserError if a weight is not
-    finite, or if it cannot be written."""
-    hp = model.hp
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"a weight is not finite after step {step}: lower the rates")
-    # No run resumes from the last step. All ranks must call state_dict.
-    states = {} if step == hp.num_iterations else optimizers.state_dict()
-    path = Path("logs", progress.log.run_id, f"state_step{step:06}.pt")
-    model.save_pieces(path)
-    if optimizers.rank == 0:
-        state = {
-            "script": script_of(run).name,
-            "record": record,
-            "hyperparameters": dict(vars(hp)),
-            "step": step,
-            "seconds": progress.seconds,
-            # Weights are views: torch.save would write all that they are views of.
-            "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
-            "optimizers": states,
-        }
-        save_checkpoint(path, state, hp.keep)
-
-
-def save_after_error(progress: Progress, run, record: str, model: GPT, optimizers) -> None:
-    """If one process trains, and the error came between two updates: save the last step. Of several
-    ranks, the others wait for the one that has failed, and cannot give it their state."""
-    hp, step, log = model.hp, optimizers.made, progress.log
-    if optimizers.world_size > 1 or not hp.keep or not step or step % optimizers.period:
-        return
-    try:
-        progress.end_step()
-        save(progress, run, record, model, optimizers, step)
-        remedy = f"after a remedy, {command_to_resume(log, run, record)}"
-        if step == hp.num_iterations:
-            remedy = "tools/evaluate.py measures its loss"
-        log(f"saved after step {step}; {remedy}")
-    except Exception as error:  # the first error is the one to report
-        log(str(error))
-
-
-def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
-    """Train, from the beginning or from a checkpoint, until the last step or a signal. train_time
-    leaves out warm-up, validation and saving. The host never waits for the GPU within a step: it
-    reads a step's values during the next step. An .item() in a step would break this."""
-    if (GPT, Optimizers, Moment, check, consecutive, warm_up) != IN_RUN:
-        raise UserError("GPT, Optimizers, Moment, check, plan, warm_up: set them in a class Run")
+def train(run, hp: Hyperparameters, record: str) -> None:
+    """Train by a Run, from the beginning or from a checkpoint, until the last step or a signal.
+    train_time leaves out warm-up, validation and saving. The host never waits for the GPU within a
+    step: it reads a step's results during the next step. An .item() in a step would break this."""
+    sources = sources_of(run)  # at once: they may be edited while the model is built
+    refuse_assignments(run)
     device, rank, world_size = start_device(hp.device)
     on_gpu = device.type == "cuda"
     if world_size == 1:
@@ -1619,7 +1345,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     model = build(run, hp, device)
     optimizers = run.Optimizers(model, hp, rank, world_size)
     saved = beginning(run, hp, model)
-    log = Log(run, hp, rank)
+    log = Log(run, record, hp, rank, sources)
     first_step = saved.get("step", 0)
     progress = Progress(log, first_step, saved.get("seconds", 0.0))
     if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
@@ -1627,7 +1353,7 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     if first_step == hp.num_iterations:
         return log(f"the run {log.run_id} is finished")
 
-    introduce(log, run, record, model, batches, world_size)
+    introduce(log, model, batches, world_size)
     if compilation.allowed:
         log("compiling: this takes minutes at first, and less when the caches are full")
     start = clock(device)
@@ -1638,50 +1364,43 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
     run.warm_up(model, optimizers, moments, device)
     log(f"compilation and warm-up, not part of train_time: {clock(device) - start:.1f} s")
     restore(model, optimizers, saved)
-    optimizers.made = None  # the steps of the warm-up do not count
     saved.clear()  # frees more than the model's size
     if first_step or hp.init_from:
         log(f"resumed at step {first_step}" if first_step else f"weights of {hp.init_from}")
+    optimizers.check()
+    check_equal_weights(model, first_step)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
     train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
     note_signals()
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
-    progress.ended = clock(device)
-    try:
-        for now in moments[first_step:]:
-            step = now.step  # steps made so far
-            leave = step == hp.num_iterations or (progress.stop and step % optimizers.period == 0)
-            if step > first_step or step == 0:  # else the earlier start has validated and saved
-                due = leave or (hp.save_every and step % hp.save_every == 0)
-                saves = hp.keep and step > 0 and due
-                if now.validate or saves or leave:
-                    progress.end_step()
-                if now.validate:
-                    validate(progress, model, val_batch, now, device)
-                if saves:
-                    optimizers.made = None  # if this fails, save_after_error does not try again
-                    save(progress, run, record, model, optimizers, step)
-                if now.validate or saves:
-                    progress.ended = clock(device)
-            if leave:
-                break
+    progress.start_clock(device)
+    for now in moments[first_step:]:
+        step = now.step  # steps made so far
+        leave = step == hp.num_iterations or (progress.stop and step % optimizers.period == 0)
+        due = leave or (hp.save_every and step % hp.save_every == 0)
+        saves = hp.keep and step > first_step and due
+        if now.validate or saves or leave:
+            progress.read_results()  # here the time of the last step ends
+            check_equal_weights(model, step)
+            if now.validate:
+                validate(progress, model, val_batch, now, device)
+            if saves:
+                save(progress, model, optimizers, step)
+            progress.start_clock(device)
+        if leave:
+            break
 
-            batch = next(train_loader)  # while a GPU computes the step before
-            result = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
-            progress.begin_step(now, result)
-    except Exception:
-        save_after_error(progress, run, record, model, optimizers)
-        raise
+        batch = next(train_loader)  # while a GPU computes the step before
+        results = train_step(model, optimizers, *batch, now, stop=bool(stop_signals))
+        progress.step_queued(now, results)
 
     log.bar.close()
-    for line in changed_shards(batches[first_step:step]):
-        log(line)
     all_reduce_(torch.zeros(1, device=device)).item()  # waits until rank 0 has saved
     if step < hp.num_iterations:  # a signal has stopped the run
         number = signal.Signals(stop_signals[0][0] if stop_signals else signal.SIGTERM)
-        remedy = f"saved; {command_to_resume(log, run, record)}" if hp.keep else "not saved"
+        remedy = f"saved; {command_to_resume(log)}" if hp.keep else "not saved"
         log(f"stopped by {number.name} after step {step}: {remedy}")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -1696,6 +1415,29 @@ def train(run: type[Run], hp: Hyperparameters, record: str) -> None:
 # Machine: devices, ranks, errors, the log, checkpoints, flags
 
 
+BYTES_PER_TOKEN = 0.8e6  # of a GPU's memory, for a sequence: 40 GB for 49152 tokens
+
+
+def memory_is_small(device: torch.device, tokens: int = 49152) -> bool:
+    """Say whether a GPU has less memory than BYTES_PER_TOKEN for so many tokens."""
+    if device.type == "cpu":
+        return False
+    return torch.cuda.get_device_properties(device).total_memory < BYTES_PER_TOKEN * tokens
+
+
+def fp8_supported(device: torch.device) -> bool:
+    """Say whether a device has fast FP8 matmuls: NVIDIA's from Ada on. AMD's formats differ."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def bfloat16_is_fast(device: torch.device) -> bool:
+    """Say whether a device is a CPU with instructions for matmuls in bfloat16 that oneDNN may use:
+    ONEDNN_MAX_CPU_ISA can forbid it, and these matmuls then take 13 times as long."""
+    has_instructions = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 VISIBLE = r"\d|GPU-|MIG-"  # how CUDA_VISIBLE_DEVICES begins, unless it hides all GPUs
 
 
@@ -1706,7 +1448,9 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
     hidden = not re.match(VISIBLE, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if wanted == "cuda" or (wanted == "auto" and gpus):
         local_rank = os.environ.get("LOCAL_RANK", "0")
-        if not local_rank.isdecimal() or int(local_rank) >= gpus:
+        if not gpus:
+            raise UserError("--device cuda: torch finds no GPU, ./run.sh setup says why")
+        if int(local_rank) >= gpus:
             raise UserError(f"process {local_rank} finds {gpus} GPUs: start fewer, or --device cpu")
         device = torch.device("cuda", int(local_rank))
         if torch.cuda.get_device_capability(device) < (8, 0):
@@ -1716,13 +1460,7 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
         raise UserError("torch cannot use this machine's GPUs: ./run.sh setup says why")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return device, 0, 1
-    found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
-    if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
-        raise UserError(f"RANK {found[0]} of WORLD_SIZE {found[1]}: let torchrun set both")
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://"))
-    except ValueError as error:
-        raise UserError(f"torchrun must set WORLD_SIZE, RANK and so on: {error}") from error
+    store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun's store keeps its keys over a restart, so each start has a prefix of its own.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -1733,9 +1471,9 @@ def start_device(wanted: str) -> tuple[torch.device, int, int]:
 
 def refuse_tasks() -> None:
     """Raise UserError if this process is one of several tasks of srun or mpirun."""
-    alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
-    for name, value in alone.items():
-        if os.environ.get(name, value) != value:
+    tasks = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the last: MPICH, Intel
+    for name, alone in {"SLURM_PROCID": "0", **dict.fromkeys(tasks, "1")}.items():
+        if os.environ.get(name, alone) != alone:
             remedy = f"let it start torchrun, or unset {name} for a run in each"
             raise UserError(f"each task of srun or mpirun would train alone: {remedy}")
 
@@ -1746,6 +1484,19 @@ def all_reduce_(tensor: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def check_equal_weights(model: GPT, step: int) -> None:
+    """UserError on all ranks if their weights differ, by the sums of the weights' bits. A rank that
+    changes more than its shards drifts away from the others, which nothing else would show."""
+    if not dist.is_initialized():
+        return
+    bits = sum(p.detach().flatten().view(torch.int16).sum() for p in model.parameters())
+    largest = torch.stack([bits, -bits])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if largest[0] != -largest[1]:
+        remedy = "seed what a model draws, and let a rule change bank.shard and its state alone"
+        raise UserError(f"ranks hold different weights after step {step}: {remedy}")
 
 
 def clock(device: torch.device) -> float:
@@ -1782,21 +1533,13 @@ def note_signals() -> None:
 
 
 class Console(io.FileIO):
-    """Standard output or error. When it is lost (a closed terminal, `| head`, a full disk), what is
-    written goes nowhere, and no error ends the run, which has its log. A full disk is told on the
-    other stream, and by the status at the end."""
-
-    is_full = False
+    """Standard output or error that never raises: when a terminal, pipe or disk is gone, what is
+    written is dropped, and the run, which has its log, goes on."""
 
     def write(self, data) -> int:
-        try:
-            return super().write(data) or len(data)  # None: the reader of a pipe is too slow
-        except OSError as error:
-            if error.errno == errno.ENOSPC and not Console.is_full:
-                Console.is_full = True
-                with contextlib.suppress(OSError):
-                    os.write(3 - self.fileno(), b"no space left for the output: it is lost\n")
-        return len(data)
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)  # also if the reader of a pipe is too slow
 
 
 def open_console(rank: str) -> None:
@@ -1825,17 +1568,15 @@ def rank_here() -> str:
 
 
 def as_program(name: str, work: Callable) -> None:
-    """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports at
-    once; torchrun then ends the other ranks, which wait. A rank that has lost contact with another
-    waits, too, so that the one that failed reports first."""
+    """Call work() as a command: a user's error becomes one line and status 1. Rank 0 reports its
+    error at once. Other ranks, and any that only lost another rank, wait ten seconds, so that the
+    original error is shown first and torchrun ends them."""
     rank = rank_here()
     open_console(rank)
     try:
         work()
         if dist.is_initialized():
             dist.destroy_process_group()
-        if Console.is_full:
-            sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, ImportError, SyntaxError, OSError, RuntimeError, MemoryError) as error:
@@ -1860,43 +1601,14 @@ def as_program(name: str, work: Callable) -> None:
 
 
 def to_json(value, **options) -> str:
-    """Return JSON of a value. NaN and infinity, which JSON lacks, become null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)
-
-
-def open_log(path: Path, resume: bool, source: str) -> tuple:
-    """Open a run's log, which begins with the script's source, and its metrics, to append to them.
-    Return both, and the log's text so far. The log is locked while the process lives. A line that a
-    killed process, or a full disk, has cut off is removed, and a header that is not whole.
-    UserError if the log is in use, or exists without `resume`, or if files are there without it."""
-    path.parent.mkdir(exist_ok=True)
-    if not os.path.exists(path) or os.path.getsize(path) == 0:
-        left = [] if resume else checkpoints(path.with_suffix(""))
-        rows = regular(path.with_suffix(".jsonl"))
-        if rows.exists() and rows.stat().st_size:
-            left.append(rows)
-        if left:
-            reason = f"{left[0]} exists without the log of its run"
-            raise UserError(f"{reason}: choose another --run_id, or move it away")
-    log = regular(path).open("a", buffering=1, encoding="utf-8")
+    """Return JSON of a value. NaN and infinity, which JSON lacks, become null. UserError for what
+    JSON cannot hold, such as a tensor in a Moment."""
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            reason = f"another process is writing {path} ({error})"
-            raise UserError(f"{reason}: choose another --run_id") from error
-        tqdm.write(f"{path} cannot be locked ({error.strerror}): start this run only once")
-    before = path.read_text("utf-8", errors="replace")
-    if before and not resume:
-        raise UserError(f"{path} exists: choose another --run_id, or --resume on")
-    has_header = f"\n{RULE}\nrecord " in before
-    if not has_header and not before.startswith(source) and not source.startswith(before):
-        raise UserError(f"{path} is not the log of a run: choose another --run_id, or move it away")
-    metrics = regular(path.with_suffix(".jsonl")).open("a", buffering=1)
-    for file in (log, metrics):
-        size = Path(file.name).read_bytes().rfind(b"\n") + 1  # of whole lines
-        file.truncate(size if has_header else 0)
-    return log, metrics, before if has_header else ""
+        text = json.dumps(value)
+    except TypeError as error:
+        remedy = "a Moment has numbers; tensors of a step are returned by train_step"
+        raise UserError(f"{error}: {remedy}") from error
+    return json.dumps(json.loads(text, parse_constant=lambda name: None), **options)
 
 
 def new_name() -> str:
@@ -1908,11 +1620,11 @@ class Log:
     """What rank 0 writes: the log, which begins with `header`, the metrics, and the console.
     logs/RUN_ID.jsonl has an object for each step: `step`, the number of steps made, and the other
     fields of the step's Moment; train_loss, before the update; ms, from the arrival of the previous
-    step's result to this one's; tokens_per_s; and with grad_clip grad_norm. Another object has a
-    step's val_loss. If a step has several objects, the last value of a field counts."""
+    step's result to this one's; tokens_per_s; and what else train_step returns. Another object has
+    a step's val_loss. If a step has several objects, the last value of a field counts."""
 
-    def __init__(self, run: type[Run], hp: Hyperparameters, rank: int):
-        self.hp, self.rank = hp, rank
+    def __init__(self, run, record: str, hp: Hyperparameters, rank: int, sources: list[str]):
+        self.run, self.record, self.hp, self.rank, self.sources = run, record, hp, rank, sources
         names = [hp.run_id or new_name()]
         if dist.is_initialized():
             dist.broadcast_object_list(names)  # all ranks take that of rank 0
@@ -1921,11 +1633,7 @@ class Log:
         self.file = self.metrics = sys.stdout  # of other ranks it goes nowhere
         self.before = ""  # what earlier starts of the run have written
         if rank == 0:
-            self.file, self.metrics, self.before = open_log(
-                self.path, hp.resume, sources_of(run)[0]
-            )
-            if hp.keep:
-                self.path.with_suffix("").mkdir(exist_ok=True)  # for checkpoints
+            self.open_files()
         # A terminal that says that it has no columns gets lines, as a pipe does.
         has_bar = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
         self.bar = tqdm(
@@ -1936,6 +1644,39 @@ class Log:
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
         )
         self.lost = False  # whether a line could not be written
+
+    def open_files(self) -> None:
+        """Open the log and the metrics, to append to them, without an incomplete last line. If
+        there is no checkpoint to resume from, those of an earlier start are put aside. UserError if
+        another process writes the log, or if a file of the run exists and --resume is off."""
+        folder, metrics = self.path.with_suffix(""), self.path.with_suffix(".jsonl")
+        (folder if self.hp.keep else folder.parent).mkdir(parents=True, exist_ok=True)
+        saved = checkpoints(folder)
+        begun = [f for f in (self.path, metrics, *saved) if f.exists() and f.stat().st_size]
+        if begun and not self.hp.resume:
+            raise UserError(f"{begun[0]} exists: choose another --run_id, or --resume on")
+        self.open_locked()
+        if begun and not saved:
+            suffix = f"_{new_name()}.unfinished"
+            for file in begun:
+                file.rename(f"{file}{suffix}")
+            tqdm.write(f"an earlier start saved nothing: its log is now {self.path}{suffix}")
+            self.open_locked()
+        self.metrics = metrics.open("a", buffering=1)
+        for file in (self.file, self.metrics):
+            file.truncate(Path(file.name).read_bytes().rfind(b"\n") + 1)
+        self.before = self.path.read_text("utf-8", errors="replace")
+
+    def open_locked(self) -> None:
+        """Open the log, and lock it while the process lives."""
+        self.file = self.path.open("a", buffering=1, encoding="utf-8")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            reason = f"another process is writing {self.path}"
+            raise UserError(f"{reason}: choose another --run_id") from error
+        except OSError as error:
+            tqdm.write(f"{self.path} cannot be locked ({error.strerror}): start this run only once")
 
     def __call__(self, line: str, row: dict | None = None, shown: bool = True) -> None:
         """Write a line to the log, and show it on the console. Write a row of the metrics. A full
@@ -1952,7 +1693,146 @@ class Log:
             self.bar.write(line)
 
 
-def script_of(run: type[Run]) -> Path:
+def check_loss(loss: float, step: int) -> None:
+    """Raise UserError if a loss is not finite. All ranks have the same one."""
+    if not math.isfinite(loss):
+        remedy = "try lower rates, smaller initial weights or --fp8 off"
+        raise UserError(f"the loss is {loss} at step {step}: {remedy}")
+
+
+def has_diverged(loss: float, hp: Hyperparameters) -> bool:
+    """Say whether a run's last loss is above that of a uniform guess."""
+    return not loss <= math.log(hp.vocab_size)
+
+
+class Progress:
+    """The host's view of the run, one step late: it reads a step's results, which train_step
+    returns, while a GPU computes the next step.
+
+    A stop signal travels with the loss: any rank notes it, the next train_step sums it, and all
+    ranks see `stop` when they read that result."""
+
+    def __init__(self, log: Log, step: int, seconds: float):
+        self.log, self.hp = log, log.hp
+        self.step, self.seconds = step, seconds  # steps made, and their time
+        self.ended = 0.0  # when the last one ended, or the clock was started
+        self.now = self.arrival = None  # of the step whose results are not read
+        self.results: dict[str, Tensor] = {}  # on the host when `arrival` is reached
+        self.stop = False  # whether a rank had a signal to stop
+
+    @property
+    def times(self) -> str:
+        """The time of all steps, as a line of the log says it."""
+        ms = 1e3 * self.seconds
+        return f"train_time:{ms:.0f}ms step_avg:{ms / max(self.step, 1):.2f}ms"
+
+    def start_clock(self, device: torch.device) -> None:
+        """Count the next step's time from here on."""
+        self.ended = clock(device)
+
+    def step_queued(self, now: Moment, results: dict[str, Tensor]) -> None:
+        """Read the results of the step before, and start to copy this one's to the host."""
+        self.read_results()
+        values = torch.stack([*results.values()])
+        self.now = now
+        self.results = dict(zip(results, values.to("cpu", non_blocking=True), strict=True))
+        if values.is_cuda:
+            self.arrival = torch.cuda.current_stream().record_event()
+        else:
+            self.read_results()
+
+    def read_results(self) -> None:
+        """If a step's results are not read, wait until they are on the host, and write its line of
+        the log and its row of the metrics. UserError if its loss is not finite."""
+        if not self.results:
+            return
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        seconds = time.perf_counter() - self.ended
+        self.ended += seconds
+        self.seconds += seconds
+        results = {name: value.item() for name, value in self.results.items()}
+        self.results = {}
+        self.stop = results.pop("stop") > 0
+        loss = results.pop("loss")
+        self.step = self.now.step + 1
+        rate = round(self.hp.batch_seqs * self.now.seq_len / seconds)
+        row = vars(self.now) | {"step": self.step, "train_loss": loss}
+        row |= {"ms": round(1e3 * seconds, 3), "tokens_per_s": rate} | results
+        line = f"step:{self.step}/{self.hp.num_iterations} {self.times} train_loss:{loss:.4f}"
+        bar = self.log.bar
+        self.log(line, row, shown=bar.disable)  # else the bar shows it
+        bar.update(self.step - bar.n)
+        left = tqdm.format_interval((self.hp.num_iterations - self.step) * seconds)  # at this rate
+        bar.set_postfix_str(f"loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s, {left} left")
+        check_loss(loss, self.step)
+
+
+def introduce(log: Log, model: GPT, batches: list, ranks: int) -> None:
+    """Write the header of a new log, and say what runs, and where."""
+    hp, device = model.hp, next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    if log.rank == 0 and not log.before:
+        log(header(log), shown=False)
+        if log.lost:
+            raise UserError(f"the header of {log.path} could not be written: is the disk full?")
+    elif log.rank == 0:
+        wanted = {"source": log.sources}
+        for name in ("train_files", "val_files"):
+            wanted[name] = [f"\n{name}: {show(getattr(hp, name))}\n"]
+        for name, texts in wanted.items():
+            if not all(text in log.before for text in texts):
+                log(f"the {name} is not the one with which this run began")
+    log(shlex.join(["record", log.record, *flags_of(hp, log.run.records[log.record])]))
+    place = torch.cuda.get_device_name() if on_gpu else "CPU"
+    log(f"on {ranks} x {place}, log in {log.path}, process {os.getpid()} on {os.uname().nodename}")
+    if log.record == "demo" and hp.device == "auto" and not on_gpu:
+        log("no GPU found: this is a small demonstration")
+    if hp.end_of_text not in batches[0][0]:
+        log(f"the first shard has no token {hp.end_of_text}: its text counts as one document")
+    if hp.fp8 and not fp8_supported(device) and (on_gpu or bfloat16_is_fast(device)):
+        log("there is no FP8 here: the head trains in bfloat16")
+    pieces = f" and {n} that ranks share out" if (n := model.numbers_in_pieces) else ""
+    log(f"parameters: {sum(p.numel() for p in model.parameters())}{pieces}")
+
+
+def validate(progress: Progress, model: GPT, batch: tuple, now: Moment, device) -> None:
+    """Write the validation loss of a moment. UserError if it is not finite."""
+    hp, step, log = model.hp, now.step, progress.log
+    log.bar.set_postfix_str("validating")
+    loss = evaluate(model, batch, now, device)
+    line = f"step:{step}/{hp.num_iterations} val_loss:{loss:.5f} {progress.times}"
+    log(line, {"step": step, "val_loss": loss})
+    check_loss(loss, step)
+    if step == hp.num_iterations and has_diverged(loss, hp):
+        log("the run has diverged: its last loss is above that of a uniform guess")
+
+
+def save(progress: Progress, model: GPT, optimizers, step: int) -> None:
+    """Save a checkpoint after a step. All ranks must call this. UserError if a weight is not
+    finite, or if it cannot be written."""
+    hp, log = model.hp, progress.log
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"a weight is not finite after step {step}: lower the rates")
+    # No run resumes from the last step. All ranks must call state_dict.
+    states = {} if step == hp.num_iterations else optimizers.state_dict()
+    path = Path("logs", log.run_id, f"state_step{step:06}.pt")
+    model.save_pieces(path)
+    if optimizers.rank == 0:
+        state = {
+            "script": script_of(log.run).name,
+            "record": log.record,
+            "hyperparameters": dict(vars(hp)),
+            "step": step,
+            "seconds": progress.seconds,
+            # Weights are views: torch.save would write all that they are views of.
+            "model": {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()},
+            "optimizers": states,
+        }
+        save_checkpoint(path, state, hp.keep)
+
+
+def script_of(run) -> Path:
     """Return the file that defines a Run: train_gpt.py, or a fork. UserError if none does."""
     with contextlib.suppress(OSError, TypeError):  # a class of a notebook has no file
         if os.path.isfile(path := inspect.getfile(run)):
@@ -1960,31 +1840,37 @@ def script_of(run: type[Run]) -> Path:
     raise UserError("save the class Run as a script, and start that: logs hold its source")
 
 
-def sources_of(run: type[Run]) -> list[str]:
-    """Return the source of the started script, and of the project's files that it imports."""
+def sources_of(run) -> list[str]:
+    """Return the source of the started script, and of the files that it imports: those of the
+    project, and those beside it, packages included. Their names precede them."""
     script = script_of(run)
-    folders = [script.parent, HERE, HERE / "forks"]
-    folders += [folder / "optimizers" for folder in folders]
-    ours = {path.name for folder in folders for path in folder.glob("*.py")}
-    names = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    names = [name for name in names if os.path.basename(name) in ours]  # few of torch's 1300
-    imported = {Path(name).resolve() for name in names} - {script}
-    files = sorted(path for path in imported if path.parent in folders and path.is_file())
-    others = [f"{path.name}:\n{path.read_text('utf-8')}" for path in files]
-    return [script.read_text("utf-8", errors="replace"), *others]
+    folders = [script.parent, HERE, HERE / "forks", HERE / "forks" / "optimizers"]
+    names = {script: ""}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name.split(".")[0] in sys.stdlib_module_names or "-packages" in file:
+            continue  # not a thousand of torch's, whose paths take time
+        path, in_package = Path(file).resolve(), "." in name or hasattr(module, "__path__")
+        is_ours = path.parent in folders or (in_package and path.is_relative_to(script.parent))
+        if is_ours and path.is_file():
+            names.setdefault(path, f"{name.replace('.', '/')}.py:\n")
+    texts = []
+    for path, name in names.items():
+        texts.append(name + (SOURCES.get(path) or path.read_text("utf-8", errors="replace")))
+    return texts
 
 
-def header(run: type[Run], hp: Hyperparameters, sources: list[str]) -> str:
+def header(log: Log) -> str:
     """Return how a log begins: the source of the started script alone, then versions, machine,
     settings, and other sources. A RULE follows each part."""
     command = ["sh", "-c", "nvidia-smi || lscpu || sysctl machdep.cpu"]
-    name = f"script: {script_of(run).name}"
+    settings = [f"{name}: {show(value)}" for name, value in vars(log.hp).items()]
     sections = [
-        sources[0],
+        log.sources[0],
         f"Python {sys.version}\ntorch {torch.__version__} CUDA {torch.version.cuda}",
         subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout,
-        "\n".join([name, *(f"{k}: {show(v)}" for k, v in vars(hp).items())]),
-        *sources[1:],
+        "\n".join([f"script: {script_of(log.run).name}", *settings]),
+        *log.sources[1:],
     ]
     return "\n".join(f"{section}\n{RULE}" for section in sections)
 
@@ -2022,8 +1908,7 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
     except UserError as error:
         remedy = ""
         with contextlib.suppress(OSError, UserError):
-            name = f"{folder.name}_{os.urandom(3).hex()}_{path.name}"
-            elsewhere = Path(tempfile.gettempdir(), name)
+            elsewhere = Path(tempfile.gettempdir(), f"{folder.name}_{path.name}")
             with written_whole(elsewhere, elsewhere.with_suffix(".tmp")) as file:
                 torch.save(state, file)
             remedy = f"; it is {elsewhere}: move it to {path}, and the run resumes"
@@ -2037,11 +1922,11 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
             piece.unlink()
 
 
-def load_checkpoint(path: str | Path, run: type[Run]) -> dict:
+def load_checkpoint(path: str | Path, run) -> dict:
     """Return a checkpoint, on the CPU: what `train` saves, or only `model` of a published one.
     UserError if the file is damaged, no checkpoint, or of a script with other settings."""
     try:
-        with zipfile.ZipFile(regular(path)) as archive:  # torch.load does not notice flipped bytes
+        with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
             if archive.testzip():
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -2062,9 +1947,6 @@ def restore(model: GPT, optimizers, saved: dict) -> None:
     """Load a checkpoint's weights and, into optimizers that are not None, its state. UserError if
     they do not fit."""
     try:
-        for name, weight in saved["model"].items():
-            if weight.dtype not in (torch.float32, torch.bfloat16):
-                raise RuntimeError(f"{name} is {weight.dtype}")
         model.load_state_dict(saved["model"])
         if optimizers is not None:
             optimizers.load_state_dict(saved["optimizers"])
@@ -2073,7 +1955,7 @@ def restore(model: GPT, optimizers, saved: dict) -> None:
         raise UserError(f"the checkpoint is not one of this model: {error}") from error
 
 
-def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
+def beginning(run, hp: Hyperparameters, model: GPT) -> dict:
     """Return what a run begins from: its newest checkpoint, given weights, or those of the model.
     They are on the CPU. UserError for the checkpoint of another program."""
     paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
@@ -2085,11 +1967,7 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
         weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
         return {"model": weights, "optimizers": {}}
     path = paths[0]
-    try:
-        saved = load_checkpoint(path, run) | {"path": path}
-    except UserError as error:
-        remedy = "delete it, and the run resumes from the one before" if paths[1:] else "delete it"
-        raise UserError(f"{error}; {remedy}") from error
+    saved = load_checkpoint(path, run) | {"path": path}
     author = saved.get("script", "another program")
     may_change = {f.name: getattr(hp, f.name) for f in fields(RunSettings)}
     then = replace(saved.get("hyperparameters", hp), **may_change)
@@ -2099,17 +1977,10 @@ def beginning(run: type[Run], hp: Hyperparameters, model: GPT) -> dict:
         yours = shlex.join([script_of(run).name, *changed])
         remedy = f"--run_id OTHER --init_from {path} begins a new run from its weights, if they fit"
         raise UserError(f"{path} was saved by {theirs}, and this is {yours}: {remedy}")
-    step, seconds = saved.get("step"), saved.get("seconds", 0.0)
-    if type(step) is not int or not 1 <= step <= hp.num_iterations:
-        raise UserError(f"{path} is of step {step!r}, which is none of this run")
-    if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
-        raise UserError(f"{path}: its {seconds!r} seconds of training are impossible")
-    if step < hp.num_iterations and not saved.get("optimizers"):
-        raise UserError(f"{path} has no optimizer's state: --init_from takes its weights alone")
     return saved
 
 
-def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters, str]:
+def parse_args(argv: list[str] | None, run) -> tuple[Hyperparameters, str]:
     """Return the settings that flags ask for, and the record's name. UserError for a bad flag."""
     on_cpu = "demo" in run.records and not torch.cuda.is_available()
     usual = "demo" if on_cpu else run.default_record
@@ -2158,8 +2029,6 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
             remedy = "a pattern must be quoted, as '*.bin'; --help"
         raise UserError(f"unknown words: {' '.join(unknown):.200}; {remedy} lists the flags")
     given = {name: value for name, value in vars(given).items() if name != "record"}
-    if [] in given.values():
-        raise UserError("-- is not a value of a flag")  # argparse has dropped it
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
@@ -2168,6 +2037,42 @@ def parse_args(argv: list[str] | None, run: type[Run]) -> tuple[Hyperparameters,
     hp = replace(default, **given)
     run.check(hp)
     return hp, record
+
+
+def show(value) -> str:
+    """Return a setting's value as typed on the command line; paths are relative to this file."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(show(part) for part in value)
+    return str(value).removeprefix(f"{HERE}/").removeprefix(f"{glob.escape(str(HERE))}/")
+
+
+def check(hp: Hyperparameters) -> None:
+    """Raise UserError for settings that are never valid."""
+    if not re.fullmatch(r"(?!results$|.*\.(txt|jsonl)$)(\w[\w.,+=@:-]*)?", hp.run_id):
+        raise UserError(f"--run_id {hp.run_id}: must be a plain name, not results or *.txt")
+    if hp.resume and not hp.run_id:
+        raise UserError("--resume on: say which run with --run_id NAME")
+    for name, value in vars(hp).items():
+        numbers = [] if isinstance(value, str) else np.ravel(value)
+        if not all(0 <= number < math.inf for number in numbers):
+            raise UserError(f"--{name} {show(value)}: must be at least 0, and finite")
+    units = {"seq_len": BLOCK, "val_seq_len": BLOCK, "val_tokens": hp.val_seq_len, "head_dim": 4}
+    positive = ("num_iterations", "momentum_warmup_steps", "window_step", "batch_seqs")
+    for name in (*units, *positive, "num_layers", "num_heads", "model_dim", "vocab_size"):
+        value, unit = getattr(hp, name), units.get(name, 1)
+        if value == 0 or value % unit:
+            raise UserError(f"--{name} {value}: must be a positive multiple of {unit}")
+    used = hp.end_of_text + 1  # GPT-2's ids are 256 bytes, then merges in their order
+    padded = -(-used // 128) * 128
+    fits = 256 < used <= 50257 and used <= hp.vocab_size <= padded
+    if hp.tokenizer == "gpt2" and not fits:
+        found = f"--vocab_size {hp.vocab_size} contradicts --end_of_text {hp.end_of_text}"
+        rule = "all of GPT-2's tokens need 50257 and 50256, the first N of them N + 1 and N"
+        raise UserError(f"{found}: {rule}, and other tokens --tokenizer none")
+    if hp.tokenizer not in ("gpt2", "none") and not os.path.isfile(hp.tokenizer):
+        raise UserError(f"--tokenizer {hp.tokenizer}: must be gpt2, none, or a tokenizer.json")
 
 
 def changed_flags(hp: Hyperparameters, then: Hyperparameters) -> list[str]:
@@ -2184,11 +2089,50 @@ def flags_of(hp: Hyperparameters, usual: Hyperparameters) -> list[str]:
     return changed_flags(replace(hp, run_id="", resume=False), usual)
 
 
-def command_to_resume(log: "Log", run: type[Run], record: str) -> str:
+def command_to_resume(log: Log) -> str:
     """Return the words of a message: the command that resumes this run."""
-    words = [f"{HERE}/run.sh", str(script_of(run)), "--record", record]
-    words += [*flags_of(log.hp, run.records[record]), "--run_id", log.run_id, "--resume", "on"]
+    words = [f"{HERE}/run.sh", str(script_of(log.run)), "--record", log.record]
+    words += flags_of(log.hp, log.run.records[log.record])
+    words += ["--run_id", log.run_id, "--resume", "on"]
     return f"resume with cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+
+
+class Run:
+    """Parts that a fork can replace, as class attributes of its own Run: GPT = MyGPT. There is no
+    object of this class. To replace anything else, assign it: train_gpt.muon = my_muon."""
+
+    records = RECORDS
+    default_record = "2025-01-26_BatchSize"  # without --record; on a CPU, the demo
+    GPT = GPT
+    Optimizers = Optimizers
+    Moment = Moment
+    check = staticmethod(check)
+    plan = staticmethod(consecutive)
+    warm_up = staticmethod(warm_up)
+
+    def __init_subclass__(cls):
+        unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(Run, name)]
+        if unknown:
+            raise UserError(f"{cls.__module__}.Run.{unknown[0]}: a Run has no such part to replace")
+
+
+def refuse_assignments(run) -> None:
+    """Raise UserError if a fork assigned what nothing reads, or trains another Run than its own."""
+    own = getattr(sys.modules["__main__"], "Run", Run)
+    if own not in (Run, run) and isinstance(own, type) and issubclass(own, Run):
+        file = sys.modules["__main__"].__file__
+        raise UserError(f"{file} has a class Run, which must be given: main(run=Run)")
+    known = [n for n, value in AT_IMPORT.items() if getattr(value, "__module__", "") == __name__]
+    for name, value in globals().items():
+        if name not in AT_IMPORT and name[0] != "_":
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.4) or ["one of its names"]
+            raise UserError(f"{name}: nothing reads this assignment; is it {near[0]}?")
+        if name in IN_RUN and value is not AT_IMPORT[name]:
+            raise UserError(f"{name}: nothing reads this assignment; set it in a class Run")
+
+
+IN_RUN = {"GPT", "Optimizers", "Moment", "check", "consecutive", "warm_up", "RECORDS"}
+IN_RUN |= {"Hyperparameters", "RunSettings", "LAYERS_2025"}  # read when this file is imported
 
 
 def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:
@@ -2196,6 +2140,9 @@ def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:
     file = getattr(sys.modules[run.__module__], "__file__", "notebook")
     as_program(Path(file).name, lambda: train(run, *parse_args(argv, run)))
 
+
+AT_IMPORT = {}  # all names of this file
+AT_IMPORT |= globals()
 
 if __name__ == "__main__":
     main()

@@ -5,8 +5,7 @@
 
 An input is a file, a folder (searched recursively, in sorted order) or a glob pattern of these:
 
-    .txt       one document; with --blank_line_documents, one per block between blank lines; with
-               --split_at TEXT, one per text between these marks, such as "<|endoftext|>"
+    .txt       one document; with --blank_line_documents, one per block between blank lines
     .jsonl     one document per line, in the field `text`, or in the one that --field names
     .parquet   one document per row, in such a column (needs pyarrow)
     .bin       tokens as uint16 without a header, as nanoGPT writes them
@@ -23,9 +22,10 @@ those of a Hugging Face tokenizer.json, whose token --end_of_text N begins a doc
 none says that the tokens of .bin files have no text, as those of shakespeare_char.
 
 Documents keep their order: shuffle them first if neighbours are alike. "<|endoftext|>" in a
-document is ordinary text. Documents of white space only are left out. The number of workers does
-not change the shards. Memory holds one train and one validation shard, and for each worker a few
-batches or the longest document (for GPT-2's tokens, a .txt that is one is read in pieces).
+document is ordinary text; with --split_at "<|endoftext|>", documents also end there. Nulls and
+documents of white space only are left out. The number of workers does not change the shards.
+Memory holds one train and one validation shard, and for each worker a few batches or the longest
+document (for GPT-2's tokens, a .txt that is one is read in pieces).
 
 DIR is a new or empty folder, which appears when all shards are whole; until then, DIR.unfinished
 holds them. With --overwrite, DIR may hold shards of the same NAME: the new ones replace them.
@@ -109,7 +109,8 @@ def find_files(pattern: str) -> list[str]:
 
 
 def read_pieces(path: str, args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Yield a file's text in pieces, and for each whether it begins a document."""
+    """Yield a file's text in pieces, and for each whether it begins a document. The piece of a
+    document without text is empty."""
     try:
         for document in read_documents(path, args):
             begins = True
@@ -117,6 +118,8 @@ def read_pieces(path: str, args: argparse.Namespace) -> Iterator[tuple[bool, str
                 if not begins or piece.strip():  # blank pieces before a document are left out
                     yield begins, piece
                     begins = False
+            if begins:
+                yield True, ""
     except UnicodeDecodeError:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             bad = (i for i, line in enumerate(file, 1) if re.search("[\udc80-\udcff]", line))
@@ -125,14 +128,21 @@ def read_pieces(path: str, args: argparse.Namespace) -> Iterator[tuple[bool, str
 
 def read_documents(path: str, args: argparse.Namespace) -> Iterator[TextIO]:
     """Yield the documents of a file. Each must be read before the next one is asked for."""
+    for document in read_texts(path, args):
+        if args.split_at:
+            yield from map(io.StringIO, split_at_marks(document, args.split_at))
+        else:
+            yield document
+
+
+def read_texts(path: str, args: argparse.Namespace) -> Iterator[TextIO]:
+    """Yield the documents of a file, or the texts that --split_at splits."""
     if path.lower().endswith(".parquet"):
         yield from map(io.StringIO, read_parquet(path, args.field))
         return
     with open(path, encoding="utf-8-sig", newline="\n") as file:
         if path.lower().endswith(".jsonl"):
             yield from map(io.StringIO, read_jsonl(path, file, args.field))
-        elif args.split_at:
-            yield from map(io.StringIO, split_at_marks(file, args.split_at))
         elif args.blank_line_documents:
             for is_blank, lines in itertools.groupby(file, str.isspace):
                 if not is_blank:
@@ -185,13 +195,13 @@ def read_parquet(path: str, field: str) -> Iterator[str]:
 
 
 def text_of(row: object, field: str, where: str) -> str:
-    """Return the document in a line of a .jsonl or a row of a .parquet."""
+    """Return the document in a line of a .jsonl or a row of a .parquet; for a null, ""."""
     if not isinstance(row, dict) or field not in row:
         fail(f"{where}: no field `{field}`: name the one that holds the text with --field")
-    if not isinstance(row[field], str):
+    if not isinstance(row[field], str | None):
         kind = type(row[field]).__name__
         fail(f"{where}: `{field}` is of type {kind}, expected a string: repair or delete it")
-    return row[field]
+    return row[field] or ""
 
 
 def read_tokens(path: str) -> Iterator[np.ndarray]:
@@ -201,29 +211,30 @@ def read_tokens(path: str) -> Iterator[np.ndarray]:
         size = file.seek(0, os.SEEK_END)
     if int.from_bytes(begins[:4], "little") == MAGIC:
         fail(f"{path}: is a shard already: give it to --train_files or --val_files")
-    if begins == NPY or path.lower().endswith(".npy"):
-        tokens = read_npy(path)
-    elif size % 2:
-        fail(f"{path}: has an odd number of bytes, expected uint16: copy or make it again")
-    else:
-        tokens = np.memmap(path, "<u2", mode="r") if size else np.empty(0, "<u2")
+    is_npy = begins == NPY or path.lower().endswith(".npy")
+    if not size or (size % 2 and not is_npy):
+        fail(f"{path}: has {size} bytes, expected uint16: copy or make it again")
+    try:
+        if is_npy:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            tokens = np.memmap(path, "<u2", mode="r")
+    except ValueError:
+        fail(f"{path}: not a whole .npy: copy it again, or name it .bin if it is only uint16")
+    except OSError as error:  # as of some network disks
+        fail(f"{path}: cannot be mapped into memory ({error.strerror}): copy it to another disk")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        found = f"{tokens.dtype} of {tokens.ndim} dimensions"
+        fail(f"{path}: holds {found}, expected integers of one dimension: make it again")
+    lower, upper = (tokens[half:PIECE:2].max(initial=0) for half in (0, 1))
+    if not is_npy and upper < lower / 4096:  # they are halves of longer numbers
+        remedy = f"np.save('new.npy', np.fromfile({os.path.basename(path)!r}, 'uint32'))"
+        fail(f"{path}: seems to hold uint32, not uint16: make a .npy, which says so: {remedy}")
     for start in range(0, len(tokens), PIECE):
         piece = tokens[start : start + PIECE]
         if piece.min() < 0 or piece.max() >= 2**16:
             fail(f"{path}: has ids from {piece.min()} to {piece.max()}: shards hold 0 to 65535")
         yield piece.astype("<u2")
-
-
-def read_npy(path: str) -> np.ndarray:
-    """Return the array of a .npy, memory-mapped: integers of one dimension."""
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (EOFError, ValueError):
-        fail(f"{path}: not a whole .npy of numbers: copy or make it again")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        found = f"{tokens.dtype} of {tokens.ndim} dimensions"
-        fail(f"{path}: holds {found}, expected integers of one dimension: make it again")
-    return tokens
 
 
 def cut(document: TextIO) -> Iterator[str]:
@@ -253,15 +264,17 @@ def make_batches(split_of: dict[str, str], args: argparse.Namespace) -> Iterator
 
     A share of the documents in "train" files, --val_fraction, becomes validation: the first one and
     others at even distances, so that a few documents are enough to have some. `share_the_text`
-    mends it where they are too few. The last line says how often a mark between documents was read
-    as text.
+    mends it where they are too few. The last lines say how many had no text, and how often a mark
+    between documents was read as text.
     """
-    batch, size, documents, marks = [], 0, 0, 0
+    batch, size, documents, blank, marks = [], 0, 0, 0, 0
     for path, split_of_file in split_of.items():
         mark = tokenizer(args.tokenizer, args.end_of_text).mark
         for begins, piece in read_pieces(path, args):
-            if path.lower().endswith(".txt"):
-                marks += piece.count(mark)
+            if not piece:
+                blank += 1
+                continue
+            marks += piece.count(mark)
             if begins:
                 split = split_of_file
                 if split == "train":
@@ -274,6 +287,8 @@ def make_batches(split_of: dict[str, str], args: argparse.Namespace) -> Iterator
                 yield batch
                 batch, size = [], 0
     yield batch
+    if blank:
+        tqdm.write(f"tokenize_text.py: left out, without text: {blank} documents", sys.stderr)
     if marks:
         remedy = f"--split_at {shlex.quote(mark)} makes documents of the texts between them"
         tqdm.write(f"tokenize_text.py: {mark} was read as text {marks} times: {remedy}", sys.stderr)
@@ -306,10 +321,16 @@ def end_with_parent() -> None:
 
 def encode_all(batches: Iterable[Batch], args: argparse.Namespace) -> Iterator[dict]:
     """Yield encode(batch, args) of each batch, in order, from --workers processes."""
-    if args.workers == 1:
+    pool = None
+    try:
+        if args.workers > 1:
+            pool = ProcessPoolExecutor(args.workers, initializer=begin_worker)
+    except (ImportError, OSError) as error:  # as in a container without semaphores
+        tqdm.write(f"tokenize_text.py: only one process can encode here ({error})", sys.stderr)
+    if pool is None:
         yield from (encode(batch, args) for batch in batches)
         return
-    with ProcessPoolExecutor(args.workers, initializer=begin_worker) as pool:
+    with pool:
         pending = deque()
         for batch in batches:
             pending.append(pool.submit(encode, batch, args))
@@ -458,10 +479,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     splits = parser.add_mutually_exclusive_group().add_argument
     splits("--blank_line_documents", action="store_true", help="split a .txt at blank lines")
-    splits("--split_at", default="", metavar="TEXT", help="split a .txt at each such mark")
+    splits("--split_at", default="", metavar="TEXT", help="split a document at each such mark")
     add("--field", default="text", metavar="NAME", help="key or column of the documents [text]")
     add("--shard_size", type=int, default=10**8, metavar="N", help="tokens in a shard [100000000]")
-    cores = min(os.cpu_count() or 1, 256)
+    # A job may have fewer cores than its machine; macOS does not say so.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = min(cores, 256)
     add("--workers", type=int, default=cores, metavar="N", help="processes [all cores]")
     help_ = "gpt2, the path of a tokenizer.json, or none [gpt2]"
     add("--tokenizer", default="gpt2", metavar="FILE", help=help_)

@@ -7,7 +7,6 @@ ids are 256 bytes, then merges in their order, so its first N tokens are a small
 cuts a text into more tokens. Token N then begins a document; 50256 are all of them.
 """
 
-import codecs
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -72,13 +71,9 @@ class GPT2:
         """Return the tokens of a text, in which <|endoftext|> begins a document."""
         return self.encoding.encode(text, allowed_special="all")
 
-    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield each token's text; a character of several tokens comes with the last of them."""
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        for token in tokens:
-            piece = decode(self.encoding.decode_single_token_bytes(token))
-            yield f"{piece}\n" if token == self.end_of_text else piece
-        yield decode(b"", final=True)
+    def decode(self, tokens: list[int]) -> str:
+        """Return the tokens' text, in which U+FFFD stands for an incomplete character."""
+        return self.encoding.decode(tokens)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
         """Return the bytes of the tokens' text. What begins a document has none."""
@@ -96,8 +91,10 @@ class HuggingFace:
         self.end_of_text = end_of_text
         self.path = Path(path)
         self.tokens = Tokenizer.from_file(str(path))
-        self.vocab_size = max(*self.tokens.get_vocab().values(), end_of_text) + 1
-        self.mark = self.tokens.id_to_token(end_of_text) or GPT2.mark
+        self.tokens.no_truncation()  # the file may ask for either, which would cut documents, or
+        self.tokens.no_padding()  # fill them up
+        self.vocab_size = max(self.tokens.get_vocab().values()) + 1
+        self.mark = self.tokens.id_to_token(end_of_text)  # None if it has no such token
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, in which special tokens are ordinary text."""
@@ -109,14 +106,9 @@ class HuggingFace:
         self.tokens.encode_special_tokens = False
         return self.tokens.encode(text, add_special_tokens=False).ids
 
-    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield each token's text; a character of several tokens comes with the last of them."""
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-        for token in tokens:
-            is_end = token == self.end_of_text
-            yield f"{self.mark}\n" if is_end else stream.step(self.tokens, token) or ""
+    def decode(self, tokens: list[int]) -> str:
+        """Return the tokens' text, in which U+FFFD stands for an incomplete character."""
+        return self.tokens.decode(tokens)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
         """Return the bytes of the tokens' text, a document at a time, because a tokenizer may add a
@@ -141,12 +133,36 @@ def tokenizer_of(tokenizer: str, end_of_text: int) -> GPT2 | HuggingFace | None:
     if not Path(tokenizer).is_file():
         raise ValueError(f"{tokenizer} is no file: name a tokenizer.json")
     try:
-        return HuggingFace(tokenizer, end_of_text)
+        found = HuggingFace(tokenizer, end_of_text)
     except ImportError as error:
         raise ValueError(f"{error}: pip install -r data/requirements.txt") from error
     except Exception as error:  # what the package raises has no type of its own
         reason = f"is not a tokenizer.json of Hugging Face's tokenizers ({error})"
         raise ValueError(f"{tokenizer} {reason}") from error
+    if found.mark is None:
+        remedy = f"name one of its {found.vocab_size} that begins a document"
+        raise ValueError(f"{tokenizer} has no token --end_of_text {end_of_text}: {remedy}")
+    return found
+
+
+def text_after(
+    prompt: list[int], tokens: Iterable[int], tokenizer: GPT2 | HuggingFace
+) -> Iterator[str]:
+    """Yield the text of tokens that follow a prompt; a character of several tokens comes with the
+    last of them. All tokens of a document are decoded together, because the ones before may decide
+    whether a token begins with a space, and which character its byte belongs to."""
+    document, shown = list(prompt), len(tokenizer.decode(prompt))
+    for token in tokens:
+        if token == tokenizer.end_of_text:
+            yield f"{tokenizer.decode(document)[shown:]}{tokenizer.mark}\n"
+            document, shown = [], 0
+            continue
+        document.append(token)
+        text = tokenizer.decode(document)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+    yield tokenizer.decode(document)[shown:]
 
 
 def bits_per_byte(loss: float, tokens: np.ndarray, tokenizer: GPT2 | HuggingFace) -> float:

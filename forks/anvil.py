@@ -34,18 +34,18 @@ def anvil_updates(grad, fast, slow, momentum, fast_beta, fast_share, slow_beta: 
     return orthogonalise(grad.lerp(slow.lerp(fast, fast_share), momentum))
 
 
-def anvil(rows, lr: float, now, hp, factors: tuple[float, float, float]) -> None:
+def anvil(bank, lr: float, now, hp, factors: tuple[float, float, float]) -> None:
     """Step by ANVIL. now.fast_beta and now.fast_share are scheduled; the momentum of the mixture is
     Muon's. The factor on lr is that of the matrices' shape. Weights decay where the slow momentum
     also shrinks them. Only the owner of a row has its slow momentum, so ranks send each other
     weights, not updates as in Muon."""
-    if not rows.state:
-        rows.state["fast"] = torch.zeros_like(rows.grad)
-        rows.state["slow"] = torch.zeros_like(rows.grad)
-        rows.state["second_moment"] = new_second_moment(rows.grad)
-    fast, slow, second = (rows.state[name] for name in ("fast", "slow", "second_moment"))
+    if not bank.state:
+        bank.state["fast"] = torch.zeros_like(bank.shard_grad)
+        bank.state["slow"] = torch.zeros_like(bank.shard_grad)
+        bank.state["second_moment"] = new_second_moment(bank.shard_grad)
+    fast, slow, second = (bank.state[name] for name in ("fast", "slow", "second_moment"))
     mixture = numbers(now.momentum, now.fast_beta, now.fast_share)
-    update = anvil_updates(rows.grad, fast, slow, *mixture, hp.slow_momentum)
+    update = anvil_updates(bank.shard_grad, fast, slow, *mixture, hp.slow_momentum)
     update = normuon(update, second, hp.muon_beta2)
     rates = numbers(lr * shape_factor(update.shape, factors), lr * hp.muon_decay)
-    decayed_step_(rows.own, update, slow, *rates)
+    decayed_step_(bank.shard, update, slow, *rates)

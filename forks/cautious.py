@@ -28,6 +28,15 @@ def polar_express(G: Tensor) -> Tensor:
     return t.zeropower_via_newtonschulz5(G, POLAR_EXPRESS, margin=1.02, eps=1e-6)
 
 
+def muon_update(bank, now, hp, orthogonalise) -> Tensor:
+    """Return Muon's update (n, rows, cols): Nesterov's momentum, orthogonalised by a function."""
+    if "momentum_buffer" not in bank.state:
+        bank.state["momentum_buffer"] = torch.zeros_like(bank.shard_grad)
+    buffer = bank.state["momentum_buffer"]
+    momentum = torch.full((), now.momentum, device=buffer.device)  # a number would recompile
+    return t.muon_updates(bank.shard_grad, buffer, momentum, hp.momentum_damped, orthogonalise)
+
+
 @t.compiled
 def normuon(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Return the update (..., rows, cols) with each neuron (a row or a column) divided by the root
@@ -81,18 +90,18 @@ def cautious_adam_(weight, grad, first, second, step, lr, betas, shares, eps, de
     weight.copy_(old - update - lr * lr * decay * old * (update * old > 0))
 
 
-def adam(rows, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
+def adam(bank, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
     """Step by cautious_adam_. On a CPU, parts of 65536 numbers are updated one after the other,
     because they stay in the cache."""
-    if "step" not in rows.state:
-        rows.state["step"] = torch.zeros(len(rows.own), device=rows.own.device)
-        rows.state["exp_avg"] = torch.zeros_like(rows.own, dtype=torch.float32)
-        rows.state["exp_avg_sq"] = torch.zeros_like(rows.own, dtype=torch.float32)
-    step = rows.state["step"].add_(1)[0]
+    if "step" not in bank.state:
+        bank.state["step"] = torch.zeros(len(bank.shard), device=bank.shard.device)
+        bank.state["exp_avg"] = torch.zeros_like(bank.shard, dtype=torch.float32)
+        bank.state["exp_avg_sq"] = torch.zeros_like(bank.shard, dtype=torch.float32)
+    step = bank.state["step"].add_(1)[0]
     betas, shares = numbers(*betas), numbers(*(1 - beta for beta in betas))
     lr, eps, decay = numbers(lr, eps, decay)
-    size = rows.own.numel() if rows.own.is_cuda else 65536
-    tensors = rows.own, rows.grad, rows.state["exp_avg"], rows.state["exp_avg_sq"]
+    size = bank.shard.numel() if bank.shard.is_cuda else 65536
+    tensors = bank.shard, bank.shard_grad, bank.state["exp_avg"], bank.state["exp_avg_sq"]
     for parts in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
         for part in parts if t.compilation.allowed else ():
             torch._dynamo.mark_dynamic(part, 0)  # one graph for groups of any size

@@ -249,9 +249,9 @@ class Head(t.Head):
 
 
 def tied_pair(groups: list[tuple], hp) -> tuple | None:
-    """Return the head's Group and Rows and the embedding's Rows, which have one shape; None if they
+    """Return the head's Group and Bank and the embedding's Bank, which have one shape; None if they
     are never tied, or one is frozen."""
-    found = {group.name: (group, rows) for group, rows in groups}
+    found = {group.name: (group, bank) for group, bank in groups}
     if not hp.tied_frac or not {"head", "embed"} <= found.keys():
         return None
     return *found["head"], found["embed"][1]

@@ -285,16 +285,16 @@ class NgramTable:
 
 
 @torch.no_grad()
-def table_adam(rows, lr: float, now, hp, betas: tuple, decay: float) -> None:
+def table_adam(bank, lr: float, now, hp, betas: tuple, decay: float) -> None:
     """Step by cautious.py's Adam when the n-gram table learns. In between, gradients wait in their
     sum. Where it learns at each fourth step, betas and decay are those of two steps."""
-    if "waiting" in rows.state:
-        rows.grad.add_(rows.state["waiting"])
+    if "waiting" in bank.state:
+        bank.shard_grad.add_(bank.state["waiting"])
     if not now.ngrams:
-        rows.state["waiting"] = rows.grad.clone()
+        bank.state["waiting"] = bank.shard_grad.clone()
         return
-    if "waiting" in rows.state:
-        rows.state["waiting"].zero_()
+    if "waiting" in bank.state:
+        bank.state["waiting"].zero_()
     pairs = now.ngram_cycle / 2
     betas = tuple(beta**pairs for beta in betas)
-    cautious.adam(rows, lr, betas, hp.adam_eps, decay * pairs)
+    cautious.adam(bank, lr, betas, hp.adam_eps, decay * pairs)

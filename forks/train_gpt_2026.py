@@ -629,7 +629,7 @@ def left_of_stage(step: int, hp: Hyperparameters) -> float:
     starts = (*stage_starts(hp), hp.num_iterations)
     begun = bisect.bisect_right(starts, step, hi=len(starts) - 1)
     start, end = starts[begun - 1 : begun + 1]
-    return (end - step) / max(end - start, 1)
+    return (end - step) / (end - start) if step < end else 0.0
 
 
 def get_targets(step: int, hp: Hyperparameters) -> tuple[float, ...]:
@@ -920,6 +920,11 @@ class GPT(t.GPT):
             rows = bigram_hash(input_seq, self.hp.bigram_rows)
         return x, rows
 
+    def context(self, input_seq: Tensor, position: Tensor, now: Moment) -> tuple:  # overrides
+        """Return the masks of tokens (T,), and the rotary tables of tokens at positions (n,)."""
+        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
+        return masks, self.rotary(position, now)
+
     @torch.no_grad()
     @t.compiled
     def masks(self, input_seq: Tensor, long: Tensor, short: Tensor) -> dict:  # overrides
@@ -1026,41 +1031,36 @@ class GPT(t.GPT):
 # Optimizers: Polar Express, NorMuon, cautious weight decay, Adam at every second step
 
 
-def is_of_gates(rows) -> bool:
-    """Say whether rows are gates that learn by Muon. Their neurons are rows, one for each head."""
-    return rows.name.startswith("gates")
+def is_of_gates(bank) -> bool:
+    """Say whether items are gates that learn by Muon. Their neurons are rows, one for each head."""
+    return bank.name.startswith("gates")
 
 
-def muon(rows, lr, now: Moment, hp: Hyperparameters) -> Tensor:  # overrides
-    """Return the update of Muon. With muon_beta2 it is NorMuon's."""
+def muon(bank, lr, now: Moment, hp: Hyperparameters) -> None:  # overrides
+    """Step by Muon, with muon_beta2 by NorMuon. muon_mul has factors on lr, and gate_mul that of
+    gates. With muon_decay, weights decay cautiously, by muon_decay * lr^2."""
     orthogonalise = cautious.polar_express if hp.polar_express else t.zeropower_via_newtonschulz5
-    update = t.muon(rows, lr, now, hp, orthogonalise)
+    update = cautious.muon_update(bank, now, hp, orthogonalise)
     if hp.muon_beta2:
-        if "second_moment" not in rows.state:
-            zeros = cautious.new_second_moment(rows.grad, by_row=is_of_gates(rows))
-            rows.state["second_moment"] = zeros
-        update = cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
-    return update
-
-
-def apply_muon(rows, updates: Tensor, lr, now: Moment, hp: Hyperparameters) -> None:  # overrides
-    """Subtract all ranks' updates from the weights. muon_mul has factors on lr, and gate_mul that
-    of gates. With muon_decay, weights decay cautiously, by muon_decay * lr^2."""
-    factor = cautious.shape_factor(updates.shape, hp.muon_mul)
-    scaled_lr = lr * (hp.gate_mul if is_of_gates(rows) else factor)
+        if "second_moment" not in bank.state:
+            zeros = cautious.new_second_moment(bank.shard_grad, by_row=is_of_gates(bank))
+            bank.state["second_moment"] = zeros
+        update = cautious.normuon(update, bank.state["second_moment"], hp.muon_beta2)
+    factor = cautious.shape_factor(update.shape, hp.muon_mul)
+    scaled_lr = lr * (hp.gate_mul if is_of_gates(bank) else factor)
     if hp.muon_decay:
         rates = cautious.numbers(scaled_lr, lr * hp.muon_decay)
-        cautious.decayed_step_(rows.weights, updates, updates, *rates)
+        cautious.decayed_step_(bank.shard, update, update, *rates)
     else:
-        rows.weights.sub_(updates, alpha=scaled_lr)
+        bank.shard.sub_(update, alpha=scaled_lr)
 
 
-def adam(rows, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # overrides
+def adam(bank, lr, now: Moment, hp, betas: tuple, decay: float) -> None:  # overrides
     """Step by PyTorch's Adam, or by the one with cautious weight decay."""
     if hp.adam_rule == "torch":
-        t.adam(rows, lr, now, hp, betas)
+        t.adam(bank, lr, now, hp, betas)
     else:
-        cautious.adam(rows, lr, betas, hp.adam_eps, decay)
+        cautious.adam(bank, lr, betas, hp.adam_eps, decay)
 
 
 class Optimizers(t.Optimizers):
@@ -1078,26 +1078,26 @@ class Optimizers(t.Optimizers):
         groups = []
         for name, params in members.items():
             if name == "muon" or (name == "gates" and name not in own):
-                groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2, apply=apply_muon))
+                groups.append(Group(name, params[::-1], muon, hp.muon_lr, 2))
                 continue
             row = own.get(name, {})
             lr = row.get("lr", lrs.get(name, hp.scalar_lr))
             betas = row.get("beta1", hp.adam_betas[0]), row.get("beta2", hp.adam_betas[1])
             rule = partial(adam, betas=betas, decay=row.get("decay", 0.0))
-            row_ndim = 1 if name in lrs else 0
-            groups.append(Group(name, params, rule, lr, row_ndim, hp.adam_every))
+            item_ndim = 1 if name in lrs else 0
+            groups.append(Group(name, params, rule, lr, item_ndim, hp.adam_every))
         if hp.tied_frac:
             # A tied head waits for the embedding's gradient. Matrices come first: they do not wait.
             groups.sort(key=lambda group: group.name != "muon")
         return groups
 
     @torch.no_grad()
-    def step(self, now: Moment) -> list[Tensor]:  # overrides
+    def step(self, now: Moment) -> dict[str, Tensor]:  # overrides
         """Update all groups that learn at a moment: see train_gpt.py."""
         split(self.groups, now, self.hp)
-        norms = super().step(now)
+        results = super().step(now)
         tie(self.groups, now, self.hp)
-        return norms
+        return results
 
 
 # -----------------------------------------------------------------------------

@@ -1013,11 +1013,16 @@ class GPT(nn.Module):
 
     def hidden(self, input_seq: Tensor, now: Moment) -> Tensor:
         """Map tokens (T,), whole blocks, to the normalised output (T, C) of the last layer."""
-        # Windows are tensors, so that a new one recompiles nothing.
-        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
-        rotary = self.rotary(torch.arange(len(input_seq), device=input_seq.device), now)
+        position = torch.arange(len(input_seq), device=input_seq.device)
+        masks, rotary = self.context(input_seq, position, now)
         x, more = self.embedded(input_seq, tied=self.training and now.tied)
         return self.run_layers(x, more, rotary, masks)
+
+    def context(self, input_seq: Tensor, position: Tensor, now: Moment) -> tuple[dict, dict]:
+        """Return the masks of tokens (T,), and the rotary tables of tokens at positions (n,)."""
+        # Windows are tensors, so that a new one recompiles nothing.
+        masks = self.masks(input_seq, torch.tensor(now.window), torch.tensor(now.short))
+        return masks, self.rotary(position, now)
 
     def run_layers(self, x: Tensor, more: dict[str, Tensor], rotary: dict, masks: dict) -> Tensor:
         """Map embeddings (T, C) to the head's input (T, C). `more` is of `embedded`. Four layers
@@ -1196,25 +1201,21 @@ ADAM = {
 }
 
 
-def muon(rows, lr: float, now: Moment, hp: Hyperparameters) -> Tensor:
-    """Return the update of NorMuon with Polar Express."""
-    update = t.muon(rows, lr, now, hp, cautious.polar_express)
-    if "second_moment" not in rows.state:
-        rows.state["second_moment"] = cautious.new_second_moment(rows.grad)
-    return cautious.normuon(update, rows.state["second_moment"], hp.muon_beta2)
-
-
-def apply_muon(rows, updates: Tensor, lr: float, now: Moment, hp, factors: Triple) -> None:
-    """Subtract all ranks' updates, times a factor on lr for the matrices' shape. Weights decay
-    cautiously, by muon_decay * lr^2."""
-    factor = cautious.shape_factor(updates.shape, factors)
+def muon(bank, lr: float, now: Moment, hp: Hyperparameters, factors: Triple) -> None:
+    """Step by NorMuon with Polar Express, with a factor on lr for the matrices' shape. Weights
+    decay cautiously, by muon_decay * lr^2."""
+    update = cautious.muon_update(bank, now, hp, cautious.polar_express)
+    if "second_moment" not in bank.state:
+        bank.state["second_moment"] = cautious.new_second_moment(bank.shard_grad)
+    update = cautious.normuon(update, bank.state["second_moment"], hp.muon_beta2)
+    factor = cautious.shape_factor(update.shape, factors)
     rates = cautious.numbers(lr * factor, lr * hp.muon_decay)
-    cautious.decayed_step_(rows.weights, updates, updates, *rates)
+    cautious.decayed_step_(bank.shard, update, update, *rates)
 
 
-def adam(rows, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay: float) -> None:
+def adam(bank, lr: float, now: Moment, hp: Hyperparameters, betas: tuple, decay: float) -> None:
     """Step by Adam with cautious weight decay."""
-    cautious.adam(rows, lr, betas, hp.adam_eps, decay)
+    cautious.adam(bank, lr, betas, hp.adam_eps, decay)
 
 
 class Optimizers(t.Optimizers):
@@ -1222,8 +1223,6 @@ class Optimizers(t.Optimizers):
     the n-gram table, averages of the last weights, and scales of squares in FP8. A sequence of the
     batch has a sweep of the sampled softmax of its own, so it does not matter how many ranks there
     are."""
-
-    changes_early = True  # a forward pass moves the head's offsets, and reads the n-gram table
 
     def __init__(self, model: GPT, hp: Hyperparameters, rank: int = 0, world_size: int = 1):
         super().__init__(model, hp, rank, world_size)
@@ -1246,25 +1245,23 @@ class Optimizers(t.Optimizers):
         groups = []
         for name, pattern in MATRICES.items():
             factors = hp.muon_mul if name == "muon" else (1.0, 1.0, 1.0)
-            rule, apply = muon, partial(apply_muon, factors=factors)
-            if hp.optimizer == "anvil":
-                rule, apply = partial(anvil, factors=factors), None
+            rule = partial(anvil if hp.optimizer == "anvil" else muon, factors=factors)
             params = matching(pattern)[::-1]
-            groups.append(Group(name, params, rule, hp.muon_lr, row_ndim=2, apply=apply))
-        for name, (pattern, lr, *betas, decay, row_ndim) in ADAM.items():
+            groups.append(Group(name, params, rule, hp.muon_lr, item_ndim=2))
+        for name, (pattern, lr, *betas, decay, item_ndim) in ADAM.items():
             rule = partial(adam, betas=betas, decay=decay)
             if name == "values" and hp.ngram_rows:  # in the rhythm of the n-gram table
                 rule = partial(table_adam, betas=betas, decay=decay)
             lr = getattr(hp, lr) if isinstance(lr, str) else lr
-            groups.append(Group(name, matching(pattern), rule, lr, row_ndim, ADAM_EVERY))
+            groups.append(Group(name, matching(pattern), rule, lr, item_ndim, ADAM_EVERY))
         return groups
 
     @torch.no_grad()
-    def step(self, now: Moment) -> list[Tensor]:  # overrides
+    def step(self, now: Moment) -> dict[str, Tensor]:  # overrides
         """Update all groups that learn at a moment, the FP8 scales, the n-gram table when its cycle
         ends, and the averages."""
         split(self.groups, now, self.hp)
-        norms = super().step(now)
+        results = super().step(now)
         self.scale_squares()
         ngrams = self.model.ngrams
         if ngrams is not None:
@@ -1274,7 +1271,7 @@ class Optimizers(t.Optimizers):
         if self.hp.tail_average:
             tail_average.average(self.groups, now, self.hp)
         tie(self.groups, now, self.hp)
-        return norms
+        return results
 
     def scale_squares(self) -> None:
         """Set the FP8 scales of squares by the largest one of a step on all ranks, with room for it

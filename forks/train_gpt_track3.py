@@ -300,9 +300,9 @@ class GPT(t.GPT):
         return {"long": t.make_mask(position - position % self.hp.context_len)}
 
     @t.compiled
-    def rotary(self, position: Tensor, now: t.Moment) -> tuple[Tensor, Tensor]:  # overrides
+    def rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:  # overrides
         """Return the rotary_table of tokens at positions (T,); each context begins at 0."""
-        return super().rotary(position % self.hp.context_len, now)
+        return super().rotary(position % self.hp.context_len)
 
     def run_layers(self, x: Tensor, values, rotary, masks: dict) -> Tensor:  # overrides
         """Map embeddings (T, C) to the head's input (T, C)."""
@@ -316,10 +316,10 @@ class GPT(t.GPT):
 # Optimizers and run
 
 
-def at_matrix_rate(rule, rows, lr: float, now: Moment, hp: Hyperparameters):
+def at_matrix_rate(rule, bank, lr: float, now: Moment, hp: Hyperparameters) -> None:
     """Call the rule of hidden matrices with the rate of their own schedule. Padding of theirs may
     become NaN, as 0 / 0: no parameter has it."""
-    return rule(rows, hp.muon_lr * now.matrix_lr, now, hp)
+    rule(bank, hp.muon_lr * now.matrix_lr, now, hp)
 
 
 class Optimizers(around.Optimizers):
@@ -328,7 +328,7 @@ class Optimizers(around.Optimizers):
     @staticmethod
     def parameter_groups(model: GPT, hp: Hyperparameters) -> list[Group]:  # overrides
         """Return the groups, in the order in which weights are updated. Some rules treat the
-        matrices of v or attn_proj in their own way: rows.name begins with the group's name."""
+        matrices of v or attn_proj in their own way: bank.name begins with the group's name."""
         of_matrices = partial(at_matrix_rate, catalog.OPTIMIZERS[hp.optimizer])
         adamw = partial(t.adam, decay=hp.adam_decay)
         of_head = catalog.spectral_annealing.head_adam if hp.head_eigenvectors else adamw

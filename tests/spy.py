@@ -23,7 +23,7 @@ def main(words: list[str], run: type[train_gpt.Run] = train_gpt.Run) -> None:
     digest = hashlib.sha256()
     for p in seen["model"].parameters():
         digest.update(p.detach().float().numpy().tobytes())
-    state = [t for _, rows in seen["optimizers"].groups for t in rows.state.values() if t.ndim > 1]
+    state = [t for _, bank in seen["optimizers"].groups for t in bank.state.values() if t.ndim > 1]
     report = {"weights": digest.hexdigest(), "state": sum(tensor.nbytes for tensor in state)}
     Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
 

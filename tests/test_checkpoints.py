@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -139,10 +138,6 @@ def with_state(state: dict, change) -> dict:
     return state | {"optimizers": state["optimizers"] | {HEAD: head}}
 
 
-def of_type(state: dict, dtype: torch.dtype) -> dict:
-    return {name: weight.to(dtype) for name, weight in state["model"].items()}
-
-
 def without(state: dict, group: str) -> dict:
     return {name: of for name, of in state["optimizers"].items() if name != group}
 
@@ -150,23 +145,15 @@ def without(state: dict, group: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"step": 99}, "is of step 99, which is none of this run"),
-        (lambda s: s | {"step": True}, "is of step True, which is none of this run"),
-        (lambda s: s | {"seconds": math.nan}, "its nan seconds of training are impossible"),
-        (lambda s: s | {"optimizers": {}}, "has no optimizer's state: --init_from takes its"),
-        (lambda s: s | {"optimizers": None}, "has no optimizer's state: --init_from takes its"),
         (lambda s: s | {"optimizers": s["optimizers"] | {"new": {}}}, "not one of this model: its"),
-        (lambda s: s | {"model": of_type(s, torch.complex64)}, "skip_weights is torch.complex64"),
-        (lambda s: s | {"model": of_type(s, torch.float16)}, "skip_weights is torch.float16"),
         (lambda s: s | {"model": s["model"] | {"new": torch.ones(1)}}, "model: Error(s) in"),
         (lambda s: s | {"optimizers": without(s, HEAD)}, "not one of this model: its groups"),
-        (lambda s: with_state(s, lambda value: value[:, :1]), f"{HEAD}: exp_avg is .* [512, 1]"),
+        (lambda s: with_state(s, lambda value: value[:, :1]), f"{HEAD}: exp_avg has .* [512, 1]"),
     ],
 )
-def test_a_checkpoint_that_was_made_by_hand_is_refused_in_a_line(
+def test_a_checkpoint_of_another_edition_of_the_script_is_refused_in_a_line(
     change, message, run, tmp_path, monkeypatch, capsys
 ):
-    """Or by another edition of the script."""
     monkeypatch.chdir(tmp_path)
     Path("logs/it").mkdir(parents=True)
     state = torch.load(run.folder / "logs/it/state_step000006.pt", weights_only=True)

@@ -173,6 +173,12 @@ def ctrl_c_ends_the_reader():
     return interrupt
 
 
+def on_a_full_disk():
+    """As by `> FILE` on a disk that is full."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    return lambda: None
+
+
 def closed():
     """As by `>&- 2>&-`: Python then has no such stream."""
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -194,7 +200,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("lose", [*STOPS, hung_up_under_nohup, reader_gone, closed])
+@pytest.mark.parametrize("lose", [*STOPS, hung_up_under_nohup, reader_gone, on_a_full_disk, closed])
 def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
     run = Program(flags, work=functools.partial(losing, lose=lose))
     number = STOPS.get(lose)
@@ -207,16 +213,3 @@ def test_a_run_that_loses_its_console_saves_or_goes_on(lose, flags, whole):
     found = outcome(Path.cwd(), LAST)
     assert all(torch.equal(found.tensors[name], whole.tensors[name]) for name in whole.tensors)
     assert found.rows == whole.rows
-
-
-def to_a_full_disk(words: list[str]) -> None:
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    main(words)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_of_the_output_is_told_once_and_by_the_status(flags):
-    run = Program(flags, work=to_a_full_disk)
-    assert run.end() == [1]
-    assert run.text("err") == "no space left for the output: it is lost\n"
-    assert Path(f"logs/it/state_step{LAST:06}.pt").exists()

@@ -1,5 +1,7 @@
 """A model exported to Hugging Face transformers is the model that was trained."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,14 +80,22 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path))
 
 
+def refuse(*arguments, **options) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 @pytest.mark.parametrize(
-    ("of", "folder", "tokenizer"), [(train_gpt, HERE, "gpt2"), (train_gpt_2026, ".", "own.json")]
+    ("of", "folder", "tokenizer", "modes"),
+    [(train_gpt, HERE, "gpt2", 1), (train_gpt_2026, ".", "own.json", 2)],
 )
 @torch.inference_mode()
 def test_the_printed_code_gives_the_script_s_model_and_tokenizer(
-    of, folder, tokenizer, elsewhere, tmp_path, monkeypatch
+    of, folder, tokenizer, modes, elsewhere, tmp_path, monkeypatch
 ):
-    """In the project's folder, whose modules it can import, and in one without them."""
+    """In the project's folder, whose modules it can import, and in one without them, on a disk that
+    refuses other modes, such as exFAT."""
+    if modes > 1:
+        monkeypatch.setattr(os, "chmod", refuse)
     write_tokenizer(tmp_path / "own.json")
     for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_HOME", str(tmp_path / "hf"))):
         monkeypatch.setenv(name, value)
@@ -98,7 +108,7 @@ def test_the_printed_code_gives_the_script_s_model_and_tokenizer(
     x[0, :4] = torch.tensor(PROMPT)
     x[0, [30, 40]] = x[1, 100] = END_OF_TEXT
     torch.save(x, "x.pt")
-    assert len({path.stat().st_mode for path in Path("exported").glob("*.*")}) == 1
+    assert len({path.stat().st_mode for path in Path("exported").glob("*.*")}) == modes
     code = (code + USE).replace("FOLDER", str(tmp_path))
     subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
     found = torch.load("answers.pt")

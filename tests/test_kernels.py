@@ -331,11 +331,11 @@ def test_a_kernel_is_on_only_if_it_is_not_slower_on_all_ranks_together(
     fake_kernels, tiny, monkeypatch
 ):
     """Each rank alone would choose otherwise than the other; the ranks' times are summed first. A
-    rank logs its own times."""
+    rank logs its own times. A twentieth slower is noise."""
     model = fake_kernels(sum=torch.square, slow=torch.square)
     ranks = [  # milliseconds of the plain function and of its twin
         {"sum": [3.0, 1.0], "slow": [4.0, 3.0]},
-        {"sum": [1.0, 2.0], "slow": [1.0, 3.0]},
+        {"sum": [1.0, 3.2], "slow": [1.0, 3.0]},
     ]
     votes = []
     for times in ranks:  # what each rank gives to all_reduce_
@@ -343,7 +343,7 @@ def test_a_kernel_is_on_only_if_it_is_not_slower_on_all_ranks_together(
         chosen(model, tiny, lambda vote: votes.append(vote) or vote)
     used, lines = chosen(model, tiny, lambda vote: sum(votes))
     assert used == ["sum"] and lines == [
-        "kernel sum: 2.00 ms, plain 1.00 ms",
+        "kernel sum: 3.20 ms, plain 1.00 ms",
         "kernel slow: 3.00 ms, plain 1.00 ms",
         "kernel slow is off: plain is faster",
         "kernels: sum",
@@ -367,7 +367,7 @@ def test_steps_with_kernels_are_those_without(script, tiny, tiny_2026, randomize
         optimizers = script.Optimizers(model, hp)
         moments = [script.Moment(step, hp) for step in range(3)]
         results = [train_gpt.train_step(model, optimizers, *batch, now) for now in moments]
-        losses.append([result[0].item() for result in results])
+        losses.append([result["loss"].item() for result in results])
     plain, fused = losses
     assert plain[2] < plain[0] - 0.1
     assert fused == pytest.approx(plain, abs=1e-4)

@@ -85,6 +85,16 @@ def test_a_signal_that_comes_before_the_program_ends_it(monkeypatch):
     assert launch.start(hp, ["-c", "import time; time.sleep(100)"]).status == 128 + signal.SIGTERM
 
 
+def test_processes_share_the_cores_of_a_job(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("NPROC", "4")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 13)  # it knows the job's cores
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: sys.exit(env))
+    with pytest.raises(SystemExit) as end:
+        launch.start(replace(train_gpt.RECORDS["demo"], device="cpu"), ["it.py"])
+    assert end.value.code["OMP_NUM_THREADS"] == "3"
+
+
 def test_finished_runs_of_a_group_are_not_made_again(flags, monkeypatch, capsys):
     """One that has a checkpoint goes on. Other flags, or another source, are refused. The runs'
     statistics follow."""

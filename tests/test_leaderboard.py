@@ -199,7 +199,7 @@ def test_a_log_cut_anywhere_is_refused_or_read_right(tmp_path_factory, text, dat
     ("content", "line"),
     [
         (ours().replace("val_loss:3.28000", "val_loss:nan"), "has a loss of nan at step 4"),
-        (ours().split("step:4/4")[0], "is truncated: it ends at step 3 of 4"),
+        (ours().split("step:4/4")[0], "is truncated: it ends at step 3 of 4: --at 2 reads"),
     ],
 )
 def test_what_cannot_be_used_is_named_in_one_line(board, content, line):

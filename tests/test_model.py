@@ -135,7 +135,7 @@ def test_without_any_technique_the_fork_is_the_model_of_train_gpt(tiny):
         losses = []
         for step in range(4):
             result = train_gpt.train_step(model, optimizers, *batch, run.Moment(step, hp))
-            losses.append(result[0].item())
+            losses.append(result["loss"].item())
         losses.append(train_gpt.evaluate(model, batch, run.Moment(4, hp), device))
         found.append((initial, losses))
     (expected_initial, expected_losses), (initial, losses) = found

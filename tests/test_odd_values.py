@@ -20,9 +20,9 @@ import script
 import timing
 import train_gpt
 
-ODD = ["", " ", "a" * 3000, "\udcff", "é", "٣", "\x1b[31m", "a\nb", "None", "on", "../x", "*", "0"]
-ODD += ["--", "-", "1e400", "-1", "1", "3", "nan", "inf", "-inf", "1e-320", "1e39", "9e37", "1_0"]
-ODD += ["9" * 40, "1,2", "1 2", "[1]", "1.5", "65536", "+1", "0x10"]
+# What people type: wrong words, signs, fractions, 0, and sizes that fit a memory.
+ODD = ["", " ", "fast", "é", "٣", "None", "on", "../x", "*", "[1]", "1,2", "1 2", "0x10", "1_0"]
+ODD += ["0", "-", "-1", "+1", "1", "3", "1.5", "1e-3", "1e3", "nan", "inf", "-inf", "65536"]
 # Words that work, and the tool's own flags.
 TOOLS = {
     "sample --n 1": "prompt tokens temperature top_k seed script run_id seq_len",
@@ -60,11 +60,11 @@ def build_only(run, hp, record) -> None:
 
 
 def odd_flags(path: Path, count: int) -> list[list[str]]:
-    """Return flags of a script with odd values, `count` for each flag."""
+    """Return flags of a script with odd values, `count` for each flag in each of two forms."""
     chance, found = random.Random(0), []
     for name in vars(script.load(path).records["demo"]):
-        for value in chance.sample(ODD, count):
-            found += [[f"--{name}={value}"], [f"--{name}", value]]
+        found += [[f"--{name}={value}"] for value in chance.sample(ODD, count)]
+        found += [[f"--{name}", value] for value in chance.sample(ODD, count)]
     return found
 
 
@@ -99,7 +99,7 @@ def try_all(main, commands: list[list[str]], capsys) -> None:
 @pytest.fixture
 def count() -> int:
     """Return how many odd values are tried in each place."""
-    return 2
+    return 1
 
 
 @pytest.mark.parametrize("path", script.of_project(), ids=lambda path: path.stem)

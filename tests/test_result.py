@@ -192,7 +192,7 @@ class Run(train_gpt.Run):
 real = train_gpt.train_step
 def train_step(*words, **more):
     result = real(*words, **more)
-    result[0] += words[4].step
+    result["loss"] += words[4].step
     return result
 train_gpt.train_step = train_step
 if __name__ == "__main__":

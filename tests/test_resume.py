@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import runs
+import train_gpt
 from conftest import language
 from runs import Program, assert_same, before_step, console_of, error_of, outcome, rows
 from train_gpt import main
@@ -165,17 +166,51 @@ def waiting(words: list[str], go: str) -> None:
     main(words)
 
 
-def test_a_run_that_resumes_with_another_source_says_so(flags, whole, tmp_path):
+def test_a_run_that_resumes_with_another_source_or_other_data_says_so(flags, whole, tmp_path):
     """And goes on."""
-    said = "the source is not the one with which this run began\n"
+    said = re.compile("^the (.*) is not the one with which this run began$", re.M)
     shutil.copytree(whole.folder / "logs", tmp_path / "logs")
-    (tmp_path / f"logs/it/state_step{LAST:06}.pt").unlink()
-    log = tmp_path / "logs/it.txt"
+    log, last = Path("logs/it.txt"), Path(f"logs/it/state_step{LAST:06}.pt")
     text = log.read_text()
-    assert said not in console_of([*flags, *RESUME], tmp_path)
-    log.write_text(text.replace("1 - momentum", "1 + momentum", 1))
-    (tmp_path / f"logs/it/state_step{LAST:06}.pt").unlink()
-    assert said in console_of([*flags, *RESUME], tmp_path)
+    shutil.copy(flags[flags.index("--val_files") + 1].replace("*", "0"), "val_1.bin")
+    for changed, more, expected in (
+        (text, [], []),
+        (text.replace("1 - momentum", "1 + momentum", 1), [], ["source"]),
+        (text, ["--val_files", "val_1.bin"], ["val_files"]),
+    ):
+        last.unlink()
+        log.write_text(changed)
+        assert said.findall(console_of([*flags, *more, *RESUME], tmp_path)) == expected
+
+
+def test_a_start_that_saved_nothing_is_put_aside(flags, tmp_path):
+    """So the log has the settings that trained: a run that was killed early, or in its header, has
+    nothing to resume."""
+    for step in (2, None):
+        run = Program([*flags, "--muon_lr", "0.3"], work=functools.partial(killed_at, step=step))
+        assert run.end() == [-signal.SIGKILL] and Path("logs/it.txt").stat().st_size
+        before = {name: Path(name).read_text() for name in ("logs/it.txt", "logs/it.jsonl")}
+        out = console_of([*flags, "--num_iterations", "5", *RESUME], tmp_path)
+        assert "muon_lr: 0.05\n" in Path("logs/it.txt").read_text()
+        assert [row["step"] for row in rows(Path("logs/it.jsonl"))] == [1, 2, 3, 4, 5]
+        (aside,) = re.findall(r"its log is now (logs/it.txt_.*\.unfinished)\n", out)
+        for name, text in before.items():
+            assert not text or Path(aside.replace("logs/it.txt", name)).read_text() == text
+        shutil.rmtree("logs")
+
+
+def killed_at(words: list[str], step: int | None) -> None:
+    """Run main, which is killed before a step, or while it writes the log's header."""
+    if step is None:
+        write = train_gpt.Log.__call__
+
+        def half(log, line, *more, **options):
+            write(log, line[: len(line) // 2], *more, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        train_gpt.Log.__call__ = half
+    before_step(step, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+    main(words)
 
 
 def test_a_live_run_is_not_joined_and_a_finished_one_does_not_go_on(flags, tmp_path, capsys):
@@ -183,12 +218,11 @@ def test_a_live_run_is_not_joined_and_a_finished_one_does_not_go_on(flags, tmp_p
     live = Program(flags, work=functools.partial(waiting, go=str(tmp_path / "go")))
     live.wait_for("waiting")
     try:
-        found = [error_of([*flags, *more], capsys) for more in ([], RESUME)]
+        status, err = error_of([*flags, *RESUME], capsys)
     finally:
         Path("go").touch()
-    for status, err in found:
-        assert status == 1
-        assert err.startswith("train_gpt.py: error: another process is writing logs/it.txt")
+    assert status == 1
+    assert err.startswith("train_gpt.py: error: another process is writing logs/it.txt")
     assert live.end() == [0], live.text("err")
     assert [row["step"] for row in rows(Path("logs/it.jsonl"))] == list(range(1, 10))
     assert Path("logs/it.txt").read_text().count("step:9/9 val_loss") == 1

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 import small_fork
 import train_gpt
 import train_gpt_2026
-from runs import SCRIPT, STEP, Program, before_step, error_of, rows, val_losses
+from logfile import read_log
+from runs import SCRIPT, STEP, Program, before_step, error_of, rows, run, val_losses
 from train_gpt import HERE, RECORDS, main
 
 RULE = "=" * 100
@@ -75,6 +77,64 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
     assert (tmp_path / "logs/it.txt").read_text() == log
 
 
+EDITED = """from pathlib import Path
+
+import mylib.opt
+import train_gpt as t
+
+
+class GPT(t.GPT):
+    def __init__(self, hp):
+        super().__init__(hp)
+        for file in (__file__, mylib.opt.__file__):
+            Path(file).write_text("another text")
+
+
+class Run(t.Run):
+    GPT = GPT
+
+
+t.main(run=Run)
+"""
+
+
+def test_the_log_holds_sources_as_they_were_at_the_start_also_of_packages(flags, tmp_path):
+    Path("my_fork.py").write_text(EDITED)
+    Path("mylib").mkdir()
+    Path("mylib/opt.py").write_text("RATE = 0.05\n")
+    done = run(flags, script=tmp_path / "my_fork.py")
+    assert done.returncode == 0, done.stderr
+    log = read_log(Path("logs/it.txt"))
+    assert Path("my_fork.py").read_text() == "another text" and log.source == EDITED.strip()
+    assert log.files["mylib/opt.py"].strip() == "RATE = 0.05" and "train_gpt.py" in log.files
+
+
+def test_what_a_step_returns_is_in_its_row_and_a_tensor_of_a_moment_is_not(
+    flags, capsys, monkeypatch
+):
+    step_of = train_gpt.train_step
+
+    def with_norm(model, optimizers, inputs, targets, now, **options):
+        results = step_of(model, optimizers, inputs, targets, now, **options)
+        return results | {"head_norm": model.lm_head.weight.detach().norm()}
+
+    monkeypatch.setattr(train_gpt, "train_step", with_norm)
+    main([*flags, "--num_iterations", "2"])
+    norms = [row["head_norm"] for row in rows(Path("logs/it.jsonl"))[1:]]
+    saved = train_gpt.load_checkpoint("logs/it/state_step000002.pt", train_gpt.Run)
+    weight = saved["model"]["lm_head.weight"].double()
+    assert norms[0] > 0 and norms[1] == pytest.approx(weight.norm().item(), rel=1e-6)
+
+    class Moment(train_gpt.Moment):
+        def __init__(self, step, hp):
+            super().__init__(step, hp)
+            self.norm = torch.ones(())
+
+    fork = type("Run", (train_gpt.Run,), {"Moment": Moment})
+    status, err = error_of([*flags, "--run_id", "other"], capsys, partial(main, run=fork))
+    assert status == 1 and "tensors of a step are returned by train_step" in err
+
+
 def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     """10 ms a step, 5 s a validation."""
     now = [0.0]
@@ -102,7 +162,7 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     (tmp_path / "logs/it/state_step000007.pt").unlink()  # it goes on after step 6
     main([*flags, "--save_every", "3", "--num_iterations", "7", "--resume", "on"])
     validated = re.findall(r"step:(\d)/7 val_loss:\S+ train_time:(\d+)ms", capsys.readouterr().out)
-    assert validated == [("7", "70")]
+    assert validated == [("6", "60"), ("7", "70")]
 
 
 @pytest.mark.parametrize("record", [name for name in RECORDS if name != "demo"])
@@ -231,11 +291,12 @@ def test_a_second_round_of_the_warm_up_begins_without_what_the_first_one_left(
 def test_a_step_s_result_is_copied_while_the_gpu_computes(tiny, monkeypatch):
     """Of a made-up GPU."""
     copies = []
-    result = SimpleNamespace(is_cuda=True, to=lambda *_, **how: copies.append(how))
+    values = SimpleNamespace(is_cuda=True, to=lambda *_, **how: [copies.append(how)])
     stream = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch, "stack", lambda results: values)
     progress = train_gpt.Progress(SimpleNamespace(hp=tiny), 0, 0.0)
-    progress.begin_step(train_gpt.Moment(0, tiny), result)
+    progress.step_queued(train_gpt.Moment(0, tiny), {"loss": torch.zeros(())})
     assert copies == [{"non_blocking": True}]
 
 
@@ -259,6 +320,6 @@ def test_the_gradient_s_norm_is_that_of_the_mean_loss(tiny, randomize):
     logits = [plain.lm_head.logits(plain.hidden(t[:-1], now)) for t in tokens]
     loss = F.cross_entropy(torch.cat(logits), tokens[:, 1:].flatten())
     loss.backward()
-    assert result[0].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert result["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
     squares = sum(p.grad.double().square().sum().item() for p in plain.parameters())
-    assert result[2].item() == pytest.approx(squares**0.5, rel=1e-4)
+    assert result["grad_norm"].item() == pytest.approx(squares**0.5, rel=1e-4)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import evaluate
 import reference
@@ -17,7 +18,7 @@ import train_gpt_2026
 from conftest import ROOT, at_window
 from frontier.small_runs import ROW, SIZES, C, D, M
 from sample import Decoder, choose
-from tokenizer import GPT2
+from tokenizer import GPT2, HuggingFace, text_after
 from train_gpt import BLOCK, RECORDS, Moment
 
 END = 63  # begins a document, where tokens are 64
@@ -97,11 +98,70 @@ def test_choices_follow_the_softmax_of_the_likeliest():
     assert choose(logits, 5, 0.0, 0, generator) == choose(logits, 5, 1e-40, 0, generator) == 1
 
 
-def test_pieces_of_text_are_whole_characters():
-    """Of which the last one may be cut off. A document ends with a line."""
-    text = "naïve 🙂 日本語\n\nend<|endoftext|>"
-    pieces = list(TOKENIZER.decode([*TOKENIZER.encode_prompt(text), *TOKENIZER.encode("🙂")[:1]]))
-    assert "".join(pieces) == f"{text}\n\ufffd" and "🙂" in pieces
+def ids_of(words) -> dict[str, int]:
+    return {word: i for i, word in enumerate(["<s>", *words])}
+
+
+def of_bytes() -> Tokenizer:
+    """As GPT-2's, of single bytes."""
+    tokenizer = Tokenizer(models.BPE(ids_of(pre_tokenizers.ByteLevel.alphabet()), []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def of_llama_2() -> Tokenizer:
+    """Of characters, and of bytes for those that it does not have."""
+    ids = ids_of([*"▁abcdefghijklmnopqrstuvwxyz", *(f"<0x{byte:02X}>" for byte in range(256))])
+    tokenizer = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def of_words() -> Tokenizer:
+    ids = ids_of(["▁the", "▁old", "▁river", "▁🙂中"])
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<s>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+def of_bert() -> Tokenizer:
+    ids = ids_of(["the", "old", "ri", "##ver", "🙂", "##中"])
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+TEXT = "the old river 🙂中"
+
+
+@pytest.mark.parametrize("make", [None, of_bytes, of_llama_2, of_words, of_bert])
+def test_a_text_comes_in_whole_characters_with_its_spaces(make, tmp_path):
+    """After each part of it as a prompt, and in a second document. Where tokens are bytes, a torn
+    character costs no other."""
+    tokenizer = TOKENIZER
+    if make:
+        make().save(str(tmp_path / "it.json"))
+        tokenizer = HuggingFace(str(tmp_path / "it.json"), 0)
+    tokens, end = tokenizer.encode(TEXT), tokenizer.end_of_text
+    prompts = [tokens[:i] for i in range(len(tokens))]
+    prompts = [prompt for prompt in prompts if not tokenizer.decode(prompt).endswith("\ufffd")]
+    assert len(prompts) >= 4
+    for prompt in prompts:
+        pieces = [*text_after(prompt, [*tokens[len(prompt) :], end, *tokens], tokenizer)]
+        expected = f"{TEXT}{tokenizer.mark}\n{TEXT}"
+        assert tokenizer.decode(prompt) + "".join(pieces) == expected
+        assert not any("\ufffd" in piece for piece in pieces)
+    if make in (None, of_bytes, of_llama_2):
+        torn = tokens[:-1]
+        written = "".join(text_after([], [*torn, *tokens, end, *torn], tokenizer))
+        first, *_, rest = written.rstrip("\ufffd").split("\ufffd")
+        assert first == TEXT[:-1] and rest.strip() == expected[:-1]
+        assert written.endswith("\ufffd")
 
 
 @torch.inference_mode()

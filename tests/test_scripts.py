@@ -52,7 +52,7 @@ def test_what_a_run_names_is_not_replaced_by_an_assignment(name, elsewhere, monk
     """The run would train without it."""
     monkeypatch.setattr(train_gpt, name, None)
     _, err = error_of(["--record", "demo"], capsys)
-    assert "GPT, Optimizers, Moment, check, plan, warm_up: set them in a class Run" in err
+    assert f"{name}: nothing reads this assignment; set it in a class Run" in err
 
 
 @pytest.fixture

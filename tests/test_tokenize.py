@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
+from multiprocessing import synchronize
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -121,25 +122,32 @@ def test_formats_folders_and_patterns_hold_the_same_documents(tmp_path, elsewher
     for name, mark in {"blocks": "\n \n\n", "marks": "\n<|endoftext|>\r\n"}.items():
         text = mark.join(text.strip("\n") for text in DOCUMENTS)
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    write_jsonl(tmp_path / "in.JSONL", DOCUMENTS[:2] + ["", "\t"] + DOCUMENTS[2:])
-    write_jsonl(tmp_path / "body.jsonl", [*DOCUMENTS, "<|endoftext|>"], "body")
-    parquet.write_table(pyarrow.table({"id": range(5), "text": DOCUMENTS}), "in.Parquet")
+    write_jsonl(tmp_path / "in.JSONL", DOCUMENTS[:2] + ["", None, "\t"] + DOCUMENTS[2:])
+    write_jsonl(tmp_path / "body.jsonl", DOCUMENTS, "body")
+    write_jsonl(tmp_path / "marks.jsonl", [(tmp_path / "marks.txt").read_text("utf-8")])
+    parquet.write_table(pyarrow.table({"id": range(6), "text": [None, *DOCUMENTS]}), "in.Parquet")
 
     def of(words: str) -> list[int]:
         tokenize(*words.split(), "--out", "out", "--overwrite", "--val_fraction", 0)
         return read(tmp_path / "out", "text_train_*.bin")
 
-    each = "texts[1]/a.txt texts[1]/b texts[[]1]/?.txt"
-    for words in ("texts[1]", "in.JSONL", "in.Parquet", each):
-        assert of(words) == reference(DOCUMENTS)  # each file once
-    assert of("body.jsonl --field body") == reference([*DOCUMENTS, "<|endoftext|>"])
+    for words, left_out in {
+        "in.JSONL": "left out, without text: 3 documents",
+        "in.Parquet": "left out, without text: 1 documents",
+        "texts[1]": "",
+        "texts[1]/a.txt texts[1]/b texts[[]1]/?.txt": "",  # each file once
+    }.items():
+        assert of(words) == reference(DOCUMENTS)
+        assert left_out in capsys.readouterr().err
+    assert of("body.jsonl --field body") == reference(DOCUMENTS)
     stripped = reference(text.strip("\n") for text in DOCUMENTS)
     assert of("blocks.txt --blank_line_documents") == stripped
     assert capsys.readouterr().err == ""
-    of("marks.txt in.JSONL")
-    said = "<|endoftext|> was read as text 4 times: --split_at '<|endoftext|>' makes documents"
+    of("marks.txt marks.jsonl in.JSONL")
+    said = "<|endoftext|> was read as text 8 times: --split_at '<|endoftext|>' makes documents"
     assert said in capsys.readouterr().err
-    assert of("marks.txt --split_at <|endoftext|>") == stripped
+    for file in ("marks.txt", "marks.jsonl"):
+        assert of(f"{file} --split_at <|endoftext|>") == stripped
     assert of("texts[1] --val ./texts[1]/a.txt") == reference(DOCUMENTS[1:])
     assert read(tmp_path / "out", "text_val_*.bin") == reference(DOCUMENTS[:1])
 
@@ -164,7 +172,7 @@ def write_tokens(path, tokens=TOKENS):
 @pytest.mark.parametrize(
     ("words", "train", "val"),
     [
-        ("train.bin empty.bin --val_fraction 0.5", TOKENS, []),
+        ("train.bin --val_fraction 0.5", TOKENS, []),
         ("in.txt [tv]*.bin --val val.bin", TOKENS + DOCUMENT, TOKENS[:2000]),
         ("val.bin --val others.bin --tokenizer none", TOKENS[:2000], OTHERS),
         ("wide.npy renamed.bin", TOKENS * 2, []),
@@ -199,16 +207,23 @@ REFUSED = {
     "negative.npy": "ids from -1 to 0",
     "torn.npy": "torn.npy: not a whole .npy",
     "shard.bin": "is a shard already: give it to --train_files",
-    "odd.bin": "an odd number",
+    "odd.bin": "odd.bin: has 3 bytes, expected uint16",
+    "empty.bin": "empty.bin: has 0 bytes, expected uint16",
+    "raw.npy": "name it .bin if it is only uint16",
+    "uint32.bin": r"np.save\('new.npy', np.fromfile\('uint32.bin', 'uint32'\)\)",
+    "int32.bin": "seems to hold uint32, not uint16",
+    "int64.bin": "seems to hold uint32, not uint16",
     "others.bin": "token 60000 is above --end_of_text: .* --tokenizer none",
     "in.txt --tokenizer none": "--tokenizer none is for the tokens of .bin",
     "in.txt --tokenizer odd.bin --end_of_text 0": "odd.bin is not a tokenizer.json",
+    "in.txt --tokenizer own.json --end_of_text 9": "own.json has no token --end_of_text 9",
 }
 
 
 def test_other_files_are_refused(elsewhere):
     tokenize_text.write_shard(Path("shard.bin"), np.array(TOKENS, "<u2"))
     Path("odd.bin").write_bytes(b"abc")
+    Path("empty.bin").touch()
     write_tokens("others.bin", OTHERS)
     Path("in.txt").write_text(DOCUMENTS[0])
     os.mkfifo("pipe.txt")
@@ -218,10 +233,46 @@ def test_other_files_are_refused(elsewhere):
     for name, array in ARRAYS.items():
         np.save(f"{name}.npy", array)
     Path("torn.npy").write_bytes(Path("floats.npy").read_bytes()[:-1])
+    Tokenizer(models.WordLevel({"<s>": 0}, "<s>")).save("own.json")
+    Path("raw.npy").write_bytes(Path("others.bin").read_bytes())
+    for kind in ("uint32", "int32", "int64"):
+        np.arange(200_000, dtype=kind).tofile(f"{kind}.bin")
     for words, message in REFUSED.items():
         with pytest.raises(SystemExit, match=message):
             tokenize(*words.split(), "--out", "out")
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["it.bin", "it.npy"])
+def test_a_disk_without_memory_maps_is_named(name, elsewhere, monkeypatch):
+    def memmap(*arguments, **options):
+        raise OSError(errno.ENODEV, "No such device")
+
+    np.save("it.npy", np.arange(9))
+    write_tokens("it.bin")
+    monkeypatch.setattr(np, "memmap", memmap)
+    message = rf"{name}: cannot be mapped into memory \(No such device\): copy it to another disk"
+    with pytest.raises(SystemExit, match=message):
+        tokenize(name, "--out", "out")
+
+
+def test_without_semaphores_one_process_makes_the_same_shards(tmp_path, monkeypatch, capsys):
+    path = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    tokenize(path, "--out", tmp_path / "one")
+
+    def sem_lock(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(synchronize._multiprocessing, "SemLock", sem_lock)
+    tokenize(path, "--out", tmp_path / "two", workers=2)
+    assert "only one process can encode here ([Errno 38]" in capsys.readouterr().err
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit a job's cores")
+def test_workers_are_as_many_as_a_job_has_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    assert tokenize_text.parse_args(["in.txt", "--out", "out"]).workers == 3
 
 
 def boundaries(tokens: list[int], encoding) -> set[int]:
@@ -246,8 +297,8 @@ def test_the_first_tokens_are_the_same_merges_and_no_more(count):
 
 
 def test_tokens_of_a_tokenizer_json_are_its_own(elsewhere, capsys):
-    """A document is one text for it; a mark in a text is ordinary text; the printed command says
-    whose tokens they are."""
+    """A document is one text for it, neither cut nor filled up; a mark in a text is ordinary text;
+    the printed command says whose tokens they are."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     no_prefix_space = decoders.Strip(" ", 1, 0)
@@ -255,7 +306,11 @@ def test_tokens_of_a_tokenizer_json_are_its_own(elsewhere, capsys):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
     trained.train_from_iterator(["it was the best of times, it was the worst of times"], trainer)
+    trained.enable_truncation(99)
+    trained.enable_padding(length=999)
     trained.save("own.json")
+    trained.no_truncation()
+    trained.no_padding()
     texts = ["it was the best", "the <s> worst of times " * 99]
     write_jsonl(Path("in.jsonl"), texts)
     words = "in.jsonl --out out --tokenizer own.json --end_of_text 0 --val_fraction 0"
@@ -266,7 +321,6 @@ def test_tokens_of_a_tokenizer_json_are_its_own(elsewhere, capsys):
     end = found.index(0, 1)
     assert found[1:end] == trained.encode(texts[0], add_special_tokens=False).ids
     assert HuggingFace("own.json", 0).count_bytes(np.array(found)) == sum(map(len, texts))
-    assert HuggingFace("own.json", 400).vocab_size == 401
     _, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     hp, _ = train_gpt.parse_args([*words, "--device", "cpu"], train_gpt.Run)
     assert (hp.tokenizer, hp.end_of_text) == ("own.json", 0)

@@ -72,8 +72,8 @@ def test_loss_and_gradients_are_those_of_the_specification(on, randomize, monkey
     sum(losses).backward()
 
     optimizers, found = Optimizers(model, hp), dict(model.named_parameters())
-    monkeypatch.setattr(optimizers, "step", lambda now: [])
-    loss = train_step(model, optimizers, inputs.int(), targets, Run.Moment(0, hp))[0]
+    monkeypatch.setattr(optimizers, "step", lambda now: {})
+    loss = train_step(model, optimizers, inputs.int(), targets, Run.Moment(0, hp))["loss"]
     assert loss.item() == pytest.approx(sum(losses).item() / 512, rel=1e-6)
     assert len(found) == 5 + 14 * hp.num_layers
     sums = {}
@@ -166,7 +166,7 @@ def steps_of(hp: Hyperparameters, first: int, saved: dict | None = None) -> tupl
     for step in range(first, hp.num_iterations):
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         saved = {"model": weights, "optimizers": optimizers.state_dict()}
-        losses.append(train_step(model, optimizers, *batch, Run.Moment(step, hp))[0])
+        losses.append(train_step(model, optimizers, *batch, Run.Moment(step, hp))["loss"])
     return [*losses, *(p.detach().clone() for p in model.parameters())], saved
 
 
@@ -270,8 +270,8 @@ def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
     table = re.findall(r"^\| `(\w+)` \| (\w+) \| (\d+) \|.*\| ([\d.]+) \| ([\d.]+)", text, re.M)
     assert {row[0] for row in table} == track.catalog.RESULTS.keys()
 
-    def drawn(rows, seeds, *shape):
-        return rows.own.new_empty(len(rows.own), *shape)
+    def drawn(bank, seeds, *shape):
+        return bank.shard.new_empty(len(bank.shard), *shape)
 
     for module in ("psgd", "pmuon"):
         monkeypatch.setattr(f"{module}.noise", drawn)
@@ -281,15 +281,15 @@ def test_the_table_says_what_each_optimizer_keeps_and_multiplies(monkeypatch):
         assert hp.num_iterations == int(steps)
         for name, count, *shape in shapes if hp.optimizer not in counted else ():
             params = [torch.nn.Parameter(torch.empty(shape, device="meta"))]
-            rows = train_gpt.Rows(train_gpt.Group(name, params, None, 0.0, 2), params, 0, 1, 1)
-            rows.grad = rows.own
-            step = partial(track.catalog.OPTIMIZERS[hp.optimizer], rows, 0.0)
+            bank = train_gpt.Bank(train_gpt.Group(name, params, None, 0.0, 2), params, 0, 1, 1)
+            bank.shard_grad = bank.shard
+            step = partial(track.catalog.OPTIMIZERS[hp.optimizer], bank, 0.0)
             step(Run.Moment(0, hp), hp)
             step(Run.Moment(2501, hp), hp)
             with FlopCounterMode(display=False) as counter:
                 step(Run.Moment(2502, hp), hp)
             flops += count * counter.get_total_flops()
-            state += count * sum(value.numel() for value in rows.state.values())
+            state += count * sum(value.numel() for value in bank.state.values())
         state, flops = counted.setdefault(hp.optimizer, (state, flops))
         around = 2 * bool(hp.ema_nesterov[0]) + 2 * bool(hp.outer_period) + bool(hp.tail_ema[1])
         around += 3 * bool(hp.rre[1])

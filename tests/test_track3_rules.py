@@ -50,17 +50,17 @@ def preset(optimizers, expected: dict, scale: float, hp) -> None:
     """Give SOAP its factors and bases. Otherwise the factors of tall and wide matrices have too low
     a rank in the first steps, and rounding chooses a part of their bases."""
     highest = 3999.0 if scale < 1 else 0.1**-0.5  # of KL-SOAP's roots: soon they would be > 4000
-    for rows in [rows for group, rows in optimizers.groups if group.row_ndim == 2]:
+    for bank in [bank for group, bank in optimizers.groups if group.item_ndim == 2]:
         for i, side in enumerate(("left", "right")):
-            basis, d = torch.eye(rows.own.size(i - 2)), rows.own.size(i - 2)
+            basis, d = torch.eye(bank.shard.size(i - 2)), bank.shard.size(i - 2)
             factor = basis * d * (scale * (highest if hp.optimizer == "klsoap" else 1)) ** 2
             given = {"factor": factor, "basis": basis, "root": torch.linspace(0.9, 1, d) * highest}
             for key, value in given.items():
-                rows.state[f"{side} {key}"] = value.expand(rows.total, *value.shape).clone()
-            for weight in (expected[p] for p in rows.params):
+                bank.state[f"{side} {key}"] = value.expand(bank.num_items, *value.shape).clone()
+            for weight in (expected[p] for p in bank.params):
                 weight.q, weight.roots = [*weight.q, basis], [*weight.roots, given["root"]]
                 weight.past[f"factor{i}"], weight.second = [(factor, 0)], 0 * weight.w
-        rows.state |= {key: torch.zeros_like(rows.own) for key in ("exp_avg", "exp_avg_sq")}
+        bank.state |= {key: torch.zeros_like(bank.shard) for key in ("exp_avg", "exp_avg_sq")}
 
 
 def compare(
@@ -89,11 +89,11 @@ def compare(
     if given and "soap" in hp.optimizer or hp.optimizer == "spectral_annealing":
         preset(optimizers, expected, scale, hp)
 
-    def probes(rows, seeds, *shape):
-        return torch.stack([expected[p].probes[seeds[1]] for p in rows.params])
+    def probes(bank, seeds, *shape):
+        return torch.stack([expected[p].probes[seeds[1]] for p in bank.params])
 
-    def starts(rows, seeds, *shape):
-        return torch.stack([expected[p].starts[not seeds[1]] for p in rows.params])
+    def starts(bank, seeds, *shape):
+        return torch.stack([expected[p].starts[not seeds[1]] for p in bank.params])
 
     patch.setattr(psgd, "noise", probes)
     patch.setattr(track.catalog.pmuon, "noise", starts)
@@ -122,9 +122,9 @@ def compare(
         if name.endswith(of):
             rest, way = (expected[p].w - x for x in (p.detach(), expected[p].initial))
             assert rest.abs().max() < error * way.abs().max() + 1e-15, name
-    for rows in [rows for _, rows in optimizers.groups if "left" in rows.state]:  # psgd balances it
-        factors = torch.stack([expected[p].q[0] for p in rows.params])
-        torch.testing.assert_close(rows.state["left"], factors, rtol=1e-9, atol=1e-9)
+    for bank in [bank for _, bank in optimizers.groups if "left" in bank.state]:  # psgd balances it
+        factors = torch.stack([expected[p].q[0] for p in bank.params])
+        torch.testing.assert_close(bank.state["left"], factors, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("record", "first", "scale", "shape"), CASES)
@@ -158,8 +158,8 @@ def test_trust_has_limits_until_the_published_steps(record):
             case, weight.g = (momentum + share * noise, momentum), gradient + momentum
             found.append(track.catalog.soap_muon.trust(*case, weight.g, now).item())
             expected.append(weight.trust(*case))
-            rows = SimpleNamespace(name="attn_proj 16x4", grad=weight.g)
-            update = track.catalog.soap_muon.gated(rows, *case, now)
+            bank = SimpleNamespace(name="attn_proj 16x4", shard_grad=weight.g)
+            update = track.catalog.soap_muon.gated(bank, *case, now)
             assert schatten4(update) == pytest.approx(schatten4(momentum))
     assert found == pytest.approx(expected, abs=1e-12)
     assert {0.0, 0.45, 0.85, 1.0} < set(expected)
@@ -187,12 +187,12 @@ def test_each_kind_of_weights_takes_its_share_of_the_average(frozen, ranks):
     names = {p: name for name, p in models[0].named_parameters()}
     for of_ranks in zip(*(each.groups for each in optimizers), strict=True):
         shares = []
-        for _, rows in of_ranks:
-            share = torch.as_tensor(track.around.tail_ema.own_shares(rows))
-            shares.append(share.flatten().expand(len(rows.own)))
-        rows = of_ranks[0][1]
-        shares = torch.cat(shares)[: rows.total]
-        for p, share in zip(rows.params, shares.chunk(len(rows.params)), strict=True):
+        for _, bank in of_ranks:
+            share = torch.as_tensor(track.around.tail_ema.own_shares(bank))
+            shares.append(share.flatten().expand(len(bank.shard)))
+        bank = of_ranks[0][1]
+        shares = torch.cat(shares)[: bank.num_items]
+        for p, share in zip(bank.params, shares.chunk(len(bank.params)), strict=True):
             name, kind = names[p], 0.8 if "blocks.0." in names[p] else 0.55
             kind = {"embed.weight": 0.0, "lm_head.weight": 0.5}.get(name, kind)
             assert (share == (1.0 if p.ndim == 1 else kind)).all(), name
@@ -203,34 +203,34 @@ def test_an_average_that_nothing_reads_is_not_kept(anchor):
     sizes = {"vocab_size": 16, "model_dim": 8, "num_heads": 1, "head_dim": 8, "num_layers": 2}
     hp = replace(RECORDS["spectral_annealing"], **sizes, anchor=(anchor, 0.8, 0.9))
     hp = replace(hp, tail_shares=(0.5, 0.0, 0.0, 0.7, 0.0))
-    for _, rows in Optimizers(track.GPT(hp), hp).groups:
-        track.around.tail_ema.blend(rows, Run.Moment(2500, hp), hp)
-        is_read = anchor or rows.name.split()[0] not in ("head", "embed")
-        assert ("tail average" in rows.state) == bool(is_read), rows.name
+    for _, bank in Optimizers(track.GPT(hp), hp).groups:
+        track.around.tail_ema.blend(bank, Run.Moment(2500, hp), hp)
+        is_read = anchor or bank.name.split()[0] not in ("head", "embed")
+        assert ("tail average" in bank.state) == bool(is_read), bank.name
 
 
 def test_a_momentum_of_rank_one_has_finite_powers_in_float32():
     """Rounding makes eigenvalues of its covariance negative. The powers' root mean square is 1."""
     momentum = torch.randn(3, 32, 1).float() @ torch.randn(3, 1, 16).float()
     torch.set_default_dtype(torch.float32)
-    rows = SimpleNamespace(state={}, own=momentum, rank=0, name="muon 32x16")
+    bank = SimpleNamespace(state={}, shard=momentum, rank=0, name="muon 32x16")
     for _ in range(3):
         gram = momentum @ momentum.mT
-        found = track.catalog.pmuon.powered(rows, "left", gram, RECORDS["pmuon"])
+        found = track.catalog.pmuon.powered(bank, "left", gram, RECORDS["pmuon"])
         assert found.square().sum((1, 2)).tolist() == pytest.approx([32] * 3, rel=1e-4)
 
 
 def test_an_update_in_the_warm_up_is_not_annealed():
     """There, too, rates are lower than the first one will be."""
     hp = replace(RECORDS["spectral_annealing"], warmup_steps=9)
-    rows = SimpleNamespace(state={}, grad=torch.randn(1, 8, 4))
+    bank = SimpleNamespace(state={}, shard_grad=torch.randn(1, 8, 4))
     bases = {"left basis": torch.eye(8)[None], "right basis": torch.eye(4)[None]}
     update, annealed = torch.randn(1, 8, 4), track.catalog.spectral_annealing.annealed
     for s in (7, 8, 9, 2000):
-        rows.state |= bases
-        found = annealed(rows, update, Run.Moment(s, hp), hp)
+        bank.state |= bases
+        found = annealed(bank, update, Run.Moment(s, hp), hp)
         assert torch.equal(found, update) == (s < 2000), s
-        assert ("left covariance" in rows.state) == (s == 2000)
+        assert ("left covariance" in bank.state) == (s == 2000)
 
 
 @pytest.mark.parametrize("lowest", [0.5, 0.0, -1e-14, -0.5])
@@ -259,15 +259,15 @@ def test_draws_are_noise_of_each_matrix_step_and_seed_on_any_number_of_ranks(
         hp = replace(RECORDS[record], seed=case % 10, **sizes)
         optimizers = [Optimizers(track.GPT(hp), hp, rank, ranks) for rank in range(ranks)]
         for of_ranks in zip(*(each.groups for each in optimizers), strict=True):
-            if of_ranks[0][0].row_ndim < 2:
+            if of_ranks[0][0].item_ndim < 2:
                 continue
             drawn.clear()
-            for _, rows in of_ranks:
-                rows.grad = torch.randn_like(rows.own)
-                getattr(module, record)(rows, 0.01, Run.Moment(case // 10, hp), hp)
+            for _, bank in of_ranks:
+                bank.shard_grad = torch.randn_like(bank.shard)
+                getattr(module, record)(bank, 0.01, Run.Moment(case // 10, hp), hp)
             calls = len(drawn) // ranks
             for i in range(calls):
-                whole = torch.cat(drawn[i::calls])[: rows.total]  # without padding
+                whole = torch.cat(drawn[i::calls])[: bank.num_items]  # without padding
                 noise[ranks].append(whole.flatten(-2).flatten(0, -2)[:, :1024])
     one, two = (torch.cat(found) for found in noise.values())
     assert torch.equal(one, two) and len(one) == len(cases) * 24 * 2

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 
 import console
 import script
-from train_gpt import UserError, regular
+from train_gpt import UserError
 
 MADE = "made by tools/bundle.py"
 BEGINNING = '''"""{name} and the modules that it imports, in one file: {made}."""
@@ -95,7 +95,7 @@ def main(words: list[str]) -> None:
     path, out = script.find(words[0]), Path(words[1]).resolve()
     if out in script.sources(path):
         raise UserError(f"{out} is one of the sources: choose another name")
-    begins = regular(out).read_text("utf-8", errors="replace") if out.exists() else MADE
+    begins = out.read_text("utf-8", errors="replace") if out.exists() else MADE
     if MADE not in begins.split("\n")[0]:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
     whole = bundle(path, ending_of(path, words[2:]))

@@ -10,7 +10,7 @@ import torch
 import train_gpt
 from console import doing
 from script import OWN, check_name, core, find, load
-from train_gpt import GPT, HERE, Hyperparameters, Moment, UserError, printable, regular
+from train_gpt import GPT, HERE, Hyperparameters, Moment, UserError, printable
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Checkpoint:
 def script_that_saved(path: Path) -> Path:
     """Return the script that a checkpoint names; train_gpt.py if it names none. UserError if the
     project and forks/ have no script of that name: a checkpoint chooses no code elsewhere."""
-    regular(path)
-    try:  # with mmap, weights stay in the file
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:  # on the device meta, weights are not read
+        saved = torch.load(path, map_location="meta", weights_only=True)
         name = saved.get("script", OWN.name)
     except Exception:  # load_checkpoint will say what is wrong
         return OWN

@@ -81,7 +81,7 @@ import significance
 import timing
 from logfile import Run, is_finished, put_aside, read_log
 from significance import ALPHA, FEWEST, Difference, show_p
-from train_gpt import UserError, new_name, regular, written_whole
+from train_gpt import UserError, new_name, written_whole
 
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
@@ -267,7 +267,7 @@ def plan_of(name: str) -> dict:
     if not path.exists():
         return {}
     try:
-        plan = json.loads(regular(path).read_bytes())
+        plan = json.loads(path.read_bytes())
         numbers = [plan[name] for name in ("ended", "steps") if name in plan]
         is_whole = {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]
         if is_whole and all(type(number) is int for number in numbers + plan["plans"]):

@@ -19,6 +19,7 @@ lm-evaluation-harness scores it on HellaSwag and other tasks:
         --model_args pretrained=DIR,trust_remote_code=True,add_bos_token=True,dtype=float32
 """
 
+import contextlib
 import json
 import shutil
 import sys
@@ -112,8 +113,9 @@ def export_hf(checkpoint: Checkpoint, folder: Path) -> None:
             (temporary / name).write_text(text, "utf-8")
         with console.doing(f"writing {folder}"):
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        # save_file lets nobody else read its file.
-        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
+        # save_file lets nobody else read its file, but some disks have no modes.
+        with contextlib.suppress(OSError):
+            shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         temporary.rename(folder)
     except SafetensorError as error:
         raise UserError(f"could not write {folder}: is the disk full? ({error})") from error

@@ -105,8 +105,9 @@ def start(
     count = processes(hp.batch_seqs, gpus)
     env, torchrun = dict(os.environ), []
     if count > 1:
-        # On CPUs, processes share the cores; on GPUs, one thread each is enough.
-        env.setdefault("OMP_NUM_THREADS", str(1 if gpus else max(1, os.cpu_count() // count)))
+        # On CPUs, processes share the cores of this job; on GPUs, one thread each is enough.
+        threads = 1 if gpus else max(1, torch.get_num_threads() // count)
+        env.setdefault("OMP_NUM_THREADS", str(threads))
         # Without an address, ranks look for this host's name, which containers may not resolve.
         torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", "--local_addr=127.0.0.1"]
         torchrun.append(f"--nproc_per_node={count}")

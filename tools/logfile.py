@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from train_gpt import RULE, UserError, new_name, regular
+from train_gpt import RULE, UserError, new_name
 
-FILE = re.compile(r"(\w+\.py):(\n|$)")  # the first line of another file's part
+FILE = re.compile(r"([\w/]+\.py):(\n|$)")  # the first line of another file's part
 STEP = re.compile(
     r"step:(\d+)/(\d+)(?: (val|train)_loss:(\S+))?((?: val_\w+:\S+)*) "
     r"train_time:(?:(\d+)ms|([\d.]+)s) step_avg:(nan|[\d.]+)ms(?: \w+:\S+)*"
@@ -162,7 +162,7 @@ def read_trials(
 ) -> list[Run]:
     """Return the runs of a log: some public logs have several. `at` is a step that counts as the
     last one, and `name` is the field with the loss. ValueError as for read_log."""
-    text = regular(path).read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
+    text = path.read_bytes().decode("utf-8")  # UnicodeDecodeError is a ValueError
     parts = [part.strip("\n") for part in re.split(f"^{RULE}$", text, flags=re.M)]
     *head, results = [part for part in parts if part] or [""]  # logs of 2024 begin with a rule
     first = re.search("^step:", results, re.M)
@@ -260,7 +260,8 @@ def read_steps(run: Run, lines: list[re.Match], whole: bool, at: int | None, nam
         last = int(lines[-1][1])
         if last >= run.steps:
             raise ValueError(f"has no validation at step {run.steps}")
-        raise ValueError(f"is truncated: it ends at step {last} of {run.steps}")
+        remedy = f": --at {max(run.curve)} reads its last validation" if run.curve else ""
+        raise ValueError(f"is truncated: it ends at step {last} of {run.steps}{remedy}")
 
 
 def is_finished(path: Path) -> bool:
@@ -285,7 +286,7 @@ def put_aside(path: Path) -> None:
 def objects_in(path: Path) -> Iterator[dict]:
     """Yield the objects of a file with one in each line; none if there is no file. Programs may
     still write to it, or may have been killed: a line that is no object is named and left out."""
-    lines = regular(path).read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -315,7 +316,7 @@ def refuse_live(path: Path) -> None:
     """Raise UserError if a process may be writing a log: a run locks its log while it lives."""
     if not path.exists():
         return
-    with regular(path).open() as log:
+    with path.open() as log:
         try:
             fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:

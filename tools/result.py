@@ -53,7 +53,7 @@ import torch
 import logfile
 import script
 from tokenizer import bits_per_byte
-from train_gpt import STOPS, Hyperparameters, Run, UserError, has_diverged, regular, to_json
+from train_gpt import STOPS, Hyperparameters, Run, UserError, has_diverged, to_json
 
 RESULTS = Path("logs", "results.jsonl")
 
@@ -224,7 +224,7 @@ def open_results() -> BinaryIO:
     """Open logs/results.jsonl, to append to it. UserError if something else is in its place."""
     try:
         RESULTS.parent.mkdir(exist_ok=True)
-        return regular(RESULTS).open("ab+")
+        return RESULTS.open("ab+")
     except OSError as error:
         remedy = "move it away, or start in another folder"
         raise UserError(f"could not write {error.filename}: {error.strerror}: {remedy}") from error

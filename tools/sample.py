@@ -25,6 +25,7 @@ import console
 import train_gpt
 from checkpoint import parse_with_checkpoint
 from script import tokenizer_for
+from tokenizer import text_after
 from train_gpt import BLOCK, GPT, Moment, UserError, printable
 
 # -----------------------------------------------------------------------------
@@ -71,12 +72,10 @@ class Decoder:
             unseen = max(0, (len(self.recent) - now.window - 1) // BLOCK * BLOCK)
             before = self.recent[unseen:]
             self.recent = torch.cat([before, new])
-            long, short = torch.tensor(now.window), torch.tensor(now.short)
-            masks = model.masks(self.recent, long, short)
+            position = torch.arange(self.position, self.position + len(new), device=device)
+            masks, rotary = model.context(self.recent, position, now)
             for name, mask in masks.items():  # paired heads have two rows per token
                 masks[name] = mask[-(len(new) * len(mask) // len(self.recent)) :]
-            position = torch.arange(self.position, self.position + len(new), device=device)
-            rotary = model.rotary(position, now)
             # A fork's embedding may read one token back, and a sequence's first two bigrams differ.
             x, more = model.embedded(torch.cat([before[-2:], new]))
             more = {name: rows[-len(new) :] for name, rows in more.items()}
@@ -132,7 +131,7 @@ def main(words: list[str]) -> None:
         raise UserError(f"--seed {args.seed}: must be from 0 to {2**63 - 1}")
 
     tokenizer = tokenizer_for(checkpoint.hp)
-    prompt = [tokenizer.end_of_text, *tokenizer.encode_prompt(args.prompt)]
+    prompt = tokenizer.encode_prompt(args.prompt)
     device, _, _ = train_gpt.start_device(checkpoint.hp.device)
     model = checkpoint.model(device, compile="off")
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for each number of keys
@@ -144,8 +143,9 @@ def main(words: list[str]) -> None:
         if i:
             print("-" * 80)
         print(args.prompt, end="")
-        tokens = generate(Decoder(model, checkpoint.now), prompt, args.tokens, *how)
-        for text in tokenizer.decode(tokens):
+        context = [tokenizer.end_of_text, *prompt]
+        tokens = generate(Decoder(model, checkpoint.now), context, args.tokens, *how)
+        for text in text_after(prompt, tokens, tokenizer):
             print(printable(text), end="", flush=True)
         print()
     rate = args.n * args.tokens / (time.perf_counter() - start)

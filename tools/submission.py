@@ -179,7 +179,7 @@ def submit(folder: Path, groups: list[list[Run]], target: float | None) -> None:
         (folder / place).mkdir(parents=True, exist_ok=True)
         copies[name] = [replace(r, path=place / f"{r.path.stem}.txt") for r in runs]
         for r, copy in zip(runs, copies[name], strict=True):
-            shutil.copy2(r.path, folder / copy.path)
+            shutil.copyfile(r.path, folder / copy.path)
     statistics = io.StringIO()
     with contextlib.redirect_stdout(statistics):
         leaderboard.print_leaderboard(copies, target)

@@ -22,27 +22,27 @@ RECORDS = {
 }
 
 
-def adamw(rows, lr: float, now, hp) -> None:
+def adamw(bank, lr: float, now, hp) -> None:
     """Step by Adam with decoupled weight decay."""
-    t.adam(rows, lr, now, hp, (now.momentum, hp.matrix_beta2), hp.muon_decay)
+    t.adam(bank, lr, now, hp, (now.momentum, hp.matrix_beta2), hp.muon_decay)
 
 
-def adamh(rows, lr: float, now, hp) -> None:
+def adamh(bank, lr: float, now, hp) -> None:
     """Step by Adam. The rate rises from 0, and then jumps down to its schedule, as published."""
     warmup = round(WARMUP * hp.num_iterations)
     if now.step < warmup:
         lr = hp.muon_lr * now.step / warmup
     beta1, beta2, count = now.momentum, hp.matrix_beta2, now.step + 1
-    first = average(rows, "exp_avg", rows.grad, beta1) / (1 - beta1**count)
-    second = average(rows, "exp_avg_sq", rows.grad.square(), beta2) / (1 - beta2**count)
-    move(rows, first / (second.sqrt() + EPS), lr, hp)
+    first = average(bank, "exp_avg", bank.shard_grad, beta1) / (1 - beta1**count)
+    second = average(bank, "exp_avg_sq", bank.shard_grad.square(), beta2) / (1 - beta2**count)
+    move(bank, first / (second.sqrt() + EPS), lr, hp)
 
 
-def uncorrected_adam(rows, lr: float, now, hp, beta2: float) -> None:
+def uncorrected_adam(bank, lr: float, now, hp, beta2: float) -> None:
     """Step by Adam without correction of the bias: its first steps are 2 to 4 times as long."""
-    first = average(rows, "exp_avg", rows.grad, hp.adam_betas[0])
-    second = average(rows, "exp_avg_sq", rows.grad.square(), beta2)
-    rows.own.sub_(lr * first / (second.sqrt() + hp.adam_eps))
+    first = average(bank, "exp_avg", bank.shard_grad, hp.adam_betas[0])
+    second = average(bank, "exp_avg_sq", bank.shard_grad.square(), beta2)
+    bank.shard.sub_(lr * first / (second.sqrt() + hp.adam_eps))
 
 
 def beta2_of(name: str, hp) -> float:

@@ -58,33 +58,33 @@ def balanced_polar(x: torch.Tensor, polar, corrections: int, exponent: float) ->
     return factor if tall is x else factor.mT
 
 
-def aurora(rows, lr: float, now, hp) -> None:
+def aurora(bank, lr: float, now, hp) -> None:
     """Step by Aurora and Contra-Muon."""
-    momentum = nesterov(rows, rows.grad, now, hp)
+    momentum = nesterov(bank, bank.shard_grad, now, hp)
     if momentum.size(-2) == momentum.size(-1):
         whole = muon_polar(momentum).type_as(momentum)
     else:
         whole = balanced_polar(momentum, muon_polar, corrections=1, exponent=0.5)
     update = contra(whole, momentum / largest_singular_value(momentum), CONTRA)
-    move(rows, update * aspect_ratio_scale(update), lr, hp)
+    move(bank, update * aspect_ratio_scale(update), lr, hp)
 
 
-def aurora_soap(rows, lr: float, now, hp) -> None:
+def aurora_soap(bank, lr: float, now, hp) -> None:
     """Step by SOAP-Muon in v and matrices that are not square, by Muon in others, all of them with
     Contra-Muon, and wide ones with Aurora."""
-    momentum = nesterov(rows, rows.grad, now, hp)
+    momentum = nesterov(bank, bank.shard_grad, now, hp)
     height, width = momentum.shape[-2:]
-    is_v = rows.name.startswith("v ")
+    is_v = bank.name.startswith("v ")
     if is_v:
-        momentum = soap_direction(rows, momentum, hp, LEAST_OF_V, KEPT_OF_V)
+        momentum = soap_direction(bank, momentum, hp, LEAST_OF_V, KEPT_OF_V)
     elif height != width:
-        momentum = soap_direction(rows, momentum, hp)
+        momentum = soap_direction(bank, momentum, hp)
     if height < width:
         whole = balanced_polar(momentum, polar, corrections=2, exponent=0.25)
     else:
         whole = polar(momentum).type_as(momentum)
     share = CONTRA * max(1 - now.step / (CONTRA_END * now.schedule_steps), 0)
     update = contra(whole, momentum / schatten4(momentum, 1e-10), share, schatten4)
-    move(rows, update * aspect_ratio_scale(update), lr, hp)
+    move(bank, update * aspect_ratio_scale(update), lr, hp)
     if is_v or height != width:
-        learn_bases(rows, now, hp)
+        learn_bases(bank, now, hp)

@@ -11,8 +11,8 @@ REGULAR = 1e-6  # added to the diagonal of the moves' Gram matrix, relative to i
 
 def keep_past(matrices: list, left: int) -> None:
     """Keep the weights for the extrapolation that `left` steps (1 to 3) from now makes."""
-    for rows in matrices:
-        rows.state[f"weights {left} before"] = rows.own.clone()
+    for bank in matrices:
+        bank.state[f"weights {left} before"] = bank.shard.clone()
 
 
 def factors_of(gram: torch.Tensor, square: torch.Tensor, damping: float, longest: float):
@@ -36,19 +36,19 @@ def extrapolate(matrices: list, now, hp) -> None:
     left = (hp.num_iterations - done) % EVERY
     if done >= begin and left in (1, 2, 3):
         keep_past(matrices, left)
-    if left or not all("weights 3 before" in rows.state for rows in matrices):
+    if left or not all("weights 3 before" in bank.state for bank in matrices):
         return  # it is not time, or the last steps are not all there, as in the warm-up
     gram, square, moves = 0, 0, []
-    for rows in matrices:
-        past = [rows.state[f"weights {i} before"] for i in (3, 2, 1)]
-        moves.append(torch.stack([*past, rows.own]).diff(dim=0))
-        count = max(rows.total - rows.rank * len(rows.own), 0)  # what follows is padding
+    for bank in matrices:
+        past = [bank.state[f"weights {i} before"] for i in (3, 2, 1)]
+        moves.append(torch.stack([*past, bank.shard]).diff(dim=0))
+        count = max(bank.num_items - bank.rank * len(bank.shard), 0)  # what follows is padding
         own_moves = moves[-1][:, :count].flatten(1)
         gram = gram + own_moves @ own_moves.T
-        square = square + rows.own[:count].square().sum()
+        square = square + bank.shard[:count].square().sum()
     factors = factors_of(t.all_reduce_(gram), t.all_reduce_(square), damping, longest)
-    for rows, own_moves in zip(matrices, moves, strict=True):
-        rows.own.add_(torch.tensordot(factors, own_moves, 1))
-        rows.gather(rows.own)
-    for rows in matrices:
-        rows.wait()
+    for bank, own_moves in zip(matrices, moves, strict=True):
+        bank.shard.add_(torch.tensordot(factors, own_moves, 1))
+        bank.launch_gather(bank.shard)
+    for bank in matrices:
+        bank.wait()

@@ -56,35 +56,35 @@ RECORDS["ema_nesterov"] = RECORDS["muon_untuned_adam"] | steps(3125, of=3150)
 RECORDS["ema_nesterov"]["ema_nesterov"] = (0.6, 500 / 3125, 2400 / 3125)
 
 
-def average(rows, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
+def average(bank, name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the running average of a value (n, ...), which begins at zero and is kept
-    by its name in rows.state."""
-    if name not in rows.state:
-        rows.state[name] = torch.zeros_like(value)
-    return rows.state[name].lerp_(value, 1 - beta)
+    by its name in bank.state."""
+    if name not in bank.state:
+        bank.state[name] = torch.zeros_like(value)
+    return bank.state[name].lerp_(value, 1 - beta)
 
 
-def noise(rows, seeds: tuple[int, ...], *shape: int) -> torch.Tensor:
+def noise(bank, seeds: tuple[int, ...], *shape: int) -> torch.Tensor:
     """Return standard normal numbers (n, *shape), so many for each matrix of this rank. A matrix
     draws the same on any number of ranks."""
-    n, device = len(rows.own), rows.own.device
+    n, device = len(bank.shard), bank.shard.device
     drawn = []
-    for number in range(rows.rank * n, (rows.rank + 1) * n):
+    for number in range(bank.rank * n, (bank.rank + 1) * n):
         # A hash of numbers is the same in each process, unlike that of a text.
-        seed = hash((*seeds, number, *rows.name.encode()))
+        seed = hash((*seeds, number, *bank.name.encode()))
         generator = torch.Generator(device).manual_seed(seed)
         drawn.append(torch.randn(shape, generator=generator, device=device))
     return torch.stack(drawn)
 
 
-def nesterov(rows, gradient: torch.Tensor, now, hp, orthogonalise=torch.positive) -> torch.Tensor:
+def nesterov(bank, gradient: torch.Tensor, now, hp, orthogonalise=torch.positive) -> torch.Tensor:
     """Return Nesterov's momentum of gradients (n, rows, cols), as train_gpt.py's Muon
     has it, orthogonalised if a function is given."""
-    if "momentum" not in rows.state:
-        rows.state["momentum"] = torch.zeros_like(gradient)
+    if "momentum" not in bank.state:
+        bank.state["momentum"] = torch.zeros_like(gradient)
     momentum = torch.full((), now.momentum, device=gradient.device)  # a number would recompile
     damped = hp.momentum_damped
-    return t.muon_updates(gradient, rows.state["momentum"], momentum, damped, orthogonalise)
+    return t.muon_updates(gradient, bank.state["momentum"], momentum, damped, orthogonalise)
 
 
 def polar(x: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,14 @@ def aspect_ratio_scale(x: torch.Tensor) -> float:
     return max(1, x.size(-2) / x.size(-1)) ** 0.5
 
 
-def muon(rows, lr: float, now, hp) -> None:
+def muon(bank, lr: float, now, hp) -> None:
     """Step by Muon."""
-    update = nesterov(rows, rows.grad, now, hp, polar)
-    move(rows, update * aspect_ratio_scale(update), lr, hp)
+    update = nesterov(bank, bank.shard_grad, now, hp, polar)
+    move(bank, update * aspect_ratio_scale(update), lr, hp)
 
 
-def muon_squared(rows, lr: float, now, hp) -> None:
+def muon_squared(bank, lr: float, now, hp) -> None:
     """Step by Muon^2."""
-    second = average(rows, "exp_avg_sq", rows.grad.square(), hp.matrix_beta2)
-    update = polar(nesterov(rows, rows.grad, now, hp) / (second.sqrt() + EPS))
-    move(rows, update * aspect_ratio_scale(update), lr, hp)
+    second = average(bank, "exp_avg_sq", bank.shard_grad.square(), hp.matrix_beta2)
+    update = polar(nesterov(bank, bank.shard_grad, now, hp) / (second.sqrt() + EPS))
+    move(bank, update * aspect_ratio_scale(update), lr, hp)

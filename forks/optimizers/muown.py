@@ -37,11 +37,11 @@ RECORDS = {
 }
 
 
-def muown(rows, lr: float, now, hp) -> None:
+def muown(bank, lr: float, now, hp) -> None:
     """Step by Muown. Weights are lengths * directions; `length` may become negative."""
-    state, (height, width) = rows.state, rows.own.shape[-2:]
+    state, (height, width) = bank.state, bank.shard.shape[-2:]
     if "length" not in state:
-        found = row_norms(rows.own)
+        found = row_norms(bank.shard)
         found[found <= 1e-12] = ZERO_ROW
         state["length"], state["first length"] = found.clone(), found
     length = state["length"]
@@ -49,16 +49,16 @@ def muown(rows, lr: float, now, hp) -> None:
     last = LAST_NORM * (WIDE_FACTOR if width > height else 1)
     share = min(max(now.step - 1, 0) / max(now.schedule_steps - 1, 1), 1) ** NORM_POWER
     norm = state["first length"].lerp(torch.full_like(length, last), share)
-    direction = rows.own / length
-    of_length = (rows.grad * direction).sum(-1, keepdim=True)  # the gradient of the length
-    of_direction = length / norm * (rows.grad - direction * of_length)
-    momentum = nesterov(rows, of_direction, now, hp)
+    direction = bank.shard / length
+    of_length = (bank.shard_grad * direction).sum(-1, keepdim=True)  # the gradient of the length
+    of_direction = length / norm * (bank.shard_grad - direction * of_length)
+    momentum = nesterov(bank, of_direction, now, hp)
     update = t.zeropower_via_newtonschulz5(momentum, POLAR_EXPRESS)
     scale = DIRECTION_SCALE * max(height, width) ** 0.5
     direction = direction * norm - lr * scale * update
 
     count = now.step + 1
-    first = average(rows, "exp_avg", of_length, BETAS[0]) / (1 - BETAS[0] ** count)
-    second = average(rows, "exp_avg_sq", of_length.square(), BETAS[1]) / (1 - BETAS[1] ** count)
+    first = average(bank, "exp_avg", of_length, BETAS[0]) / (1 - BETAS[0] ** count)
+    second = average(bank, "exp_avg_sq", of_length.square(), BETAS[1]) / (1 - BETAS[1] ** count)
     length.sub_(lr * first / (second.sqrt() + EPS))
-    rows.own.copy_(length * direction / row_norms(direction))
+    bank.shard.copy_(length * direction / row_norms(direction))

@@ -68,14 +68,14 @@ def radius_step(weights: torch.Tensor, update: torch.Tensor, lr: float, hp) -> N
     weights.mul_(radius / size(weights).clamp(min=1e-8)).mul_(kept)
 
 
-def move(rows, update: torch.Tensor, lr: float, hp) -> None:
+def move(bank, update: torch.Tensor, lr: float, hp) -> None:
     """Let a rank's own matrices make a step along -update, (n, rows, cols) as they."""
-    update = update.type_as(rows.own)
+    update = update.type_as(bank.shard)
     if hp.norm_control == "hyperball":
-        hyperball_step(rows.own, update, lr)
+        hyperball_step(bank.shard, update, lr)
     elif hp.norm_control == "radius":
-        radius_step(rows.own, update, lr, hp)
+        radius_step(bank.shard, update, lr, hp)
     elif hp.norm_control == "floor":
-        rows.own.sub_(lr * floored(update, rows.own, hp.update_floor, hp.floor_rows))
+        bank.shard.sub_(lr * floored(update, bank.shard, hp.update_floor, hp.floor_rows))
     else:
-        rows.own.mul_(kept_by_decay(rows.own, update, lr, hp)).sub_(lr * update)
+        bank.shard.mul_(kept_by_decay(bank.shard, update, lr, hp)).sub_(lr * update)

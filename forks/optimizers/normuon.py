@@ -27,20 +27,20 @@ RECORDS = {
 RECORDS["normuon_floor"] = RECORDS["contra_muon"] | {"optimizer": "normuon", "num_iterations": 3250}
 
 
-def equalised(rows, update: torch.Tensor, hp, least: float = 1e-10) -> torch.Tensor:
+def equalised(bank, update: torch.Tensor, hp, least: float = 1e-10) -> torch.Tensor:
     """Return the update with rows (of a wide matrix: columns) divided by the roots of their second
     moments, which are at least `least`, as long as before."""
-    update = update.type_as(rows.own)
+    update = update.type_as(bank.shard)
     square = update.square().mean(-1 if update.size(-2) >= update.size(-1) else -2, keepdim=True)
-    second = average(rows, "second_moment", square, hp.matrix_beta2)
+    second = average(bank, "second_moment", square, hp.matrix_beta2)
     divided = update * second.clamp(min=least).rsqrt()
     return divided * (size(update) / size(divided).clamp(min=1e-10))
 
 
-def normuon(rows, lr: float, now, hp) -> None:
+def normuon(bank, lr: float, now, hp) -> None:
     """Step by NorMuon."""
-    update = nesterov(rows, rows.grad, now, hp, polar)
-    move(rows, equalised(rows, update * aspect_ratio_scale(update), hp), lr, hp)
+    update = nesterov(bank, bank.shard_grad, now, hp, polar)
+    move(bank, equalised(bank, update * aspect_ratio_scale(update), hp), lr, hp)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -64,9 +64,9 @@ def contra(whole, momentum: torch.Tensor, share: float, norm=size) -> torch.Tens
     return update * (norm(whole) / norm(update).clamp(min=1e-10))
 
 
-def contra_muon(rows, lr: float, now, hp) -> None:
+def contra_muon(bank, lr: float, now, hp) -> None:
     """Step by Contra-Muon, equalised as NorMuon."""
-    momentum = nesterov(rows, rows.grad, now, hp)
+    momentum = nesterov(bank, bank.shard_grad, now, hp)
     whole = polar(momentum).type_as(momentum)
     update = contra(whole, momentum / largest_singular_value(momentum), CONTRA)
-    move(rows, equalised(rows, update * aspect_ratio_scale(update), hp), lr, hp)
+    move(bank, equalised(bank, update * aspect_ratio_scale(update), hp), lr, hp)

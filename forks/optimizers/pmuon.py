@@ -15,13 +15,13 @@ EPS = 1e-6
 RECORDS = {"pmuon": UNTUNED_ADAM | steps(3225, of=3250) | {"muon_lr": 0.035, "muon_decay": 0.025}}
 
 
-def powered(rows, side: str, gram: torch.Tensor, hp) -> torch.Tensor:
+def powered(bank, side: str, gram: torch.Tensor, hp) -> torch.Tensor:
     """Let a side's covariance take in a Gram matrix (n, d, d), and its basis follow. Return about
     its power, whose eigenvalues have the root mean square 1."""
-    state, beta, size = rows.state, hp.matrix_beta2, gram.size(-1)
+    state, beta, size = bank.state, hp.matrix_beta2, gram.size(-1)
     if f"{side} sum" not in state:
         state[f"{side} sum"] = torch.zeros_like(gram)
-        drawn = noise(rows, (hp.seed, side == "left"), size, size)
+        drawn = noise(bank, (hp.seed, side == "left"), size, size)
         state[f"{side} basis"] = torch.linalg.qr(drawn)[0]
     total = state[f"{side} sum"].mul_(beta).add_(gram)
     covariance = gram + beta * total + EPS * torch.eye(size, device=gram.device)  # as Nesterov's
@@ -31,10 +31,10 @@ def powered(rows, side: str, gram: torch.Tensor, hp) -> torch.Tensor:
     return basis * values @ basis.mT
 
 
-def pmuon(rows, lr: float, now, hp) -> None:
+def pmuon(bank, lr: float, now, hp) -> None:
     """Step by PMuon."""
-    momentum = nesterov(rows, rows.grad, now, hp)
-    right = powered(rows, "right", momentum.mT @ momentum, hp)
-    left = powered(rows, "left", momentum @ momentum.mT, hp)
+    momentum = nesterov(bank, bank.shard_grad, now, hp)
+    right = powered(bank, "right", momentum.mT @ momentum, hp)
+    left = powered(bank, "left", momentum @ momentum.mT, hp)
     update = polar(left @ momentum @ right)
-    move(rows, update * aspect_ratio_scale(update), lr, hp)
+    move(bank, update * aspect_ratio_scale(update), lr, hp)

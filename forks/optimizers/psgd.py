@@ -39,24 +39,24 @@ def fit(factor: torch.Tensor, gradient: torch.Tensor, probe: torch.Tensor) -> No
     factor.sub_(step @ factor)
 
 
-def psgd(rows, lr: float, now, hp) -> None:
+def psgd(bank, lr: float, now, hp) -> None:
     """Step by PSGD. The factors learn from this step's momentum before they precondition it."""
-    grad, state = rows.grad, rows.state
+    grad, state = bank.shard_grad, bank.state
     if "left" not in state:
         scale = grad.pow(4).mean((-2, -1), keepdim=True).clamp(min=1e-24) ** (-1 / 32)
         for side, length in (("left", grad.size(-2)), ("right", grad.size(-1))):
             state[side] = scale * torch.eye(length, device=grad.device)
-    momentum = average(rows, "exp_avg", grad, now.momentum) / (1 - now.momentum ** (now.step + 1))
+    momentum = average(bank, "exp_avg", grad, now.momentum) / (1 - now.momentum ** (now.step + 1))
     left, right = state["left"], state["right"]  # upper triangular
     largest = [factor.abs().amax((-2, -1), keepdim=True) for factor in (left, right)]
     balance = (largest[1] / largest[0]).sqrt()
     left.mul_(balance)
     right.div_(balance)
 
-    probe, damping = noise(rows, (hp.seed, now.step), 2, *grad.shape[1:]).unbind(1)
+    probe, damping = noise(bank, (hp.seed, now.step), 2, *grad.shape[1:]).unbind(1)
     whitened = left @ (momentum + DAMPING * momentum.abs() * damping) @ right.mT
     probe = torch.linalg.solve_triangular(left.mT, probe, upper=False)
     probe = torch.linalg.solve_triangular(right, probe, upper=True, left=False)
     fit(left, whitened @ whitened.mT, probe @ probe.mT)
     fit(right, whitened.mT @ whitened, probe.mT @ probe)
-    move(rows, left.mT @ left @ momentum @ (right.mT @ right), lr, hp)
+    move(bank, left.mT @ left @ momentum @ (right.mT @ right), lr, hp)

@@ -25,15 +25,15 @@ def pseudoinverse_root(factor: torch.Tensor) -> torch.Tensor:
     return vectors * values[..., None, :] ** -0.25 @ vectors.mT
 
 
-def shampoo(rows, lr: float, now, hp) -> None:
+def shampoo(bank, lr: float, now, hp) -> None:
     """Step by Shampoo."""
-    grad, beta1, beta2 = rows.grad, now.momentum, hp.matrix_beta2
+    grad, beta1, beta2 = bank.shard_grad, now.momentum, hp.matrix_beta2
     for side, gram in grams(grad).items():
-        factor = average(rows, f"{side} factor", gram, beta2) / (1 - beta2 ** (now.step + 1))
-        if refreshes(now, hp) or f"{side} root" not in rows.state:
-            rows.state[f"{side} root"] = pseudoinverse_root(factor)
-    first = average(rows, "exp_avg", grad, beta1) / (1 - beta1 ** (now.step + 1))
-    second = average(rows, "exp_avg_sq", grad.square(), beta2) / (1 - beta2 ** (now.step + 1))
-    update = rows.state["left root"] @ first @ rows.state["right root"]
+        factor = average(bank, f"{side} factor", gram, beta2) / (1 - beta2 ** (now.step + 1))
+        if refreshes(now, hp) or f"{side} root" not in bank.state:
+            bank.state[f"{side} root"] = pseudoinverse_root(factor)
+    first = average(bank, "exp_avg", grad, beta1) / (1 - beta1 ** (now.step + 1))
+    second = average(bank, "exp_avg_sq", grad.square(), beta2) / (1 - beta2 ** (now.step + 1))
+    update = bank.state["left root"] @ first @ bank.state["right root"]
     length = size(first / (second.sqrt() + GRAFT_EPS))
-    move(rows, update * (length / (size(update) + 1e-16)), lr, hp)
+    move(bank, update * (length / (size(update) + 1e-16)), lr, hp)

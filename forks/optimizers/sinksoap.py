@@ -24,16 +24,16 @@ def balanced(x: torch.Tensor) -> torch.Tensor:
     return of_rows.sqrt() * x * of_columns.sqrt()
 
 
-def sinksoap(rows, lr: float, now, hp) -> None:
+def sinksoap(bank, lr: float, now, hp) -> None:
     """Step by SinkSOAP. The bases are those of this step."""
-    momentum = nesterov(rows, rows.grad, now, hp)
+    momentum = nesterov(bank, bank.shard_grad, now, hp)
     bases = []
-    for side, gram in grams(rows.grad).items():
-        bases.append(first_basis(average(rows, f"{side} factor", gram, hp.matrix_beta2)))
+    for side, gram in grams(bank.shard_grad).items():
+        bases.append(first_basis(average(bank, f"{side} factor", gram, hp.matrix_beta2)))
     left, right = bases
     update = left @ balanced(left.mT @ momentum @ right) @ right.mT
     height, width = update.shape[-2:]
     update = update * (height**0.5 / size(update).clamp(min=EPS))
     if height != width:
-        update = equalised(rows, update, hp, least=1e-20)
-    move(rows, update, lr, hp)
+        update = equalised(bank, update, hp, least=1e-20)
+    move(bank, update, lr, hp)

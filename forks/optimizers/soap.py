@@ -61,27 +61,27 @@ def refreshes(now, hp) -> bool:
     return now.step % hp.precondition_frequency == 0
 
 
-def soap(rows, lr: float, now, hp) -> None:
+def soap(bank, lr: float, now, hp) -> None:
     """Step by SOAP. The update uses the bases of the step before."""
-    grad, state, beta2 = rows.grad, rows.state, hp.matrix_beta2
+    grad, state, beta2 = bank.shard_grad, bank.state, hp.matrix_beta2
     if "left basis" not in state:
         for side, gram in grams(grad).items():
             state[f"{side} basis"] = first_basis(gram)
     left, right = state["left basis"], state["right basis"]
-    momentum = average(rows, "exp_avg", grad, now.momentum)
-    second = average(rows, "exp_avg_sq", (left.mT @ grad @ right).square(), beta2)
+    momentum = average(bank, "exp_avg", grad, now.momentum)
+    second = average(bank, "exp_avg_sq", (left.mT @ grad @ right).square(), beta2)
     update = left @ (left.mT @ momentum @ right / (second.sqrt() + EPS)) @ right.mT
     for side, gram in grams(grad).items():
-        factor = average(rows, f"{side} factor", gram, beta2)
+        factor = average(bank, f"{side} factor", gram, beta2)
         if refreshes(now, hp):
             state[f"{side} basis"] = next_basis(factor, state[f"{side} basis"])
-    move(rows, update, lr, hp)
+    move(bank, update, lr, hp)
 
 
-def klsoap(rows, lr: float, now, hp) -> None:
+def klsoap(bank, lr: float, now, hp) -> None:
     """Step by KL-SOAP. Its momentum is in the bases. A side's `root` is 1 / sqrt of its estimated
     eigenvalues. The first step only makes factors and bases."""
-    grad, state, beta2 = rows.grad, rows.state, hp.matrix_beta2
+    grad, state, beta2 = bank.shard_grad, bank.state, hp.matrix_beta2
     height, width = grad.shape[-2:]
     counts = {"left": width, "right": height}
     if "left basis" not in state:
@@ -94,8 +94,8 @@ def klsoap(rows, lr: float, now, hp) -> None:
     left, right = state["left basis"], state["right basis"]
     of_rows, of_columns = state["left root"][..., :, None], state["right root"][..., None, :]
     rotated = left.mT @ grad @ right
-    momentum = average(rows, "exp_avg", rotated, now.momentum)
-    second = average(rows, "exp_avg_sq", rotated.square(), beta2)
+    momentum = average(bank, "exp_avg", rotated, now.momentum)
+    second = average(bank, "exp_avg_sq", rotated.square(), beta2)
     update = left @ (momentum / (second.sqrt() + EPS)) @ right.mT
     momentum = left @ momentum @ right.mT
 
@@ -106,10 +106,10 @@ def klsoap(rows, lr: float, now, hp) -> None:
         "right": (rotated * of_rows).square().mean(-2),
     }
     for side, x in whitened.items():
-        factor = average(rows, f"{side} factor", x @ x.mT / counts[side], beta2)
+        factor = average(bank, f"{side} factor", x @ x.mT / counts[side], beta2)
         eigenvalue = state[f"{side} root"].pow(-2).lerp(squares[side], 1 - beta2)
         state[f"{side} root"] = eigenvalue.clamp(min=1e-30).rsqrt().clamp(max=LARGEST_ROOT)
         if refreshes(now, hp):
             state[f"{side} basis"] = next_basis(factor, state[f"{side} basis"])
     state["exp_avg"] = state["left basis"].mT @ momentum @ state["right basis"]
-    move(rows, update, lr, hp)
+    move(bank, update, lr, hp)

@@ -62,11 +62,11 @@ def polar(x: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def soap_direction(rows, momentum, hp, least: float = 0.0, kept: float = 0.0) -> torch.Tensor:
+def soap_direction(bank, momentum, hp, least: float = 0.0, kept: float = 0.0) -> torch.Tensor:
     """Return the momentum, divided by the root of its second moment in the bases of the step
     before, with its own Schatten norm. In the first step, there are no bases yet. The root is at
     least `least` times its root mean square; a share of the momentum itself is `kept`."""
-    state = rows.state
+    state = bank.state
     if "left basis" not in state:
         return momentum
     left, right = state["left basis"], state["right basis"]
@@ -80,15 +80,15 @@ def soap_direction(rows, momentum, hp, least: float = 0.0, kept: float = 0.0) ->
     return direction * (schatten4(momentum, 1e-8) / schatten4(direction, 1e-8))
 
 
-def learn_bases(rows, now, hp) -> None:
+def learn_bases(bank, now, hp) -> None:
     """Let the factors take in the gradient, and the bases follow them. The largest eigenvalue comes
     first, and the second moments are sorted with it."""
-    grad, state = rows.grad, rows.state
+    grad, state = bank.shard_grad, bank.state
     if "exp_avg_sq" not in state:
         state["exp_avg_sq"] = torch.zeros_like(grad)
     second = state["exp_avg_sq"]
     for side, gram in grams(grad).items():
-        factor = average(rows, f"{side} factor", gram, hp.matrix_beta2)
+        factor = average(bank, f"{side} factor", gram, hp.matrix_beta2)
         basis = state.get(f"{side} basis")
         if basis is None:
             state[f"{side} basis"] = first_basis(factor)
@@ -115,20 +115,20 @@ def trust(direction, momentum, gradient, now) -> torch.Tensor:
     return (agreement * aligned.clamp(0, 1)).clamp(least, most)
 
 
-def gated(rows, direction: torch.Tensor, momentum: torch.Tensor, now) -> torch.Tensor:
+def gated(bank, direction: torch.Tensor, momentum: torch.Tensor, now) -> torch.Tensor:
     """Return SOAP's direction. For the group attn_proj, a trust gate says how far the momentum
     moves to it."""
-    if not rows.name.startswith("attn_proj"):
+    if not bank.name.startswith("attn_proj"):
         return direction
-    direction = momentum.lerp(direction, trust(direction, momentum, rows.grad, now))
+    direction = momentum.lerp(direction, trust(direction, momentum, bank.shard_grad, now))
     return direction * (schatten4(momentum, 1e-8) / schatten4(direction, 1e-8))
 
 
-def soap_muon(rows, lr: float, now, hp) -> None:
+def soap_muon(bank, lr: float, now, hp) -> None:
     """Step by SOAP-Muon."""
-    momentum = nesterov(rows, rows.grad, now, hp)
-    direction = soap_direction(rows, momentum, hp)
-    direction = gated(rows, direction, momentum, now)
+    momentum = nesterov(bank, bank.shard_grad, now, hp)
+    direction = soap_direction(bank, momentum, hp)
+    direction = gated(bank, direction, momentum, now)
     update = polar(direction)
-    move(rows, update * aspect_ratio_scale(update), lr, hp)
-    learn_bases(rows, now, hp)
+    move(bank, update * aspect_ratio_scale(update), lr, hp)
+    learn_bases(bank, now, hp)

@@ -40,29 +40,29 @@ def has_switched(now) -> bool:
     return now.step >= round(SWITCH * now.schedule_steps)
 
 
-def two_momenta(rows, now, hp) -> torch.Tensor:
+def two_momenta(bank, now, hp) -> torch.Tensor:
     """Return Nesterov's momentum (n, rows, cols). After the switch, it is a mean of two averages,
     which both begin as the one of before."""
-    state = rows.state
+    state = bank.state
     if "slow momentum" not in state:
-        momentum = nesterov(rows, rows.grad, now, hp)
+        momentum = nesterov(bank, bank.shard_grad, now, hp)
         if has_switched(now):
             state["slow momentum"] = state["momentum"].clone()
         return momentum
-    quick = average(rows, "momentum", rows.grad, QUICK)
-    slow = average(rows, "slow momentum", rows.grad, SLOW)
-    return rows.grad.lerp(slow.lerp(quick, SHARE_OF_QUICK), now.momentum)
+    quick = average(bank, "momentum", bank.shard_grad, QUICK)
+    slow = average(bank, "slow momentum", bank.shard_grad, SLOW)
+    return bank.shard_grad.lerp(slow.lerp(quick, SHARE_OF_QUICK), now.momentum)
 
 
-def annealed(rows, update: torch.Tensor, now, hp) -> torch.Tensor:
+def annealed(bank, update: torch.Tensor, now, hp) -> torch.Tensor:
     """Return an update (n, rows, cols), as long as before, whose entries in SOAP's bases are
     multiplied by ratio^(z / 4). The ratio is that of the rate to its first value; z says by how
     many deviations an entry's log eigenvalue differs from the mean."""
-    state, ratio = rows.state, max(now.matrix_lr, LEAST_RATIO)
+    state, ratio = bank.state, max(now.matrix_lr, LEAST_RATIO)
     if ratio >= 1 or now.step < hp.warmup_steps or "left basis" not in state:
         return update
     logs = {}
-    for side, gram in grams(rows.grad).items():
+    for side, gram in grams(bank.shard_grad).items():
         covariance, basis = state.setdefault(f"{side} covariance", gram), state[f"{side} basis"]
         covariance.lerp_(gram, 1 - COVARIANCE_DECAY)
         logs[side] = (basis * (covariance @ basis)).sum(-2).clamp(min=1e-30).log()
@@ -74,24 +74,24 @@ def annealed(rows, update: torch.Tensor, now, hp) -> torch.Tensor:
     return scaled * (size(update) / size(scaled).clamp(min=1e-30))
 
 
-def spectral_annealing(rows, lr: float, now, hp) -> None:
+def spectral_annealing(bank, lr: float, now, hp) -> None:
     """Step by SOAP-Muon with two momenta and spectral annealing."""
-    momentum = two_momenta(rows, now, hp)
-    direction = soap_direction(rows, momentum, hp)
+    momentum = two_momenta(bank, now, hp)
+    direction = soap_direction(bank, momentum, hp)
     if not has_switched(now):
-        direction = gated(rows, direction, momentum, now)
+        direction = gated(bank, direction, momentum, now)
     update = polar(direction).type_as(momentum)
-    move(rows, annealed(rows, update * aspect_ratio_scale(update), now, hp), lr, hp)
-    learn_bases(rows, now, hp)
+    move(bank, annealed(bank, update * aspect_ratio_scale(update), now, hp), lr, hp)
+    learn_bases(bank, now, hp)
 
 
-def head_basis(rows, now) -> torch.Tensor | None:
+def head_basis(bank, now) -> torch.Tensor | None:
     """Return eigenvectors (C, C) of the covariance of the head's gradients, those of all ranks, or
     None before the switch. When they change, the averages of gradients turn with them."""
     if not has_switched(now):
         return None
-    state, shared = rows.state, rows.shared  # shared by all ranks
-    gram = t.all_reduce_(rows.grad.mT @ rows.grad)
+    state, shared = bank.state, bank.shared  # shared by all ranks
+    gram = t.all_reduce_(bank.shard_grad.mT @ bank.shard_grad)
     covariance = shared.setdefault("covariance", gram).lerp_(gram, 1 - HEAD_DECAY)
     before, since = shared.get("basis"), now.step - round(SWITCH * now.schedule_steps)
     if before is not None and since % HEAD_FREQUENCY:
@@ -104,17 +104,17 @@ def head_basis(rows, now) -> torch.Tensor | None:
     return basis
 
 
-def head_adam(rows, lr: float, now, hp) -> None:
+def head_adam(bank, lr: float, now, hp) -> None:
     """Step by Adam, in head_basis after the switch."""
-    state, (beta1, beta2) = rows.state, hp.adam_betas
+    state, (beta1, beta2) = bank.state, hp.adam_betas
     if "step" not in state:
-        state["step"] = torch.zeros(len(rows.own), 1, device=rows.own.device)
+        state["step"] = torch.zeros(len(bank.shard), 1, device=bank.shard.device)
     state["step"] += 1
-    basis = head_basis(rows, now)
-    grad = rows.grad if basis is None else rows.grad @ basis
-    first = average(rows, "exp_avg", grad, beta1) / (1 - beta1 ** state["step"])
-    second = average(rows, "exp_avg_sq", grad.square(), beta2) / (1 - beta2 ** state["step"])
+    basis = head_basis(bank, now)
+    grad = bank.shard_grad if basis is None else bank.shard_grad @ basis
+    first = average(bank, "exp_avg", grad, beta1) / (1 - beta1 ** state["step"])
+    second = average(bank, "exp_avg_sq", grad.square(), beta2) / (1 - beta2 ** state["step"])
     update = first / (second.sqrt() + hp.adam_eps)
     if basis is not None:
         update = update @ basis.mT
-    rows.own.mul_(1 - lr * hp.adam_decay).sub_(lr * update)
+    bank.shard.mul_(1 - lr * hp.adam_decay).sub_(lr * update)

@@ -186,7 +186,7 @@ def tail(name: str, step: int) -> dict[str, float]:
         if step < 896 or not (step % 2 == 1 or step == 896):
             return {}
         r = 2 / 299
-        return {"long": r if step == 1193 else 1 - (1 - r) ** 2}
+        return {"long": r if step in (896, 1193) else 1 - (1 - r) ** 2}
     if name.startswith("value_embeds"):
         return {"short": 4 / 53} if step >= 944 and step % 4 == 3 else {}
     if name not in FACTOR:

@@ -16,7 +16,8 @@ BAD_2026 = f"""save_every 3;grad_clip 1;tied_frac .5 --vocab_size 500 --end_of_t
 key_offset on --rope full;gate_channels 15;gate_channels 34
 layers {LAYERS_HC} --num_layers 8;extension_frac 1;gate_by_values on --value_gate off
 stages length=1+widow=2;stages length=two;stages cap=100 --align_to_documents off
-adam_groups heads+lr=1;adam_groups head+rate=1;adam_groups head+decay=1 --adam_rule torch"""
+adam_groups heads+lr=1;adam_groups head+rate=1;adam_groups head+decay=1 --adam_rule torch
+adam_groups head+lr=-1;stages share=0"""
 BAD_LATER = {
     "fp8_mlp down": "argument --fp8_mlp",
     "layers short,long,short+pair+composed,long --num_layers 4": "composed, mudd need attention",

@@ -93,14 +93,14 @@ def test_the_last_weights_are_averages_as_published(randomize, float64, monkeypa
     mix, trained = tail_average.mix_, []
 
     def keep_and_mix(banks) -> None:
-        trained.extend((rows, rows.weights.clone()) for _, rows in banks)
+        trained.extend((bank, bank.weights.clone()) for _, bank in banks)
         mix(banks)
 
     monkeypatch.setattr(tail_average, "mix_", keep_and_mix)
     initial, model, expected = play("August", TINY, 890, 304, randomize)
     found = {key: p.detach().clone() for key, p in model.items()}
-    for rows, weights in trained:
-        rows.weights.copy_(weights)
+    for bank, weights in trained:
+        bank.weights.copy_(weights)
     for key, p in model.items():
         moved = (expected[key] - p.detach()).norm()
         error = (found[key] - expected[key]).norm()
@@ -112,8 +112,8 @@ def test_the_last_weights_are_averages_as_published(randomize, float64, monkeypa
 
 def test_averages_keep_the_norm_of_all_ranks_weights(monkeypatch):
     monkeypatch.setattr(train_gpt, "all_reduce_", lambda square: square + 16)  # of another rank
-    rows = SimpleNamespace(own=torch.tensor([3.0]))
-    assert tail_average.norms([("head", rows)]) == {"head": 5}
+    bank = SimpleNamespace(shard=torch.tensor([3.0]))
+    assert tail_average.norms([("head", bank)]) == {"head": 5}
 
 
 def test_a_tied_embedding_is_the_head_after_each_step_that_changes_it():
@@ -178,7 +178,7 @@ def test_a_frozen_table_stays_and_another_mlp_may_take_the_place(randomize, monk
 
 
 def test_shares_of_prefixes_may_fall_within_a_stage():
-    hp = replace(TINY, stages="length=1+window=128+prefix=.5/.2+falls=1+candidates=96")
+    hp = replace(TINY, stages="length=1+window=1.28e+2+prefix=.5/.2+falls=1+candidates=96")
     hp = replace(hp, extension_frac=0.0, num_iterations=8)
     found = [august.Moment(step, hp).prefix for step in (0, 2, 4, 6)]
     assert found == pytest.approx([0.25 * x for x in (0.5, 0.5 * 0.75, 0.2 * 0.5, 0.2 * 0.25)])

@@ -213,7 +213,7 @@ def test_tools_read_the_pieces(whole, tmp_path, monkeypatch, capsys):
 NAME = "state_step000002.pt"
 # Files beside the checkpoint, and which of them are read, in this order.
 READ = {
-    "0of2 1of2 0of1.tmp 0of3 2of3 note x0of1": "0of2 1of2",
+    "0of2 1of2 0of1.tmp 0of3 2of3 3of3 note x0of1": "0of2 1of2",
     " ".join(f"{i}of12" for i in reversed(range(12))): " ".join(f"{i}of12" for i in range(12)),
 }
 # Files beside the checkpoint, the oldest first, and what the error says.

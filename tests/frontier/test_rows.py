@@ -404,6 +404,12 @@ def test_later_rows_are_scheduled_as_in_exact_fractions(name):
             assert getattr(now, key) == pytest.approx(value, abs=1e-12), (key, step)
 
 
+def test_a_target_falls_from_its_whole_weight_in_a_stage_shorter_than_a_step():
+    hp = replace(FULL["M"], num_iterations=11)  # in twelve stages
+    found = [train_gpt_2026.get_targets(step, hp) for step in range(3)]
+    assert found == [(1, 0.5, 0.25), (1, pytest.approx(0.5 * 10 / 11)), (1,)]
+
+
 TOKENS = {
     "A": 666.5e6,
     "M": 2177.0e6,

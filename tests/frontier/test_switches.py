@@ -86,7 +86,7 @@ def first_steps(run, hp, count: int = 4) -> list[float]:
         now = run.Moment(step, hp)
         size = 2 * now.seq_len
         batch = words[:size].int().view(2, -1), words[1 : size + 1].view(2, -1)
-        losses.append(train_gpt.train_step(model, optimizers, *batch, now)[0].item())
+        losses.append(train_gpt.train_step(model, optimizers, *batch, now)["loss"].item())
     losses.append(train_gpt.evaluate(model, val, run.Moment(count, hp), CPU))
     return losses
 
