@@ -21,6 +21,7 @@ The recipe is all that stands before Machine: some 1400 lines.
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import difflib
@@ -55,7 +56,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
 
 # ruff: noqa: E402 (this comes before imports)
-SOURCES = {}  # this file and the started one, as they run: an import of torch takes seconds
+# What the log will hold of this file and the started one. They are read now, because torch's import
+# takes seconds, in which they may be edited.
+SOURCES = {}
 for started in (__file__, getattr(sys.modules["__main__"], "__file__", None)):
     if started and os.path.isfile(started):
         SOURCES[Path(started).resolve()] = Path(started).read_text("utf-8", errors="replace")
@@ -73,7 +76,7 @@ try:
     import gpu_kernels
 except ImportError:
     gpu_kernels = None  # without Triton, or this file alone: it computes the same
-# A function whose name is in IN_USE calls a Triton kernel in place of its formula.
+# A function whose name is in IN_USE, by choose_kernels, calls a Triton kernel, not its formula.
 IN_USE: set[str] = gpu_kernels.IN_USE if gpu_kernels else set()
 
 HERE = Path(__file__).resolve().parent
@@ -307,8 +310,8 @@ def consecutive(shards, hp: Hyperparameters, moments: list) -> Iterator[tuple]:
 
 
 def in_order(shards, hp: Hyperparameters, moments=()) -> Iterator[tuple]:
-    """Plan validation: consecutive sequences, one in a batch. The end of a shard, which is too
-    short for a sequence and its targets, is left out. Forks cannot change this plan."""
+    """Plan validation, whatever Run.plan is: consecutive sequences, one in a batch. As in
+    2025-01-26, a shard's end of no more than a sequence and its last target is left out."""
     for tokens in shards:
         for start in range(0, len(tokens) - hp.seq_len - 1, hp.seq_len):
             yield tokens, [(start, start + hp.seq_len + 1)]
@@ -323,7 +326,7 @@ def plan_batches(pattern: str, hp: Hyperparameters, num_batches: int, plan: Call
         remedy = "cached_fineweb.py fetches FineWeb; patterns have no braces, and [[] for a bracket"
         raise UserError(f"no shard matches {pattern}: {remedy}")
     shards = [load_data_shard(path) for path in paths]
-    # Each pass over the shards has at least one batch, or no pass has any.
+    # A pass has at least one batch, or none has any: so many passes are enough.
     passes = min(hp.epochs or num_batches, num_batches)
     in_turn = itertools.chain.from_iterable(itertools.repeat(shards, passes))
     batches = list(itertools.islice(plan(in_turn, hp, moments), num_batches))
@@ -1039,7 +1042,7 @@ class Bank:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Wait for what is under way, and forget all gradients: a step begins."""
+        """Begin a step: wait for what is under way, and forget all gradients."""
         self.wait()
         self.shard_grad = self.grads[self.rank]
         self.pending = self.backward_passes * len(self.params)  # gradients until they are reduced
@@ -1058,7 +1061,7 @@ class Bank:
             self.launch_reduce()
 
     def add_gradients(self) -> None:
-        """Move what p.grad has to `grads`. If only some parameters have a gradient, the gradient of
+        """Add p.grad to `grads`, and clear it. If only some parameters have a gradient, that of
         the others is zero."""
         if all(p.grad is None for p in self.params):
             return
@@ -1179,7 +1182,7 @@ class Optimizers:
 
     def groups_that_learn(self, now: Moment) -> list[tuple[Group, Bank]]:
         """Return those that are due and have gradients: other weights stay, as in torch's
-        optimizers. Reduce gradients that no backward pass has, as some parameters have none."""
+        optimizers. Reduce a Bank that no backward pass has: some parameters had no gradient."""
         learning = []
         for group, bank in self.groups:
             if (now.step + 1) % group.steps == 0 and bank.has_gradients:
@@ -1246,8 +1249,8 @@ class Optimizers:
 def train_step(model: GPT, optimizers, inputs, targets, now: Moment, stop: float = 0) -> dict:
     """Make one step on this rank's inputs and targets (n, T), n micro-batches. Return tensors () of
     the step, equal on all ranks: the mean `loss` of the global batch, the sum of `stop`, and what
-    Optimizers.step returns. The log has each of them, so a fork that wants another one adds it to
-    such a dict. Optimizers divide gradients by batch_seqs: grad_s is for one sequence."""
+    Optimizers.step returns. logs/RUN_ID.jsonl has each of them: a fork that wants another one adds
+    it to such a dict. Optimizers divide gradients by batch_seqs: grad_s is for one sequence."""
     loss = torch.zeros((), device=inputs.device)
     for input_seq, target_seq in zip(inputs, targets, strict=True):
         micro_loss = model(input_seq, target_seq, now)
@@ -1348,8 +1351,11 @@ def train(run, hp: Hyperparameters, record: str) -> None:
     log = Log(run, record, hp, rank, sources)
     first_step = saved.get("step", 0)
     progress = Progress(log, first_step, saved.get("seconds", 0.0))
-    if all_reduce_(torch.tensor(first_step, device=device)).item() != first_step * world_size:
+    if not same_on_all_ranks(torch.tensor(first_step, device=device)):
         raise UserError("ranks found different checkpoints: logs/ must be one folder for all")
+    newest = [saved["path"]] if first_step else []
+    if rank == 0 and checkpoints(log.path.with_suffix(""))[:1] != newest:
+        raise UserError(f"another process has trained {log.run_id} meanwhile: start again")
     if first_step == hp.num_iterations:
         return log(f"the run {log.run_id} is finished")
 
@@ -1375,6 +1381,7 @@ def train(run, hp: Hyperparameters, record: str) -> None:
     train_loader = distributed_data_generator(batches, hp, rank, world_size, device, first_step)
     note_signals()
     gc.freeze()  # garbage collection skips what exists now: it stays to the end
+    atexit.register(gc.unfreeze)  # else Triton's bindings list what is left
     progress.start_clock(device)
     for now in moments[first_step:]:
         step = now.step  # steps made so far
@@ -1486,15 +1493,21 @@ def all_reduce_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def same_on_all_ranks(number: Tensor) -> bool:
+    """Say whether all ranks have the same integer ()."""
+    extremes = torch.stack([number, -number])
+    if dist.is_initialized():
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return extremes.sum().item() == 0
+
+
 def check_equal_weights(model: GPT, step: int) -> None:
     """UserError on all ranks if their weights differ, by the sums of the weights' bits. A rank that
     changes more than its shards drifts away from the others, which nothing else would show."""
-    if not dist.is_initialized():
-        return
-    bits = sum(p.detach().flatten().view(torch.int16).sum() for p in model.parameters())
-    largest = torch.stack([bits, -bits])
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    if largest[0] != -largest[1]:
+    flat = [p.detach().flatten().view(torch.int16) for p in model.parameters()]
+    # In parts, because a sum copies its int16 into int64: 2.3 GB of GPU memory for 2026-07-17.
+    bits = sum(part.sum() for numbers in flat for part in numbers.split(2**24))
+    if not same_on_all_ranks(bits):
         remedy = "seed what a model draws, and let a rule change bank.shard and its state alone"
         raise UserError(f"ranks hold different weights after step {step}: {remedy}")
 
@@ -1517,10 +1530,10 @@ def note_signal(number: int, frame) -> None:
     now = time.monotonic()
     if stop_signals and number == signal.SIGINT and now > stop_signals[0][1] + 1:
         os._exit(130)
-    if not stop_signals and rank_here() == "0":
+    stop_signals.append((number, now))
+    if len(stop_signals) == 1 and rank_here() == "0":
         with contextlib.suppress(OSError):  # no print(), which may be running
             os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
-    stop_signals.append((number, now))
 
 
 def note_signals() -> None:
@@ -1657,6 +1670,10 @@ class Log:
             raise UserError(f"{begun[0]} exists: choose another --run_id, or --resume on")
         self.open_locked()
         if begun and not saved:
+            text = self.path.read_text("utf-8", errors="replace")
+            if re.search(r"^step:(\d+)/\1 val_loss", text, re.M):
+                reason = "is of a finished run, which has no checkpoint"
+                raise UserError(f"{self.path} {reason}: choose another --run_id")
             suffix = f"_{new_name()}.unfinished"
             for file in begun:
                 file.rename(f"{file}{suffix}")
@@ -1848,9 +1865,11 @@ def sources_of(run) -> list[str]:
     names = {script: ""}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if name.split(".")[0] in sys.stdlib_module_names or "-packages" in file:
+        is_installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+        if is_installed or name.split(".")[0] in sys.stdlib_module_names:
             continue  # not a thousand of torch's, whose paths take time
-        path, in_package = Path(file).resolve(), "." in name or hasattr(module, "__path__")
+        path = Path(file).resolve()
+        in_package = "." in name or hasattr(module, "__path__")
         is_ours = path.parent in folders or (in_package and path.is_relative_to(script.parent))
         if is_ours and path.is_file():
             names.setdefault(path, f"{name.replace('.', '/')}.py:\n")
@@ -1898,7 +1917,7 @@ def written_whole(path: Path, unfinished: Path) -> Iterator:
 
 
 def save_checkpoint(path: Path, state: dict, keep: int) -> None:
-    """Save a checkpoint completely or not at all. Keep this one and those of the highest steps.
+    """Save a checkpoint completely or not at all. Keep this one, and others of the highest steps.
     Pieces beside it, which a fork has saved before, are removed with their checkpoint. UserError if
     it cannot be saved there: it says whether the checkpoint is in TMPDIR or the like instead."""
     folder = path.parent
@@ -1915,23 +1934,24 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
         raise UserError(f"{error}{remedy}") from error
     before = [old for old in checkpoints(folder) if old != path]
     for old in before[keep - 1 :]:
-        old.unlink()
+        old.unlink(missing_ok=True)
     for piece in folder.glob("*"):
         is_ours = re.fullmatch(r"state_step\d{6,}\.pt\.\d+of\d+", piece.name)
         if is_ours and not piece.with_suffix("").exists():
             piece.unlink()
 
 
-def load_checkpoint(path: str | Path, run) -> dict:
+def load_checkpoint(path: str | Path, run, weights_alone: bool = False) -> dict:
     """Return a checkpoint, on the CPU: what `train` saves, or only `model` of a published one.
-    UserError if the file is damaged, no checkpoint, or of a script with other settings."""
+    UserError if the file is damaged, no checkpoint, or of a script with other settings, unless
+    weights alone are wanted."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
             if archive.testzip():
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
-        if "hyperparameters" in state:
+        if "hyperparameters" in state and not weights_alone:
             known = run.records.get(state["record"])
             if known is None or vars(known).keys() != state["hyperparameters"].keys():
                 raise UserError(f"{path} is a checkpoint of another edition of {state['script']}")
@@ -1960,7 +1980,8 @@ def beginning(run, hp: Hyperparameters, model: GPT) -> dict:
     They are on the CPU. UserError for the checkpoint of another program."""
     paths = checkpoints(Path("logs", hp.run_id)) if hp.resume else []
     if not paths and hp.init_from:
-        saved = {"model": load_checkpoint(hp.init_from, run)["model"], "optimizers": {}}
+        weights = load_checkpoint(hp.init_from, run, weights_alone=True)["model"]
+        saved = {"model": weights, "optimizers": {}}
         restore(model, None, saved)
         return saved | {"path": Path(hp.init_from)}
     if not paths:  # a copy, because the warm-up changes the weights
@@ -1973,7 +1994,7 @@ def beginning(run, hp: Hyperparameters, model: GPT) -> dict:
     then = replace(saved.get("hyperparameters", hp), **may_change)
     changed = changed_flags(hp, then)
     if changed or author != script_of(run).name:
-        theirs = f"{author} {shlex.join(changed_flags(then, hp))}"
+        theirs = f"{author} {shlex.join(changed_flags(then, hp))}".rstrip()
         yours = shlex.join([script_of(run).name, *changed])
         remedy = f"--run_id OTHER --init_from {path} begins a new run from its weights, if they fit"
         raise UserError(f"{path} was saved by {theirs}, and this is {yours}: {remedy}")
@@ -2131,8 +2152,8 @@ def refuse_assignments(run) -> None:
             raise UserError(f"{name}: nothing reads this assignment; set it in a class Run")
 
 
-IN_RUN = {"GPT", "Optimizers", "Moment", "check", "consecutive", "warm_up", "RECORDS"}
-IN_RUN |= {"Hyperparameters", "RunSettings", "LAYERS_2025"}  # read when this file is imported
+IN_RUN = {"GPT", "Optimizers", "Moment", "check", "consecutive", "warm_up", "RECORDS", "compiled"}
+IN_RUN |= {"Hyperparameters", "RunSettings", "WINDOW_WARMUP", "LAYERS_2025", "FINEWEB", "SAMPLE"}
 
 
 def main(argv: list[str] | None = None, run: type[Run] = Run) -> None:

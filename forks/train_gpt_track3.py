@@ -187,8 +187,6 @@ def check(hp: Hyperparameters) -> None:  # overrides
             raise UserError(f"--{name} {value}: has no effect {reason}: leave it at {usual}")
     if (hp.anchor[0] or hp.tail_shares[-1]) and not hp.float32_embed:
         raise UserError("--float32_embed off: a bfloat16 average of the embedding stands still")
-    if hp.grad_clip and hp.norm_control == "hyperball":
-        raise UserError("--grad_clip: with --norm_control hyperball, an update has a given length")
     trains = hasattr(sys.modules["__main__"], "Run") and hp.device == "auto"  # it is no tool
     tokens = hp.batch_seqs * hp.seq_len
     if trains and tokens > 10**5 and not torch.cuda.is_available():

@@ -1,5 +1,6 @@
 """Shared by all tests: the import path, and fixtures for small models and shards."""
 
+import atexit
 import gc
 import os
 import signal
@@ -16,6 +17,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 os.environ.setdefault("MKL_CBWR", "AVX2")
+if "TORCHINDUCTOR_CACHE_DIR" in os.environ:  # run.sh's, of code for this CPU's instructions
+    folder = os.environ["TORCHINDUCTOR_CACHE_DIR"].removesuffix("-tests")  # in a worker, too
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}-tests"
 
 import numpy as np
 import pytest
@@ -41,8 +45,6 @@ from runs import console_of, outcome  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-if ticker := os.environ.pop("RUN_SH_TICKER", ""):  # run.sh's lines about Python's start
-    os.close(int(ticker))
 VOCAB = 512
 # A job in the background ignores SIGINT, and nohup SIGHUP; so would the programs that tests start.
 SIGNALS = {
@@ -57,6 +59,7 @@ for number, handler in SIGNALS.items():
 def pytest_collection_finish() -> None:
     """Let runs, which collect garbage, not look through what is imported by now."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton's bindings list what is left
 
 
 @pytest.fixture(autouse=True)

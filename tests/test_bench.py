@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
-import timing
 import train_gpt
 from conftest import at_window, shard
 from runs import Program, console_of
@@ -54,7 +55,7 @@ def test_model_flops_are_those_of_the_products_that_run_and_of_the_pairs_in_sigh
 
 def test_runs_take_turns_and_rates_are_those_of_their_times(tmp_path, monkeypatch):
     shard(tmp_path / "shard", np.arange(9000) % 500)
-    own = "--json --steps 5 --trace 2 --batch_seqs 1"
+    own = "--steps 5 --trace 2 --batch_seqs 1"
     sizes = "--model_dim 32 --num_heads 2 --head_dim 16 --seq_len 128 --val_seq_len 128"
     sizes += " --vocab_size 512 --end_of_text 511"
     flags = f"{own} --record demo --device cpu {sizes} --train_files shard"
@@ -66,45 +67,51 @@ def test_runs_take_turns_and_rates_are_those_of_their_times(tmp_path, monkeypatc
         return step_of(run, number)
 
     monkeypatch.setattr(bench.Timed, "step", step)
-    flags = [*flags.split(), "--vs", "--num_layers 2"]
-    report = json.loads(console_of(flags, tmp_path, bench.main))
+    found, windows_of = [], bench.windows_of
+    monkeypatch.setattr(bench, "windows_of", lambda *a: found.append(windows_of(*a)) or found[-1])
+    report = console_of([*flags.split(), "--vs", "--num_layers 2"], tmp_path, bench.main)
     assert made == 18 * [4, 2] + 2 * [4]  # the last ones are traced
-    a, b = report["windows"][::2], report["windows"][1::2]
-    assert [w["step"] for w in a] == [0, 160, 319] and [w["window"] for w in b] == [128, 128, 256]
-    for w in a + b:
-        assert w["ms_per_step"] == sorted(w["blocks"])[2]
-        assert w["tokens_per_s"] == pytest.approx(128e3 / w["ms_per_step"])
-        rate = 1e3 * (w["matmul_tflop"] + w["attention_tflop"]) / w["ms_per_step"]
-        assert w["of_ceiling"] == pytest.approx(rate / RATE)
-    for x, y in zip(a, b, strict=True):
-        ratios = sorted(m / n for m, n in zip(y["blocks"], x["blocks"], strict=True))
-        assert [y["lowest"], y["ratio"], y["highest"]] == pytest.approx(ratios[::2])
-        assert y["matmul_tflop"] < x["matmul_tflop"]
+    assert [a["step"] for a, _ in found] == [0, 160, 319]
+    assert [b["window"] for _, b in found] == [128, 128, 256]
+    for a, b in found:
+        for w in (a, b):
+            assert w["ms_per_step"] == sorted(w["blocks"])[2]
+            assert w["tokens_per_s"] == pytest.approx(128e3 / w["ms_per_step"])
+            rate = 1e3 * (w["matmul_tflop"] + w["attention_tflop"]) / w["ms_per_step"]
+            assert w["of_ceiling"] == pytest.approx(rate / RATE)
+        ratios = sorted(m / n for m, n in zip(b["blocks"], a["blocks"], strict=True))
+        assert [b["lowest"], b["ratio"], b["highest"]] == pytest.approx(ratios[::2])
+        assert b["matmul_tflop"] < a["matmul_tflop"]
+        assert f" {bench.show(b['ratio'])} " in report
 
-    events = json.loads((tmp_path / report["trace"]["path"]).read_text("utf-8"))["traceEvents"]
+    (trace,) = (tmp_path / "logs").glob("trace_*.json")
+    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
     assert sum(e["name"] == "step" and e.get("cat") == "user_annotation" for e in events) == 2
 
 
 def bench_with(words: list[str]) -> None:
     """Call bench.py with a given rate: two ranks on one core would measure it slowly."""
-    for module in (timing, bench):
-        importlib.reload(module)  # they read their rank when they are imported
+    importlib.reload(bench)  # it reads its rank when it is imported
     bench.matmul_tflops = lambda *_: RATE
     bench.main(words)
 
 
 def test_two_ranks_share_a_step_and_the_first_prints(flags, tmp_path):
     fork = "train_gpt_2026.py --record 2025-08-23_SparseAttnGate --align_to_documents off"
-    words = ["--json", "--steps", "5", *flags, "--batch_seqs", "2", "--vs", fork]
+    words = ["--steps", "5", *flags, "--batch_seqs", "2", "--vs", fork]
     program = Program(words, ranks=2, work=bench_with)
     assert program.end() == [0, 0], program.text("err")
-    report = json.loads(program.text("out"))
-    assert report["machine"].startswith("2 x CPU") and not program.text("out", 1)
+    report = program.text("out")
+    assert report.startswith("machine     2 x CPU") and not program.text("out", 1)
     hp, _ = train_gpt.parse_args(flags, train_gpt.Run)
     matrices = sum(p.numel() for p in train_gpt.GPT(hp).blocks.parameters() if p.ndim > 1)
-    assert [run["script"] for run in report["runs"]] == ["train_gpt.py", "forks/train_gpt_2026.py"]
-    for w in report["windows"][::2]:
-        assert w["matmul_tflop"] == pytest.approx(6e-12 * 256 * (matrices + 512 * 64))  # of both
-        assert w["of_ceiling"] == pytest.approx(w["tflop_per_s"] / RATE / 2)
-        assert w["tokens_per_s"] == pytest.approx(256e3 / w["ms_per_step"])
+    scripts = re.findall(r"(?m)^script +(\S+)$", report)
+    assert scripts == ["train_gpt.py", "forks/train_gpt_2026.py"]
+    (row, *_) = re.findall(r"(?m)^ *0 .*$", report)
+    near = partial(pytest.approx, rel=2e-3)  # four digits are printed
+    numbers = map(float, row.split()[3:10])
+    ms, tokens, matmul, _, tflop, _, of_ceiling = numbers
+    assert matmul == near(6e-12 * 256 * (matrices + 512 * 64))  # of both
+    assert of_ceiling == near(tflop / RATE / 2)
+    assert tokens == near(256e3 / ms)
     assert not (tmp_path / "logs").exists()

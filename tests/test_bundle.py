@@ -88,6 +88,17 @@ def test_packages_that_it_imports_are_named(small_fork, one, capsys):
         assert line in capsys.readouterr().out
 
 
+def test_a_package_beside_the_script_is_refused(small_fork, one, capsys):
+    """A folder without Python files is none: scipy is installed."""
+    package = small_fork.with_name("mylib")
+    for folder in (package, small_fork.with_name("scipy")):
+        folder.mkdir()
+    (package / "opt.py").write_text("IT = 1\n")
+    small_fork.write_text(f"import scipy\nfrom mylib.opt import IT\n{small_fork.read_text()}")
+    _, err = error_of([small_fork, one], capsys, bundle.main)
+    assert f"imports {package}, a package, which no bundle holds" in err and not one.exists()
+
+
 def test_packages_that_all_scripts_import_are_not_named(one, capsys):
     bundle.main(["train_gpt_track3.py", str(one)])
     assert "it imports" not in capsys.readouterr().out

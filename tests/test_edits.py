@@ -99,7 +99,7 @@ def same(found, expected) -> bool:
 
 EDITS = [
     (masks, "(position // BLOCK + (1 - blocks))", "(position // BLOCK + (2 - blocks))"),
-    (lists, "counts = end - start + int(is_partial)", "counts = end - start"),
+    (lists, "(end - start + int(with_diagonal))", "(end - start)"),
     (loss, "F.relu(", "F.gelu("),
     (loss_in_float8, "grad.T, x, grad_s * x_s", "grad.T, x, 2 * grad_s * x_s"),
     (muon, "X = torch.baddbmm(X, B, X, beta=a)", "X = torch.baddbmm(X, B, X, beta=0.9 * a)"),

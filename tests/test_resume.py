@@ -199,6 +199,32 @@ def test_a_start_that_saved_nothing_is_put_aside(flags, tmp_path):
         shutil.rmtree("logs")
 
 
+def test_a_finished_run_that_saved_nothing_is_not_made_again(flags, tmp_path, capsys):
+    console_of([*flags, "--num_iterations", "5", "--keep", "0"], tmp_path)
+    log = Path("logs/it.txt").read_text()
+    _, err = error_of([*flags, "--num_iterations", "5", "--keep", "0", *RESUME], capsys)
+    assert "logs/it.txt is of a finished run, which has no checkpoint" in err
+    assert Path("logs/it.txt").read_text() == log
+
+
+def test_a_run_that_another_process_has_trained_meanwhile_starts_again(
+    flags, whole, tmp_path, capsys, monkeypatch
+):
+    """It ends after this one has read its checkpoint, and before this one has the lock."""
+    shutil.copytree(whole.folder / "logs", tmp_path / "logs")
+    last = Path(f"logs/it/state_step{LAST:06}.pt")
+    last.rename("last")
+    open_locked = train_gpt.Log.open_locked
+
+    def late(log) -> None:
+        Path("last").rename(last)
+        open_locked(log)
+
+    monkeypatch.setattr(train_gpt.Log, "open_locked", late)
+    _, err = error_of([*flags, *RESUME], capsys)
+    assert "another process has trained it meanwhile: start again" in err
+
+
 def killed_at(words: list[str], step: int | None) -> None:
     """Run main, which is killed before a step, or while it writes the log's header."""
     if step is None:

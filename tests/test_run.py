@@ -43,13 +43,13 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     flags += ["--num_iterations", "27", "--val_loss_every", "10", "--grad_clip", "100"]
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/it.txt").write_text(Path(SCRIPT).read_text()[:999])
+    (tmp_path / "logs/it.txt").write_text(Path(SCRIPT).read_text("utf-8")[:999])
     main([*flags, "--resume", "on"])
     console = capsys.readouterr().out
-    log = (tmp_path / "logs/it.txt").read_text()
+    log = (tmp_path / "logs/it.txt").read_text("utf-8")
     source, versions, machine, settings, *others, results = re.split(f"(?m)^{RULE}\n", log)
-    assert source == Path(SCRIPT).read_text() + "\n"  # the started script alone
-    assert "gpu_kernels.py:\n" + (HERE / "gpu_kernels.py").read_text() + "\n" in others
+    assert source == Path(SCRIPT).read_text("utf-8") + "\n"  # the started script alone
+    assert "gpu_kernels.py:\n" + (HERE / "gpu_kernels.py").read_text("utf-8") + "\n" in others
     assert str(os.cpu_count()) in machine
     assert f"Python {sys.version}" in versions and f"torch {torch.__version__}" in versions
     assert "\nmodel_dim: 64\n" in settings and "\nadam_betas: 0.8 0.95\n" in settings
@@ -74,7 +74,7 @@ def test_log_holds_source_versions_machine_settings_and_the_communitys_lines(
 
     status, err = error_of(flags, capsys)
     assert status == 1 and "logs/it.txt exists: choose another --run_id" in err
-    assert (tmp_path / "logs/it.txt").read_text() == log
+    assert (tmp_path / "logs/it.txt").read_text("utf-8") == log
 
 
 EDITED = """from pathlib import Path
@@ -159,8 +159,10 @@ def test_the_clock_counts_training_alone(flags, tmp_path, capsys, monkeypatch):
     assert [row["ms"] for row in found] == pytest.approx([10.0] * 7)
     assert [row["tokens_per_s"] for row in found] == [2 * 128 * 100] * 7
 
-    (tmp_path / "logs/it/state_step000007.pt").unlink()  # it goes on after step 6
+    (tmp_path / "logs/it/state_step000007.pt").unlink()
+    resumed = (tmp_path / "logs/it/state_step000006.pt").stat()
     main([*flags, "--save_every", "3", "--num_iterations", "7", "--resume", "on"])
+    assert (tmp_path / "logs/it/state_step000006.pt").stat().st_ino == resumed.st_ino
     validated = re.findall(r"step:(\d)/7 val_loss:\S+ train_time:(\d+)ms", capsys.readouterr().out)
     assert validated == [("6", "60"), ("7", "70")]
 

@@ -6,7 +6,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ import launch
 import result
 import sample
 import script
-import start
 import train_gpt
 from runs import SCRIPT, Program, console_of, error_of, start_fork, val_losses
 from train_gpt import HERE, UserError, load_checkpoint
@@ -28,9 +26,10 @@ from train_gpt import HERE, UserError, load_checkpoint
 FRONTIER = HERE / "forks" / "train_gpt_2026.py"
 
 
-# Flags that texts name of torchrun, nvidia-smi and lm_eval; that argparse has; that stand for any.
+# Flags that texts name of torchrun, nvidia-smi, lm_eval and pip; that argparse has; that stand for
+# any.
 OTHERS = {"standalone", "nproc_per_node", "local_addr", "query", "format", "model", "tasks"}
-OTHERS |= {"model_args", "help", "FLAG", "SETTING"}
+OTHERS |= {"model_args", "disable", "retries", "timeout", "index", "help", "FLAG", "SETTING"}
 
 
 def test_each_flag_that_a_text_names_exists():
@@ -120,19 +119,14 @@ if __name__ == "__main__":
     assert {path, FRONTIER, Path(SCRIPT)} <= {*script.sources(path)}
 
 
-def test_each_tool_imports_console_before_the_project(monkeypatch):
-    """It tells Python where the project is, for any Python that starts a tool from any folder; and
-    the tool where it lies itself, which PYTHONSAFEPATH hides."""
+def test_each_tool_imports_console_before_the_project():
+    """It tells Python where the project is, for any Python that starts a tool from any folder."""
     modules = {path.stem for path in (*HERE.glob("*.py"), *HERE.glob("tools/*.py"))}
-    others = [folder for folder in sys.path if folder != str(HERE / "tools")]
     for path in HERE.glob("tools/*.py"):
         source = path.read_text("utf-8")
         imports = re.findall(r"^(?:import|from) (\w+)", source, re.M)
         if "__main__" in source and (own := [name for name in imports if name in modules]):
             assert own[0] == "console", path
-            monkeypatch.setattr(sys, "path", ["", *others])
-            exec(source.split("\nimport console\n")[0], {"__file__": path, "__name__": ""})
-            assert sys.path[0] == str(HERE / "tools"), path
 
 
 def test_a_fork_that_replaces_what_no_run_has_is_refused():
@@ -143,13 +137,13 @@ def test_a_fork_that_replaces_what_no_run_has_is_refused():
 def test_what_a_script_imports_and_nothing_has_is_named(elsewhere, tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text("import train_gpt\nimport not_there\nclass Run(train_gpt.Run):\n    pass\n")
-    _, err = error_of([path], capsys, start.main)
+    _, err = error_of([path], capsys, launch.main)
     assert f"{path} imports not_there, which is neither beside it, nor in the project" in err
     path.write_text("\ndef broken(:\n")
-    status, err = error_of([path], capsys, start.main)
+    status, err = error_of([path], capsys, launch.main)
     assert status == 1 and "run.sh: error: invalid syntax (mine.py, line 2)\n" in err
     path.write_text("\n\nreturn\n")
-    assert error_of([path], capsys, start.main)[0] == 1
+    assert error_of([path], capsys, launch.main)[0] == 1
     assert (result.noted()[-1]["file"], result.noted()[-1]["line"]) == (str(path), 3)
 
 
@@ -157,7 +151,7 @@ SIZES = "--num_iterations 2 --val_loss_every 1 --batch_seqs 2 --val_tokens 512 -
 
 
 def launched(words: list, folder: Path, really: bool = False) -> dict[int, float]:
-    """Call tools/start.py in a process of its own, in a folder; return a run's losses by step."""
+    """Call tools/launch.py in a process of its own, in a folder; return a run's losses by step."""
     with contextlib.chdir(folder):
         program = Program(words, work=partial(launch_with, really=really))
         assert program.end() == [0], program.text("err")
@@ -165,10 +159,10 @@ def launched(words: list, folder: Path, really: bool = False) -> dict[int, float
 
 
 def launch_with(words: list[str], really: bool = False) -> None:
-    """Call tools/start.py, which starts the script in a fork, or really in another Python."""
+    """Call tools/launch.py, which starts the script in a fork, or really in another Python."""
     if not really:
         launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_fork})
-    start.main(words)
+    launch.main(words)
 
 
 def test_copies_and_forks_train_as_flags_of_the_same_effect_would(flags, copy, fork, tmp_path):

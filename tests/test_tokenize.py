@@ -27,7 +27,6 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import logfile
 import tokenize_text
 import train_gpt
 from tokenizer import GPT2, SPLIT, HuggingFace
@@ -284,7 +283,7 @@ def boundaries(tokens: list[int], encoding) -> set[int]:
 def test_the_first_tokens_are_the_same_merges_and_no_more(count):
     """All merges of GPT-2 end tokens where the first ones do, too; and no pair that one of the
     first would join is left."""
-    text = (HERE / "README.md").read_text() + "".join(DOCUMENTS)
+    text = (HERE / "README.md").read_text("utf-8") + "".join(DOCUMENTS)
     tokenizer = GPT2(count)
     tokens, encoding = tokenizer.encode(text), tokenizer.encoding
     assert max(tokens) < count and encoding.decode(tokens) == text
@@ -386,7 +385,7 @@ HELD = pytest.raises((SystemExit, train_gpt.UserError), match="another process i
 
 @pytest.mark.parametrize(
     ("number", "outcome", "lines"),
-    [(errno.EACCES, HELD, 0), (errno.ENOLCK, contextlib.nullcontext(), 2)],
+    [(errno.EACCES, HELD, 0), (errno.ENOLCK, contextlib.nullcontext(), 1)],
 )
 def test_a_file_system_without_locks_is_named_and_used(
     number, outcome, lines, tmp_path, monkeypatch, capsys
@@ -396,8 +395,6 @@ def test_a_file_system_without_locks_is_named_and_used(
     path = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
     with outcome:
         tokenize(path, "--out", tmp_path / "out")
-    with outcome:
-        logfile.refuse_live(path)
     assert capsys.readouterr().err.count("cannot be locked (as it says)") == lines
 
 

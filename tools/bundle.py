@@ -4,14 +4,12 @@
 
 Without flags, OUT.py trains what SCRIPT.py trains with these. The file has one record: NAME, or the
 script's default, with the settings. It holds each source unchanged, which runs when it is imported.
-Its log begins with all that trained. OUT.py must be new, or an older bundle.
+Its log begins with all that trained. OUT.py must be new, or an older bundle. A package beside the
+script, in a folder of its own, is refused.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import script
@@ -99,9 +97,14 @@ def main(words: list[str]) -> None:
     if MADE not in begins.split("\n")[0]:
         raise UserError(f"{out} exists, and is no bundle: choose another name")
     whole = bundle(path, ending_of(path, words[2:]))
+    names = script.other_packages(whole)
+    for folder in [path.parent / name for name in names]:
+        if any(folder.glob("*.py")):
+            remedy = f"copy what it needs of that into files beside {path.name}"
+            raise UserError(f"{path} imports {folder}, a package, which no bundle holds: {remedy}")
     out.write_text(whole, "utf-8")
     print(f"wrote {out}, which needs no other Python file of the project")
-    if names := script.other_packages(whole):
+    if names:
         rule = "rule 4 of the optimizer benchmark wants their code in the file"
         print(f"it imports {', '.join(names)}: {rule}")
 

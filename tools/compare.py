@@ -29,12 +29,8 @@ most 20 pairs, the test finds a difference of one standard deviation of the pair
 of 85 %, after 14.2 pairs on average. A fixed t-test of equal power needs 17 pairs. These figures
 are for normally distributed differences.
 
-Finished runs are not repeated: --run_id NAME continues a comparison with the same flags. If it has
-ended, it can be read and extended:
-    --judge             another judge prints the answers again, marked as read afterwards
-    --runs N            with more pairs than planned, all N are made. There is one more look,
-                        after the last one, at p < alpha. So the chance of a false answer to a
-                        question is at most twice alpha, and grows by alpha with each extension
+Finished runs are not repeated: the same command with --run_id NAME continues a comparison, or
+prints its answers again. More pairs, or another judge, need a new comparison.
 
 --judge loss --deviation 0.0013 takes the standard deviation of a run's loss as known, as the
 optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
@@ -50,8 +46,8 @@ optimizer benchmark does. A z-test replaces the t-test, and needs fewer pairs.
     --run_id NAME       how names of logs begin [the time]
 
 The answers are also an object of logs/results.jsonl: kind (comparison), run (its name), start, A, B
-(script and flags), judge, read_afterwards, alpha, plans (pairs), seconds, pairs, an object for each
-question (mean, half, p, answer; time and sooner in per cent), verdict, logs.
+(script and flags), judge, alpha, runs (the most pairs), seconds, pairs, an object for each question
+(mean, half, p, answer; time and sooner in per cent), verdict, logs.
 """
 
 import argparse
@@ -59,7 +55,6 @@ import json
 import math
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -71,22 +66,19 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-
 import console
 import launch
 import result
 import script
 import significance
-import timing
-from logfile import Run, is_finished, put_aside, read_log
+from logfile import Run, is_finished, read_log
 from significance import ALPHA, FEWEST, Difference, show_p
 from train_gpt import UserError, new_name, written_whole
 
 LONGER = 1.25  # times the steps, in the run that measures what a step is worth
 # Runs neither save nor validate before the end, unless flags say so.
 WITHOUT = ("--keep", "0", "--val_loss_every", "0")
-PLAN = "judge", "alpha", "seed", "deviation", "seconds"  # flags that a plan keeps
+PLAN = "judge", "alpha", "seed", "deviation", "seconds", "runs"  # flags that a plan keeps
 NOISY = 2.0  # per cent: times with a wider interval are too noisy to tell
 # Each question: what it asks for, the words for less and for more, the unit, and a number's form.
 QUESTIONS = {
@@ -141,9 +133,8 @@ class Side:
         label says which one of the comparison it is. UserError if the run fails."""
         log = self.log(name, seed)
         if not is_finished(log):
-            if log.exists():
-                put_aside(log)
             own = ["--seed", str(seed), "--run_id", log.stem]
+            own += ["--resume", "on"] if log.exists() else []
             flags = [*WITHOUT, *self.flags, *own]
             found = launch.train(self.path, flags, f"{label}, {self.name}", group=name)
             if found["exit"] in result.STOPPED:
@@ -151,9 +142,6 @@ class Side:
                 raise KeyboardInterrupt
             if found["exit"]:
                 raise UserError(f"the run {log.stem} {found['status']}: {found['reason']}")
-            if not log.exists():
-                remedy = f"the same command with --run_id {name} makes it again"
-                raise UserError(f"{found['reason']}: {remedy}")
         found = read_log(log)
         text = f"{self.name} seed {seed}: loss {found.loss:.5f} in {found.seconds:.1f} s"
         print(f"{label}, {text}", flush=True)
@@ -168,15 +156,6 @@ def check_equal(runs: list[Run]) -> None:
                 f"{runs[0].path} and {run.path} differ in source, settings, kernels, torch or "
                 "machine: change nothing until a comparison ends, or choose another --run_id"
             )
-
-
-def losses_of_kernels(a: Run, b: Run) -> str:
-    """Return which kernels two runs could not use, and why; "" if there are none."""
-    text = ""
-    for name, run in (("A", a), ("B", b)):
-        for kernel, reason in run.kernels_off.items():
-            text += f"; {name} ran without the kernel {kernel} ({reason})"
-    return text
 
 
 def worth_of_time(side: Side, run: Run, name: str, seed: int) -> float | None:
@@ -264,47 +243,22 @@ def print_answers(answers: dict[str, dict], when: str, limit: float, text: str) 
 def plan_of(name: str) -> dict:
     """Return the plan of a comparison of that name; {} if there is none."""
     path = Path("logs", f"{name}.json")
-    if not path.exists():
-        return {}
     try:
-        plan = json.loads(path.read_bytes())
-        numbers = [plan[name] for name in ("ended", "steps") if name in plan]
-        is_whole = {*PLAN, "A", "B", "plans"} <= plan.keys() and plan["plans"]
-        if is_whole and all(type(number) is int for number in numbers + plan["plans"]):
-            return plan
-    except (AttributeError, TypeError, ValueError):
-        pass
-    remedy = "remove it, and the same command reads the runs that are finished"
-    raise UserError(f"{path} is not a whole plan of a comparison: {remedy}")
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except (TypeError, ValueError) as error:
+        remedy = "remove it, and the same command reads the runs that are finished"
+        raise UserError(f"{path} is not a whole plan of a comparison: {remedy}") from error
 
 
-def write_plan(name: str, plan: dict) -> None:
-    """Keep the plan of a comparison beside its logs."""
-    path = Path("logs", f"{name}.json")
+def keep_plan(name: str, plan: dict) -> None:
+    """Write the plan of a comparison beside its logs. UserError if it has another one: a plan that
+    changes after a look makes false answers likelier."""
+    path, before = Path("logs", f"{name}.json"), plan_of(name) or plan
+    for key, value in plan.items():
+        if before.get(key) != value:
+            raise UserError(f"{path}: {key} was {before.get(key)}: choose another --run_id")
     with written_whole(path, path.with_suffix(".json.tmp")) as file:
         file.write(json.dumps(plan).encode())
-
-
-def settle(name: str, plan: dict, runs: int | None) -> tuple[dict, bool]:
-    """Return a comparison's plan with its `plans`, the largest numbers of pairs, and whether the
-    comparison is read afterwards, by another judge. UserError if that name has another plan: a plan
-    that changes after a look makes false answers likelier. What has ended may be extended."""
-    known = plan_of(name)
-    if not known:
-        return {**plan, "plans": [runs or 20]}, False
-    plans, runs = known["plans"], runs or known["plans"][-1]
-    read_afterwards = "ended" in known and known["judge"] != plan["judge"]
-    if read_afterwards:
-        plan["judge"] = known["judge"]
-    elif "ended" in known and runs > plans[-1]:
-        plans = [*plans, runs]
-        known.pop("ended")
-    before = {**known, "runs": plans[-1]}
-    for key, value in {**plan, "runs": runs}.items():
-        if before[key] != value:
-            path = Path("logs", f"{name}.json")
-            raise UserError(f"{path}: {key} was {before[key]}: choose another --run_id")
-    return {**known, "plans": plans}, read_afterwards
 
 
 def pairs_of(a: Side, b: Side, name: str, seeds: list[int]) -> Iterator[tuple[Run, Run]]:
@@ -331,48 +285,39 @@ def compare(a: Side, b: Side, args: argparse.Namespace) -> None:
     name, judge, began = args.run_id, args.judge, datetime.now().astimezone()
     plan = {key: getattr(args, key) for key in PLAN}
     if args.seconds is not None:
-        before = plan_of(name) or {"steps": timing.steps_in(args.seconds, a.path, list(a.flags))}
-        plan["steps"] = steps = before.get("steps", 1)  # without steps, `settle` refuses the plan
-        more = {s: timing.flags_for(s.path, list(s.flags), steps, s.name) for s in (a, b)}
+        before = plan_of(name) or {"steps": launch.steps_in(args.seconds, a.path, list(a.flags))}
+        plan["steps"] = steps = before.get("steps", 1)  # a plan without steps is refused below
+        more = {s: launch.flags_for(s.path, list(s.flags), steps, s.name) for s in (a, b)}
         a, b = (replace(side, flags=(*side.flags, *flags)) for side, flags in more.items())
     plan |= {side.name: [str(side.path), *side.flags] for side in (a, b)}
-    plan, read_afterwards = settle(name, plan, args.runs)
-    write_plan(name, plan)
+    keep_plan(name, plan)
     print(f"logs are logs/{name}_*.txt; --run_id {name} continues after a stop", flush=True)
-    planned, *extensions = plan["plans"]
-    most = plan.get("ended", plan["plans"][-1])
     known = None if args.deviation is None else 2**0.5 * args.deviation  # of a difference
-    limits = significance.thresholds(args.alpha, planned, known is not None)
+    limits = significance.thresholds(args.alpha, args.runs, known is not None)
     pairs, worth = [], None
-    for pair in pairs_of(a, b, name, [args.seed + i for i in range(most)]):
+    for pair in pairs_of(a, b, name, [args.seed + i for i in range(args.runs)]):
         pairs.append(pair)
         if len(pairs) == 1:
             worth = worth_of_time(a, pair[0], name, args.seed)
             if judge == "sooner" and not worth:
                 raise UserError("--judge sooner needs the worth of time: use --judge loss")
-        # An extension has one look, after its last pair.
-        if len(pairs) < FEWEST or (extensions and len(pairs) < most):
+        if len(pairs) < FEWEST:
             continue
-        limit = args.alpha if extensions else limits[len(pairs) - FEWEST]
+        limit = limits[len(pairs) - FEWEST]
         numbers = numbers_of(pairs, worth)
         answers = answers_of(numbers, known, limit)
-        text = verdict(answers) + losses_of_kernels(*pairs[0])
-        if read_afterwards:
-            text += f"; read afterwards, the judge was {plan['judge']}"
-        if extensions:
-            text += f"; extended, so alpha is up to {args.alpha * len(plan['plans']):g}"
-        print_answers(answers, f"after {len(pairs)} pairs, of at most {most}", limit, text)
+        text = verdict(answers)
+        for kernel in sorted(pair[1].kernels_off.keys() - pair[0].kernels_off.keys()):
+            text += f"; B ran without the kernel {kernel} ({pair[1].kernels_off[kernel]})"
+        print_answers(answers, f"after {len(pairs)} pairs, of at most {args.runs}", limit, text)
         same = not any(numbers["loss"])
         if answers[judge]["answer"] != "open" or (same and judge == "loss"):
             break
-    if "ended" not in plan or read_afterwards:
-        write_plan(name, {**plan, "ended": len(pairs)})
-        logs = [str(run.path) for pair in pairs for run in pair]
-        found = {"kind": "comparison", "run": name, "start": began.isoformat(timespec="seconds")}
-        found |= {side: shlex.join(plan[side]) for side in "AB"} | {"judge": judge}
-        found |= {"read_afterwards": read_afterwards, "alpha": args.alpha, "plans": plan["plans"]}
-        found |= {"seconds": args.seconds}
-        result.note({**found, "pairs": len(pairs), **answers, "verdict": text, "logs": logs})
+    found = {"kind": "comparison", "run": name, "start": began.isoformat(timespec="seconds")}
+    found |= {side: shlex.join(plan[side]) for side in "AB"} | {"pairs": len(pairs)}
+    found |= {key: plan[key] for key in ("judge", "alpha", "runs", "seconds")}
+    logs = [str(run.path) for pair in pairs for run in pair]
+    result.note({**found, **answers, "verdict": text, "logs": logs})
     if args.plot:
         significance.draw_pairs(numbers, args.plot)
 
@@ -391,7 +336,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--run_id", default=new_name())
     parser.add_argument("--judge", choices=tuple(QUESTIONS), default="loss")
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--runs", type=int)
+    parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--deviation", type=float)
     parser.add_argument("--alpha", type=float, default=ALPHA)
     parser.add_argument("--seed", type=int, default=0)
@@ -399,7 +344,7 @@ def main(words: list[str]) -> None:
     args, others = parser.parse_known_args(words)
     if len(texts) < 2:
         parser.error('--compare needs the flags of A and the flags of B, each in quotes, or ""')
-    if args.runs is not None and not FEWEST <= args.runs <= 200:
+    if not FEWEST <= args.runs <= 200:
         parser.error(f"--runs must be from {FEWEST} to 200 pairs")
     if not 0.001 <= args.alpha <= 0.5:
         parser.error("--alpha must be from 0.001 to 0.5")
@@ -409,7 +354,7 @@ def main(words: list[str]) -> None:
     script.check_name(args.run_id)
     path, common = script.take_script(others)
     a, b = (Side.of(name, text, common, path) for name, text in zip("AB", texts, strict=True))
-    if args.seconds is not None and timing.is_given("num_iterations", list(b.flags)):
+    if args.seconds is not None and launch.is_given("num_iterations", list(b.flags)):
         parser.error("--seconds chooses the number of steps: leave it or --num_iterations out")
     compare(a, b, args)
 

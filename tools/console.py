@@ -8,7 +8,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 
 # Any Python may start a tool, from any folder. Each tool imports this module first, so that it and
 # the programs that it starts find the project.
@@ -18,7 +18,17 @@ sys.path[1:1] = FOLDERS
 os.environ.pop("PYTHONSAFEPATH", None)  # a script finds what lies beside it
 os.environ["PYTHONPATH"] = ":".join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-import train_gpt  # noqa: E402
+waiting = Timer(2, print, ["importing torch"], {"file": sys.stderr})  # from a slow disk: minutes
+waiting.daemon = True
+if sys.stderr.isatty():
+    waiting.start()
+try:
+    import train_gpt  # noqa: E402
+except (ImportError, OSError) as error:  # such as a library that torch does not find
+    reason = f"{type(error).__name__}: {str(error).strip()}".split("\n")[-1]
+    helps = "start this by ./run.sh, if need be with another PYTHON=path"
+    sys.exit(f"run.sh: error: {sys.executable} cannot train ({reason}): {helps}")
+waiting.cancel()
 
 FIRST, NEXT = 2.0, 10.0  # seconds of silence before the first line of `doing`, and the next ones
 
@@ -29,25 +39,12 @@ def program(name: str) -> Callable:
 
     def decorate(work: Callable[[list[str]], None]) -> Callable:
         def main(words: list[str] | None = None) -> None:
-            if ticker := os.environ.pop("RUN_SH_TICKER", ""):  # run.sh's lines about Python's start
-                os.close(int(ticker))
             words = sys.argv[1:] if words is None else words
-            train_gpt.as_program(name, lambda: work(checked(words)))
+            train_gpt.as_program(name, lambda: work(list(words)))
 
         return main
 
     return decorate
-
-
-def checked(words: list[str]) -> list[str]:
-    """Return the words of a command line. UserError for one that is not UTF-8, and for a value of
-    --, which argparse drops."""
-    for word in words:
-        if re.search("[\ud800-\udfff]", word):
-            raise train_gpt.UserError(f"{word} is not UTF-8 text")
-        if re.fullmatch(r"--\w+=--", word):
-            raise train_gpt.UserError(f"{word}: -- is not a value of a flag")
-    return list(words)
 
 
 def parser_of(description: str | None = None) -> ArgumentParser:
@@ -68,17 +65,20 @@ def fail(message: str):
 
 
 @contextmanager
-def doing(what: str | Callable[[], str]) -> Iterator[None]:
+def doing(what: str | Callable[[], str], in_place: bool = False) -> Iterator[None]:
     """Print `what` on standard error after two seconds, and then every ten. It may be a
-    function; if that returns "", nothing is printed, and it is called again after two seconds."""
+    function; if that returns "", nothing is printed, and it is called again after two seconds.
+    On a terminal, a line that is `in_place` replaces the one before."""
     start, is_over = time.monotonic(), Event()
+    erase, end = ("\033[2K", "\r") if in_place and sys.stderr.isatty() else ("", "\n")
 
     def say() -> None:
         wait = FIRST
         while not is_over.wait(wait):
             text, wait = what() if callable(what) else what, FIRST
             if text:
-                print(f"{text}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+                text = f"{erase}{text}, {time.monotonic() - start:.0f} s"
+                print(text, end=end, file=sys.stderr, flush=True)
                 wait = NEXT
 
     thread = Thread(target=say, daemon=True)
@@ -88,6 +88,7 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
+        print(end=erase, file=sys.stderr, flush=True)
 
 
 def print_table(rows: list[list[str]]) -> None:

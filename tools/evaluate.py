@@ -8,11 +8,6 @@ Other flags go to the script that saved the checkpoint. A published checkpoint n
 --record NAME if it is not the default one.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-
 import torch
 
 import console

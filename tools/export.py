@@ -22,14 +22,11 @@ lm-evaluation-harness scores it on HellaSwag and other tasks:
 import contextlib
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import train_gpt

@@ -3,15 +3,9 @@
     ./run.sh tools/history.py                          all runs, in the order of their ends
     ./run.sh tools/history.py muon_lr --sort val_loss  those with muon_lr in their row, best first
 
-The pattern is a regular expression; "what" has script, record and changed flags. A run that was
-made in several starts has one row. result.py lists what else the file holds of each run.
+"what" has script, record and changed flags. A run that was made in several starts has one row.
+result.py lists what else the file holds of each run.
 """
-
-import re
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import result
@@ -29,19 +23,16 @@ def cells_of(run: dict) -> list[str]:
 
 @console.program("history.py")
 def main(words: list[str]) -> None:
-    """Print the table. UserError if there is no run, or for a bad pattern."""
+    """Print the table. UserError if there is no run."""
     parser = console.parser_of(__doc__)
-    parser.add_argument("pattern", nargs="?", default="", help="show rows that have this [all]")
+    parser.add_argument("text", nargs="?", default="", help="show rows that have this [all]")
     parser.add_argument("--sort", choices=COLUMNS, help="sort by this column, smallest first")
     args = parser.parse_args(words)
     runs = result.runs_noted()
     for run in runs:
         what = run["script"], run["record"], run["flags"]
         run["what"] = " ".join(word for word in what if word)
-    try:
-        runs = [run for run in runs if re.search(args.pattern, " ".join(cells_of(run)))]
-    except re.error as error:
-        raise UserError(f"{args.pattern} is not a regular expression: {error}") from error
+    runs = [run for run in runs if args.text in " ".join(cells_of(run))]
     if not runs:
         raise UserError(f"{result.RESULTS} has no such run")
     if args.sort:

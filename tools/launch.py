@@ -1,17 +1,21 @@
-"""Start a program in a process for each GPU; make a run of a script, and note its summary."""
+"""Make a run of a training script, or several; run.sh starts this when Python is set up.
 
-import json
+    launch.py [SCRIPT.py] [flags]              one process per GPU; FineWeb is fetched if needed
+    launch.py [SCRIPT.py] --runs N [flags]     N runs with seeds from --seed on, then statistics
+    launch.py [SCRIPT.py] --seconds N [flags]  as many steps as take N seconds here
+
+SCRIPT.py is train_gpt.py if none is named. NPROC=n uses n GPUs. A run ends with its summary, which
+is also a line of logs/results.jsonl; result.py lists its keys.
+"""
+
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,17 +25,19 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C during the next imports: no traceback
+
 import console
 import machine
 import result
 import script
-from logfile import refuse_live
+from logfile import OF_ONE_RUN, is_finished, read_metrics
 from result import End
 from train_gpt import FINEWEB, HERE, STOPS, Hyperparameters, Run, UserError, new_name
 
 SHARD_TOKENS = 10**8  # in a shard of FineWeb
 ERROR = re.compile(r"\S+: error: |[\w.]*(Error|Exception|Failed|Interrupt)\b")  # begins a line
-SIZE = re.compile(r"^parameters: (\d+)(?: and (\d+) that ranks share out)?$", re.M)  # in a log
 PLACE = re.compile(r'File "(.+)", line (\d+)')  # in a traceback
 
 
@@ -91,11 +97,9 @@ def fetch(hp: Hyperparameters, run_class: type[Run]) -> None:
             raise UserError("FineWeb could not be fetched: see above")
 
 
-def start(
-    hp: Hyperparameters, words: list[str], check: Callable[[], str] = lambda: "", **options
-) -> End:
+def start(hp: Hyperparameters, words: list[str], **options) -> End:
     """Run a Python program, the first of the words, on the GPUs for which the settings ask, and
-    wait. `check` is called twice a second; if it returns a reason, the program is stopped.
+    wait.
 
     The first signal to stop is passed on as a SIGTERM, and a later SIGINT as it is: it ends a run
     that saves at once. A terminal also sends its signals to a single program, but not to torchrun
@@ -112,7 +116,7 @@ def start(
         torchrun = ["-P", f"{HERE}/tools/ranks.py", "--standalone", "--local_addr=127.0.0.1"]
         torchrun.append(f"--nproc_per_node={count}")
     command = [sys.executable, *torchrun, *words]
-    child, signals, last, reason = None, [], deque(maxlen=200), ""
+    child, signals, last = None, [], deque(maxlen=200)
 
     def note(number: int, frame) -> None:
         signals.append(number)
@@ -140,14 +144,7 @@ def start(
         child.terminate()
     reader = Thread(target=pass_on, daemon=True)
     reader.start()
-    while True:
-        try:
-            status = child.wait(timeout=0.5)
-            break
-        except subprocess.TimeoutExpired:
-            if not reason and (reason := check()):
-                print(f"run.sh: stopping: {reason}", file=sys.stderr, flush=True)
-                child.terminate()
+    status = child.wait()
     if status and signals:
         status = 128 + signals[0]  # the program got a SIGTERM, and torchrun has its own status
     elif status < 0:
@@ -155,10 +152,10 @@ def start(
     reader.join(timeout=10)  # a process that the program left running may keep the pipe open
     for number, handler in before.items():
         signal.signal(number, handler)
-    if reason and not signals:
-        return End(1, reason, diverged=True)
     if status > 128:
-        return End(status, signal.Signals(status - 128).name)
+        name = signal.Signals(status - 128).name
+        of_rank = [line for line in last if re.fullmatch(rf"{name} ended rank \d+", line)]
+        return End(status, (of_rank or [name])[-1])
     lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in last if line]
     named = [line for line in lines if ERROR.match(line)]
     places = [match.groups() for line in lines if (match := PLACE.match(line))]
@@ -172,20 +169,18 @@ def start(
 
 
 def check_compiler(hp: Hyperparameters) -> None:
-    """Say so if the run is to be compiled and this machine seems to lack what that needs. The run
-    may find the compiled code in its cache, so it begins."""
-    gpus, reason = gpus_for(hp), ""
-    if hp.compile == "on" or (hp.compile == "auto" and gpus):
-        reason = machine.lacks() if gpus else machine.compiler_fault()
-    if reason:
+    """Say so if the run is to be compiled and there seems to be no compiler. The run may find the
+    compiled code in its cache, so it begins."""
+    compiles = hp.compile == "on" or (hp.compile == "auto" and gpus_for(hp))
+    if compiles and (reason := machine.compiler_fault()):
         print(f"run.sh: {reason}", file=sys.stderr, flush=True)
 
 
 def say_memory(path: Path, hp: Hyperparameters, record: str) -> None:
-    """Say what a run on one GPU reserves, if that was counted."""
+    """Say what the record of a run on one GPU reserves, if that was counted."""
     gpus = gpus_for(hp)
     is_one = gpus > 0 and (os.environ.get("NPROC") or str(gpus)) == "1"
-    if is_one and (text := machine.memory_of(path, hp, record)):
+    if is_one and (text := machine.memory_of(path, record)):
         print(f"run.sh: {text}", file=sys.stderr, flush=True)
 
 
@@ -196,105 +191,23 @@ def check_folder(hp: Hyperparameters) -> None:
     TemporaryFile(dir=folder if folder.is_dir() else folder.parent).close()
 
 
-class Live:
-    """A run that is being made, seen by its files. With a label, its own lines are not shown."""
-
-    def __init__(self, path: Path, hp: Hyperparameters, label: str):
-        self.name, self.label, self.steps = script.show(path), label, hp.num_iterations
-        self.saves = hp.keep if hp.save_every else min(hp.keep, 1)  # checkpoints, at most
-        self.log = Path("logs", f"{hp.run_id}.txt")
-        self.metrics = None  # the open file of metrics
-        self.last = {}  # the last values of the fields of the metrics
-        self.first, self.above = math.inf, 0  # the first loss, and how many last ones are above it
-        self.step, self.ms = 0, 0.0
-        self.heard, self.told = 0.0, 0.0  # when the log was last written, and when before a notice
-        self.pause = 0.0  # the longest between two such times
-        self.columns = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
-        self.bar = tqdm(
-            total=self.steps,
-            desc=label,
-            leave=False,
-            disable=not (label and self.columns),
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
-        )
-
-    def check(self) -> str:
-        """Read new metrics. Return why the run should be stopped, "" if it should go on: it has
-        diverged if all of a tenth of its steps, or 20, have a loss above the first one."""
-        if self.saves:
-            self.say_room()
-        path = self.log.with_suffix(".jsonl")
-        if self.metrics is None and path.exists():
-            self.metrics = path.open()
-        while self.metrics and (line := self.metrics.readline()):
-            if not line.endswith("\n"):  # it is being written
-                self.metrics.seek(self.metrics.tell() - len(line))
-                break
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line that another process cut off
-                continue
-            if not isinstance(row, dict):
-                continue
-            self.last |= row
-            if "train_loss" in row:
-                self.step, self.ms, loss = row["step"], row["ms"], row["train_loss"]
-                loss = math.inf if loss is None else loss  # null: it was not finite
-                self.first = min(self.first, loss) if self.step == 1 else self.first
-                self.above = self.above + 1 if loss > self.first else 0
-                rate = f"loss {loss:.3f}, {row.get('tokens_per_s', 0) / 1e3:.1f}k tokens/s"
-                self.bar.set_postfix_str(f"{rate}, {self.time_left()}", refresh=False)
-        self.bar.n = self.step
-        self.bar.refresh()
-        if self.above < max(20, self.steps // 10):
-            return ""
-        return f"{self.above} steps had a loss above {self.first:.4f}, the first one"
-
-    def say_room(self) -> None:
-        """Say so once if the disk has less room than the run's checkpoints may need. The log tells
-        the size of its model: this process need not build one, which takes a second."""
-        text = self.log.read_text("utf-8", errors="replace") if self.log.is_file() else ""
-        if not (found := SIZE.search(text)):
-            return
-        numbers = sum(int(count or 0) for count in found.groups())
-        size = self.saves * 3 * 4 * numbers  # weights, and at most two moments of each
-        self.saves = 0
-        free = shutil.disk_usage(self.log.parent).free
-        if free < size:
-            needs = f"checkpoints may need {size / 1e9:.1f} GB"
-            text = f"{needs}, {self.log.parent} has {free / 1e9:.1f} GB free"
-            print(f"run.sh: {text}", file=sys.stderr, flush=True)
-
-    def time_left(self) -> str:
-        """Return how long the other steps take, at the rate of the last one."""
-        return f"{tqdm.format_interval((self.steps - self.step) * self.ms / 1e3)} left"
-
-    def news(self) -> str:
-        """Return what to say of a run whose own lines are hidden, or do not come."""
-        if not self.bar.disable:  # it shows that time goes on
-            return ""
-        if not self.metrics and not self.log.exists():
-            return f"{self.label or self.name}: starting, Python imports torch"
-        if self.label:
-            left = f", {self.time_left()}" if self.step else ""
-            return f"{self.label}: step {self.step}/{self.steps}{left}"
-        if self.columns or not self.log.exists():  # the run shows a bar of its own, or it was moved
-            return ""
-        written = self.log.stat().st_mtime
-        if self.heard:
-            self.pause = max(self.pause, written - self.heard)
-        self.heard = written
-        # Once a silence, and only if it is longer than this run's own pauses.
-        if self.told == written or time.time() - written < max(7, 3 * self.pause):
-            return ""
-        self.told = written
-        return f"{self.log} has no new line: compilation, validation and saving may take minutes"
+def news_of(hp: Hyperparameters, name: str, label: str) -> str:
+    """Return what to say of a run that starts, or whose lines are hidden: that one has a label."""
+    log = Path("logs", f"{hp.run_id}.txt")
+    if not log.exists():
+        return f"{label or name}: starting, Python imports torch"
+    if not label:  # then the run speaks for itself
+        return ""
+    rows = read_metrics(log.with_suffix(".jsonl")) or [{"step": 0}]
+    step, ms = rows[-1]["step"], rows[-1].get("ms", 0.0)
+    left = tqdm.format_interval((hp.num_iterations - step) * ms / 1e3)  # at this step's rate
+    return f"{label}: step {step}/{hp.num_iterations}, {left} left"
 
 
-def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
+def train(path: Path, flags: list[str], label: str = "", group: str | None = None) -> dict:
     """Make a run of a script, note its summary, and return that. With a label, which says what run
-    it is, only progress and errors are shown. `known` has keys of the summary. UserError for bad
-    flags, or if the name is taken."""
+    it is, only progress and errors are shown. `group` names the command that makes several runs.
+    UserError for bad flags, or if the name is taken."""
     hp, record = script.parse(path, flags)
     run_class = script.load(path)
     check_compiler(hp)
@@ -305,21 +218,19 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
     if not (hp.run_id or hp.resume):
         hp = replace(hp, run_id=new_name())
         flags = [*flags, "--run_id", hp.run_id]
-    live, begin = Live(path, hp, label), result.Start(path, hp, record, known)
-    refuse_live(live.log)
+    begin = result.Start(path, hp, record, group)
     if begin.log_size and not hp.resume:  # an empty log is of a run that was killed at once
-        raise UserError(f"{live.log} exists: choose another --run_id, or --resume on")
-    result.open_results().close()  # at its end, the run needs this, and what the next lines check
+        raise UserError(f"{begin.log} exists: choose another --run_id, or --resume on")
+    result.note()  # at its end, the run needs this, and what the next lines check
     vocabulary = script.core(run_class).HERE / "data/vocab.bpe"
     if getattr(hp, "canonical_mask", False) and not vocabulary.is_file():
         raise UserError(f"{vocabulary} is missing, from which --canonical_mask on makes its mask")
     if hp.keep:
         check_folder(hp)
     output = {"stdout": subprocess.DEVNULL} if label else {}
-    with console.doing(live.news), live.bar:
-        end = start(hp, [str(path), *flags], live.check, **output)
-    live.check()  # its last lines
-    found = result.result_of(begin, end, live.last)
+    with console.doing(lambda: news_of(hp, script.show(path), label), in_place=bool(label)):
+        end = start(hp, [str(path), *flags], **output)
+    found = result.result_of(begin, end)
     result.note(found)
     if found["exit"] and not end.status:
         print(f"run.sh: error: {found['reason']}", file=sys.stderr)
@@ -334,3 +245,134 @@ def train(path: Path, flags: list[str], label: str = "", **known) -> dict:
         print("read what it writes:", shlex.join(command))
     result.print_result(found)
     return found
+
+
+# -----------------------------------------------------------------------------
+# --seconds N, as a number of steps
+
+
+def is_given(name: str, flags: list[str]) -> bool:
+    """Return whether a setting is among the flags."""
+    return any(word.split("=")[0] == f"--{name}" for word in flags)
+
+
+def ms_per_step(path: Path, flags: list[str], budget: float) -> float:
+    """Return the mean ms of a step of a script with these flags, timed for about `budget` seconds.
+    UserError if that fails."""
+    hp, _ = script.parse(path, flags)
+    what = f"timing steps of {script.show(path)}, up to {budget:.0f} s after compilation"
+    with TemporaryFile("w+") as out, console.doing(what):
+        words = [f"{HERE}/tools/bench.py", str(path), "--mean", str(budget), *flags]
+        end = start(hp, words, stdout=out)
+        if end.status in result.STOPPED:
+            raise KeyboardInterrupt
+        if end.status:
+            raise UserError(f"steps could not be timed: {end.reason}")
+        out.seek(0)
+        return float(out.read().split()[-1])
+
+
+def steps_in(seconds: float, path: Path, flags: list[str]) -> int:
+    """Return how many steps of a script with these flags take so many seconds of training; print
+    that, and flags_for ends the line. UserError for a number that cannot be met."""
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds {seconds:g}: must be a finite number above 0")
+    for name in ("num_iterations", "resume"):
+        if is_given(name, flags):
+            raise UserError(f"--seconds chooses the number of steps anew: leave it or --{name} out")
+    ms = ms_per_step(path, flags, min(max(seconds / 10, 20.0), 5 * seconds))
+    steps = max(1, round(1e3 * seconds / ms))
+    print(f"--seconds {seconds:g}: {steps} steps of about {ms:.0f} ms", end="; ", flush=True)
+    return steps
+
+
+def flags_for(path: Path, flags: list[str], steps: int, label: str) -> list[str]:
+    """Return the flags that make so many steps; print them with a label. Steps at which something
+    begins, and lengths in steps, are scaled; data that is too short is read again. Flags that were
+    given stay."""
+    hp, _ = script.parse(path, flags)
+    more = ["--num_iterations", str(steps)]
+    for name, value in vars(hp).items():
+        if name.endswith(("_steps", "_from")) and value and not is_given(name, flags):
+            unit = 4 if name.endswith("_from") else 1  # as the n-gram table's ngram_slow_from needs
+            scaled = value * steps / hp.num_iterations
+            more += [f"--{name}", str(unit * max(1, round(scaled / unit)))]
+    if not is_given("epochs", flags):
+        more += ["--epochs", "0"]
+    print(f"{label}:", *more, flush=True)
+    return more
+
+
+# -----------------------------------------------------------------------------
+# Several runs, and the command line
+
+
+def difference(path: Path, hp: Hyperparameters) -> str:
+    """Return how the finished run of this name differs from what would be made, apart from what
+    each run may choose for itself; "" if it does not."""
+    before = [run for run in result.runs_noted() if run["run"] == hp.run_id]
+    if not before or before[-1]["flags"] is None:
+        return f"is not in {result.RESULTS}"
+    if before[-1]["digest"] != result.digest(path):
+        return "was made by another source"
+    words = ["--record", before[-1]["record"], *shlex.split(before[-1]["flags"])]
+    then, _ = script.parse(path, words)
+    own = {name: getattr(hp, name) for name in OF_ONE_RUN & vars(hp).keys()}
+    changed = script.core(script.load(path)).changed_flags(hp, replace(then, **own))
+    return f"was made without {shlex.join(changed)}" if changed else ""
+
+
+def words_to_make(path: Path, flags: list[str]) -> list[str]:
+    """Return the flags that make, or finish, a run with these; [] if it is finished. UserError if
+    it was made in another way."""
+    hp, _ = script.parse(path, flags)
+    log = Path("logs", f"{hp.run_id}.txt")
+    if is_finished(log):
+        if reason := difference(path, hp):
+            raise UserError(f"{log} {reason}: choose another --run_id")
+        return []
+    return [*flags, "--resume", "on"] if log.exists() else flags
+
+
+def repeat(count: int, path: Path, flags: list[str]) -> int:
+    """Make `count` runs with consecutive seeds, then print their statistics. Finished runs
+    of this name are not made again. Weights are saved only if the flags ask for it. Return the
+    exit status; the first run that fails is the last one."""
+    hp, _ = script.parse(path, flags)
+    name = hp.run_id or new_name()
+    logs = []
+    for seed in range(hp.seed, hp.seed + count):
+        own = ["--seed", str(seed), "--run_id", f"{name}_seed{seed}"]
+        logs.append(f"logs/{name}_seed{seed}.txt")
+        words = words_to_make(path, ["--keep", "0", *flags, *own])
+        if not words:
+            print(f"{logs[-1]} is finished", flush=True)
+        elif status := train(path, words, group=name)["exit"]:
+            return status
+    return subprocess.run([sys.executable, f"{HERE}/tools/leaderboard.py", *logs]).returncode
+
+
+@console.program("run.sh")
+def main(words: list[str]) -> None:
+    """Train, once or --runs times, and exit with the run's status."""
+    path, words = script.take_script(words)
+    parser = console.parser_of()
+    parser.add_argument("--runs", type=int)
+    parser.add_argument("--seconds", type=float)
+    args, flags = parser.parse_known_args(words)
+    if args.runs is not None and args.runs < 1:
+        raise UserError(f"--runs {args.runs}: must be 1 or more")
+    try:
+        if args.seconds is not None:
+            steps = steps_in(args.seconds, path, flags)
+            flags = [*flags, *flags_for(path, flags, steps, script.show(path))]
+        status = repeat(args.runs, path, flags) if args.runs else train(path, flags)["exit"]
+    except Exception as error:
+        if not isinstance(error, UserError):  # it is of the script, which is imported here
+            result.note(result.not_begun(path, flags, error))
+        raise
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,9 +27,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import significance
@@ -50,11 +47,15 @@ def deviation(values: list[float]) -> float:
 def p_at_most(target: float, losses: list[float], known: float | None = None) -> float:
     """Return the p of a one-sided t-test: the probability of so low a mean loss if the true mean is
     the target. If the deviation of a loss is `known`, the test is a z-test."""
-    if known is not None:
-        return float(stats.norm.cdf((np.mean(losses) - target) * len(losses) ** 0.5 / known))
-    if len(losses) < 2 or np.ptp(losses) == 0:
+    if known is None and (len(losses) < 2 or np.ptp(losses) == 0):
         return math.nan
-    return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+    half = float(significance.p_value(np.subtract(losses, target), known)) / 2  # it has two sides
+    return half if np.mean(losses) < target else 1 - half
+
+
+def margin(target: float, losses: list[float]) -> float:
+    """Return the statistic of the optimizer benchmark, (target - mean loss) sqrt(n)."""
+    return (target - np.mean(losses)) * len(losses) ** 0.5
 
 
 def columns(runs: list[Run]) -> tuple[list[float], list[float]]:
@@ -111,8 +112,7 @@ def print_groups(groups: dict[str, list[Run]], target: float, known: float | Non
         row = [letter, str(len(runs)), show(np.mean(losses), form), show(deviation(losses), form)]
         row += [show_p(p_at_most(target, losses, known or runs[0].known_deviation))]
         row += [show(np.mean(times), ".2f"), show(deviation(times), ".2f")]
-        margin = (target - np.mean(losses)) * len(losses) ** 0.5
-        rows.append([*row, f"{margin:+.5f}"])
+        rows.append([*row, f"{margin(target, losses):+.5f}"])
     print()
     print_table(rows)
 
@@ -133,6 +133,8 @@ def print_leaderboard(
             rows.append([letter, str(r.steps), *numbers, r.memory or "-", place])
     print()
     print_table(rows)
+    for r in [r for runs in groups.values() for r in runs if r.replaced]:
+        print(f"{r.path.name} was resumed with another {' and '.join(r.replaced)}")
 
     aims = {letter: target or runs[0].target for letter, runs in groups.items()}
     for aim in dict.fromkeys(aims.values()):

@@ -1,6 +1,5 @@
 """What a log says about a run: our logs, and the public project's."""
 
-import fcntl
 import json
 import math
 import re
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from train_gpt import RULE, UserError, new_name
+from train_gpt import RULE
 
 FILE = re.compile(r"([\w/]+\.py):(\n|$)")  # the first line of another file's part
 STEP = re.compile(
@@ -70,9 +69,9 @@ class Run:
     gpu: str | None = None
     memory: str | None = None  # MiB allocated/reserved
     devices: str | None = None  # such as 8 x NVIDIA H100; for a CPU, `gpu` has its model
-    warm_up: float | None = None  # seconds
     parameters: int | None = None
     resume: str = ""  # the command that resumes it, if it was saved and not finished
+    replaced: list[str] = field(default_factory=list)  # source or data, if a resumed run had others
     steps: int = 0  # of the whole run
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: loss, seconds
     last: tuple[int, float] = (0, 0.0)  # the last step that it reports, and seconds up to there
@@ -226,10 +225,10 @@ def run_of(path: Path, head: list[str], results: str) -> Run:
         run.gpu = f"{match[2]} x {match[1]}"
     if match := re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB", results, re.M):
         run.memory = f"{match[1]}/{match[2]}"
-    if match := re.findall(r"^compilation and warm-up.*: (\S+) s$", results, re.M):
-        run.warm_up = float(match[-1])
     if match := re.search(r"^parameters: (\d+)", results, re.M):
         run.parameters = int(match[1])
+    changed = re.findall(r"^the (\w+) is not the one with which this run began$", results, re.M)
+    run.replaced = [*dict.fromkeys(changed)]
     if match := re.search(r"resume with (.+)\Z", results):  # its last line
         run.resume = match[1]
     return run
@@ -272,30 +271,15 @@ def is_finished(path: Path) -> bool:
         return False
 
 
-def put_aside(path: Path) -> None:
-    """Rename an unfinished log and its metrics, so that the run can be made anew; say so. UserError
-    if a process is writing the log."""
-    refuse_live(path)
-    suffix = f"_{new_name()}.unfinished"
-    for old in (path, path.with_suffix(".jsonl")):
-        if old.exists():
-            old.rename(f"{old}{suffix}")
-    print(f"{path} is not finished: it is now {path.name}{suffix}, and its run is made anew")
-
-
 def objects_in(path: Path) -> Iterator[dict]:
-    """Yield the objects of a file with one in each line; none if there is no file. Programs may
-    still write to it, or may have been killed: a line that is no object is named and left out."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    """Yield the objects of a file with one in each line; none if there is no file. The last line
+    may be being written. Another one that is torn, as by a full disk, is named and left out."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            yield row
-        elif line.endswith(b"\n"):  # else it is being written
-            print(f"{path}:{number} is not a JSON object: left out", file=sys.stderr)
+            yield json.loads(line)
+        except ValueError:
+            print(f"{path}:{number} is not JSON: left out", file=sys.stderr)
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -310,18 +294,3 @@ def read_metrics(path: Path) -> list[dict]:
         row = {name: math.nan if value is None else value for name, value in row.items()}
         rows[last] = rows.get(last, {}) | row
     return [rows[step] for step in sorted(rows) if step <= last]
-
-
-def refuse_live(path: Path) -> None:
-    """Raise UserError if a process may be writing a log: a run locks its log while it lives."""
-    if not path.exists():
-        return
-    with path.open() as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            reason = f"another process is writing {path}: choose another --run_id"
-            raise UserError(reason) from error
-        except OSError as error:  # as of a file system without locks
-            reason = f"{path} cannot be locked ({error.strerror}): let no other process write it"
-            print(reason, file=sys.stderr)

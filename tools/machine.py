@@ -15,39 +15,23 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections import Counter
-from dataclasses import fields
 from functools import cache
 from glob import glob
 from pathlib import Path
 
-import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import script
-from train_gpt import (
-    BYTES_PER_TOKEN,
-    FINEWEB,
-    HERE,
-    VISIBLE,
-    Hyperparameters,
-    RunSettings,
-    UserError,
-    fp8_supported,
-)
+import train_gpt
+from train_gpt import BYTES_PER_TOKEN, FINEWEB, HERE, VISIBLE, UserError, fp8_supported
 
 # A GPU's line in nvidia-smi's list. Without a memory of its own, as in GB10, it has [N/A].
 GPU = re.compile(r"\S.*, (\d+ MiB|\[.+\])")
 
 SMALL_GB = BYTES_PER_TOKEN * 49152 / 1e9  # on cards with less, memory_is_small
-# Settings that do not change what a run reserves. Rates and the like do not either.
-FREE = {field.name for field in fields(RunSettings)} - {"compile", "kernels"}
-FREE |= {"seed", "epochs", "num_iterations", "val_tokens"}
 
 # Torch warns in several lines that it cannot use a GPU. `fault` says so in one.
 warnings.filterwarnings("ignore", "CUDA initialization")
@@ -90,8 +74,6 @@ def fault() -> str:
     hidden = not re.match(VISIBLE, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if hidden or torch.cuda.is_available() or not (gpus := gpus_and_complaints()[0]):
         return ""
-    venv = HERE / ".venv"
-    is_ours = (venv / ".made-by-run.sh").exists()
     if torch.version.cuda:
         remedy = "update the driver, or install a torch with an older CUDA by that Python's pip"
         try:
@@ -99,101 +81,34 @@ def fault() -> str:
         except RuntimeError as error:
             if "too old" not in str(error):
                 remedy = f"torch says: {error}"
-    elif is_ours and venv.resolve() in Path(torch.__file__).resolve().parents:
-        remedy = f"delete {venv}, and ./run.sh installs a torch with CUDA"
     else:
-        remedy = "install a torch with CUDA there, or name another Python with PYTHON=path"
+        remedy = "delete .venv if run.sh made it, or install a torch with CUDA by that Python's pip"
     found = f"{sys.executable} has torch {torch_here()}, the driver is {driver()}"
     return f"torch cannot use the {number_of(len(gpus))} of this machine: {found}: {remedy}"
 
 
-def triton_fault() -> str:
-    """Return why Triton cannot be used on a GPU, and a remedy; "" if it can."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        remedy = f"{sys.executable} -m pip check names the version to install"
-        return f"torch.compile needs Triton ({error}): {remedy}"
-    if not torch.version.cuda:  # AMD's driver has another library
-        return ""
-    try:
-        from triton.backends.nvidia.driver import libcuda_dirs
-
-        libcuda_dirs()
-    except ImportError:
-        return ""  # of another version, which may find the library in another way
-    except (AssertionError, OSError, subprocess.SubprocessError):
-        remedy = "sudo ldconfig, or name its folder with TRITON_LIBCUDA_PATH=path"
-        return f"Triton does not find the driver's library, libcuda.so.1: {remedy}"
-    return ""
-
-
 def compiler_fault() -> str:
-    """Return why there is no compiler for torch.compile, and a remedy; "" if there is one.
-
-    On a GPU, Triton builds its launcher in C. Without one, Inductor writes C++. Both include
-    Python.h, which is in a package of its own in Debian.
-    """
-    if torch.cuda.is_available():
-        user, language, package, variable = "Triton", "c", "gcc", "CC"
-        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    else:
-        user, language, package, variable = "--compile on", "c++", "g++", "CXX"
-        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
-    packages = f"{package} python{sys.version_info.major}.{sys.version_info.minor}-dev"
-    remedy = f"apt-get install {packages} (Debian, Ubuntu), or name a compiler with {variable}=path"
-    compiler = next(filter(shutil.which, names), "")
-    if not compiler:
-        return f"there is no {' or '.join(names)}, which {user} needs: {remedy}"
+    """Return why torch.compile finds no compiler here, and a remedy; "" if it finds one. On a GPU,
+    Triton builds its launcher in C. Without one, Inductor writes C++. Both include Python.h, which
+    is in a package of its own in Debian."""
+    on_gpu = torch.cuda.is_available()
+    variable, language, package = ("CC", "c", "gcc") if on_gpu else ("CXX", "c++", "g++")
+    usual = next(filter(shutil.which, (package, "clang")), package)
+    compiler = os.environ.get(variable, usual)
     include = sysconfig.get_path("include", "posix_prefix")
     command = [compiler, "-fsyntax-only", "-x", language, "-I", include, "-"]
-    if subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True).returncode:
-        return f"{compiler} cannot compile Python.h, which {user} needs: {remedy}"
-    return ""
-
-
-def cache_fault() -> str:
-    """Return which folder of compiled code cannot be written, and a remedy; "" if all can."""
-    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
-    defaults = {
-        "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
-        "TRITON_CACHE_DIR": f"{home}/.triton/cache",
-    }
-    for name, default in defaults.items():
-        folder = os.environ.get(name, default)
-        try:
-            os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"x")  # a full disk or quota fails here, or at the end of the block
-        except OSError as error:
-            reason = f"cannot write compiled code to {folder} ({error.strerror})"
-            return f"{reason}: name another folder with {name}=path"
-    return ""
-
-
-def lacks() -> str:
-    """Return the first thing that a compiled run on this machine's GPUs lacks, and a remedy; "" if
-    nothing, or if torch cannot use a GPU here."""
-    if not torch.cuda.is_available():
+    options = {"input": b"#include <Python.h>\n", "capture_output": True}
+    if shutil.which(compiler) and not subprocess.run(command, **options).returncode:
         return ""
-    return triton_fault() or compiler_fault() or cache_fault()
+    packages = f"{package} python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    remedy = f"apt-get install {packages} (Debian, Ubuntu), or name a compiler with {variable}=path"
+    return f"{compiler} cannot compile Python.h, or is missing; torch.compile needs it: {remedy}"
 
 
 @cache
 def counted() -> dict[str, dict[str, dict[str, float]]]:
     """Return the table of memory.json: record, flags, card, GB."""
     return json.loads(Path(__file__).with_name("memory.json").read_text("utf-8"))
-
-
-def has_sizes_of(hp: Hyperparameters, other: Hyperparameters) -> bool:
-    """Return whether two runs of one script reserve the same, as far as their settings say."""
-    for name, value in vars(hp).items():
-        before = getattr(other, name)
-        is_rate = isinstance(value, float | tuple) and np.any(value) == np.any(before)  # 0 is "off"
-        is_free = name in FREE or name.endswith(("_steps", "_from")) or is_rate
-        if value != before and not is_free:
-            return False
-    return True
 
 
 def gigabytes() -> float | None:
@@ -206,31 +121,21 @@ def gigabytes() -> float | None:
     return found and int(found[1]) * 2**20 / 1e9
 
 
-def memory_of(path: Path, hp: Hyperparameters, record: str) -> str:
-    """Return what a run with these settings reserves on one GPU, beside what a GPU here has. If it
-    has too little, flags that need less follow. "" for sizes that were not counted, and for scripts
-    outside the project."""
+def memory_of(path: Path, record: str) -> str:
+    """Return what a record reserves on one GPU, beside what a GPU here has; "" if it was not
+    counted for such a card, and for scripts outside the project."""
     known = counted().get(record, {})
     has = known and path in script.of_project() and gigabytes()  # nvidia-smi may take seconds
-    if not has:
+    card, name = ("small", "an RTX 4090") if (has or 0) < SMALL_GB else ("large", "an H100")
+    rows = {flags or "its own settings": row[card] for flags, row in known.items() if card in row}
+    if not (has and rows):
         return ""
-    card, name = ("small", "an RTX 4090") if has < SMALL_GB else ("large", "an H100")
-    rows = {flags: row[card] for flags, row in known.items() if card in row}
-    for flags, needs in rows.items():
-        if has_sizes_of(hp, script.parse(path, ["--record", record, *flags.split()])[0]):
-            text = f"{record} {flags}".strip()
-            text += f" reserves {needs} GB on one GPU, by count for {name}; this one has {has:.1f}"
-            fits = [other for other in rows if rows[other] < has - 1]  # CUDA itself takes some
-            if needs > has - 1 and fits:
-                text += f": with {fits[0]}, it reserves {rows[fits[0]]}"
-            return text
-    return ""
+    sizes = ", or ".join(f"{needs} GB with {flags}" for flags, needs in rows.items())
+    return f"{record} reserves {sizes} on one GPU, by count for {name}; this one has {has:.1f} GB"
 
 
 def kernels_here() -> str:
     """Return whether the Triton kernels can run, or why not."""
-    if torch.cuda.is_available() and (reason := triton_fault()):
-        return f"none: {reason}"
     try:
         import gpu_kernels
     except ImportError as error:
@@ -259,8 +164,7 @@ def rows() -> dict[str, str]:
     if torch.cuda.is_available():
         works = fp8_supported(torch.device("cuda"))
         found["FP8"] = "works" if works else "wants compute capability 8.9: the head is in bfloat16"
-        found["caches"] = cache_fault() or "can be written"
-        if text := memory_of(script.OWN, *script.parse(script.OWN, [])):
+        if text := memory_of(script.OWN, train_gpt.Run.default_record):
             found["memory"] = text
     if os.path.exists("/dev/shm"):  # not on macOS
         found["shared memory"] = f"{shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB free"
@@ -272,7 +176,7 @@ def main(_: list[str]) -> None:
     """Print what this machine has. UserError if it has GPUs that torch, or a run, cannot use."""
     for name, value in rows().items():
         print(f"{name:15}{value}")
-    if reason := fault() or lacks():
+    if reason := fault() or (torch.cuda.is_available() and compiler_fault()):
         raise UserError(reason)
     count = torch.cuda.device_count()
     what = f"on {number_of(count)}" if count else "the demo, without a GPU"

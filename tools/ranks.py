@@ -15,7 +15,10 @@ if __name__ == "__main__":
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            sys.exit(failure.exitcode)
+        print(f"{failure.signal_name()} ended rank {rank}", file=sys.stderr)  # launch.py reads it
+        sys.exit(128 - failure.exitcode)
     except SignalException as error:
         sys.exit(128 + error.sigval)

@@ -16,10 +16,7 @@ steps. The second, 2.997 minutes, and the curve are from 2025-02-01, under the r
 """
 
 import itertools
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import script

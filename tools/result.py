@@ -4,15 +4,14 @@ kind             run; an object of a comparison has the kind comparison (compare
 run, group       name of the run, and of the command that made several
 start            when it began: ISO 8601, with the offset to UTC
 status           finished, stopped (by a signal), failed, or diverged
-                 (its last loss is not finite, or above its first one, or ln(vocabulary))
+                 (its last loss is not finite, or is above ln(vocabulary))
 exit             exit status
-reason           the signal, the error, or why a finished run has no log
+reason           the signal, or the error
 file, line       where a failure was
 script, digest   the script, and a digest of its source and of the project's files that it imports
 record, flags    its settings
 seed             of the initial weights
 data             files of training, files and number of tokens of validation
-seconds_asked    --seconds
 machine, host    GPUs, and the computer's name
 torch            its version
 steps, tokens    made and read, since step 0
@@ -20,7 +19,6 @@ train_loss       of the last step
 val_loss         of the last step, in nats per token, if the run got so far
 bits_per_byte    val_loss / ln 2 * tokens / bytes, of the text that validation reads
 train_time_s     without warm-up, validation and saving, since step 0
-warm_up_s        compilation and warm-up of this start
 total_s          from the start of the processes to their end
 ms_per_step, tokens_per_s    train_time_s by step, and tokens by train_time_s
 parameters       numbers that the run learns
@@ -36,17 +34,14 @@ several objects of a run, the last counts.
 
 import hashlib
 import math
-import os
 import platform
 import re
 import shlex
-import sys
 import time
 import traceback
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -60,10 +55,6 @@ RESULTS = Path("logs", "results.jsonl")
 STOPPED = [128 + number for number in STOPS]  # exit statuses
 KEYS = re.findall(r"^([a-z]\w+)(?:, (\w+))?  ", __doc__, re.MULTILINE)
 NOTHING = dict.fromkeys(key for keys in KEYS for key in keys if key)
-NUMBERS = "exit", "steps", "tokens", "val_loss"  # the keys that tools read again
-NUMBERS += "bits_per_byte", "ms_per_step"
-TEXTS = "run", "group", "status", "reason", "script", "digest", "record", "flags", "data"
-TEXTS += "machine", "host", "torch", "log"
 SHOWN = "log", "status", "reason", "steps", "train_loss", "val_loss", "bits_per_byte"
 SHOWN += "train_time_s", "ms_per_step", "tokens_per_s", "peak_memory_mib", "resume"
 
@@ -76,7 +67,6 @@ class End:
     reason: str = ""
     file: str | None = None
     line: int | None = None
-    diverged: bool = False  # it was stopped because of its loss
 
 
 def digest(path: Path) -> str:
@@ -94,29 +84,32 @@ def bits_of(val_loss: float, hp: Hyperparameters, run_class: type[Run]) -> float
     return round(bits_per_byte(val_loss, targets.numpy().ravel(), tokenizer), 5)
 
 
-def facts(path: Path, known: dict) -> dict:
-    """Return the summary of a run that begins now, without its settings. `known` are other keys."""
+def facts(path: Path) -> dict:
+    """Return the summary of a run that begins now, without its settings."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     found = {"kind": "run", "start": now, "script": script.show(path), "digest": digest(path)}
-    return NOTHING | known | found | {"host": platform.node(), "torch": torch.__version__}
+    return NOTHING | found | {"host": platform.node(), "torch": torch.__version__}
 
 
 class Start:
-    """What is known of a run when it starts. `known` are keys of the summary."""
+    """What is known of a run when it starts."""
 
-    def __init__(self, path: Path, hp: Hyperparameters, record: str, known: dict):
-        self.path, self.hp, self.record, self.facts = path, hp, record, facts(path, known)
+    def __init__(self, path: Path, hp: Hyperparameters, record: str, group: str | None = None):
+        self.path, self.hp, self.record = path, hp, record
+        self.facts = facts(path) | {"group": group}
         self.clock = time.monotonic()
         self.log = Path("logs", f"{hp.run_id}.txt")
         self.log_size = self.log.stat().st_size if self.log.exists() else 0
 
 
-def result_of(start: Start, end: End, last: dict | None = None) -> dict:
-    """Return the summary of a run that has ended. `last` has the last values of its metrics."""
+def result_of(start: Start, end: End) -> dict:
+    """Return the summary of a run that has ended, or of a script that has started none."""
     hp, run_class = start.hp, script.load(start.path)
     flags = script.core(run_class).flags_of(hp, run_class.records[start.record])
+    ended = "stopped" if end.status in STOPPED else "failed"
     found = start.facts | {
         "run": hp.run_id,
+        "status": ended if end.status else "finished",
         "exit": end.status,
         "reason": end.reason if end.status else None,
         "file": end.file,
@@ -126,56 +119,28 @@ def result_of(start: Start, end: End, last: dict | None = None) -> dict:
         "seed": hp.seed,
         "data": f"{hp.train_files}; {hp.val_tokens} tokens of {hp.val_files}",
         "total_s": round(time.monotonic() - start.clock, 1),
-        "log": str(start.log),
     }
     try:
-        if start.log.stat().st_size == start.log_size:
+        is_other_s = "choose another --run_id" in (end.reason or "")  # which may be writing
+        if is_other_s or start.log.stat().st_size == start.log_size:
             raise ValueError("this start has written nothing")
         run = logfile.read_log(start.log, whole=False)
     except (OSError, ValueError):
-        return found | what_is_known_without_log(start, end, last or {})
-    return found | what_log_tells(run, start, end)
-
-
-def what_is_known_without_log(start: Start, end: End, last: dict) -> dict:
-    """Return the keys of a summary of a run whose log is gone, as the metrics and the checkpoints
-    tell them, or of a script that has started no run."""
-    hp, functions = start.hp, script.core(script.load(start.path))
-    saved = functions.checkpoints(Path("logs", hp.run_id))
-    since = datetime.fromisoformat(start.facts["start"]).timestamp()  # in whole seconds
-    was_written = bool(last) or any(path.stat().st_mtime >= since for path in saved)
-    found = {"log": None, "steps": last.get("step")}
-    if end.status or start.log.exists() or not was_written:
-        reason = end.reason or "the script has started no run: has it a main()?"
-        status = "stopped" if end.status in STOPPED else "failed"
-        return found | {"status": status, "exit": end.status or 1, "reason": reason}
-    reason = f"the run ended well, but {start.log} was moved or removed while it was written"
-    found |= {"status": "finished", "reason": reason, "steps": hp.num_iterations}
-    if last.get("step") == hp.num_iterations:
-        found |= {key: last.get(key) for key in ("train_loss", "val_loss")}
-    if has_diverged(found.get("val_loss") or 0.0, hp):
-        found["status"] = "diverged"
-    return found
-
-
-def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
-    """Return the keys of a summary that a run's log and metrics hold."""
-    hp, run_class = start.hp, script.load(start.path)
+        if not end.status:
+            reason = "the script has started no run: has it a main()?"
+            found |= {"status": "failed", "exit": 1, "reason": reason}
+        return found
     rows = logfile.read_metrics(start.log.with_suffix(".jsonl"))
     losses = [row["train_loss"] for row in rows if "train_loss" in row]
     steps, seconds = run.last
     tokens = hp.batch_seqs * sum(run_class.Moment(step, hp).seq_len for step in range(steps))
     val_loss, _ = run.curve.get(hp.num_iterations, (None, None))
     went_up = val_loss is not None and has_diverged(val_loss, hp)
-    status, reason = "failed" if end.status else "finished", end.reason
-    if end.status in STOPPED:
-        status = "stopped"
-        reason += "" if run.resume else ": no checkpoint was saved"
-    if end.diverged or went_up or not all(map(math.isfinite, losses[-1:])):
-        status = "diverged"
-    return {
-        "status": status,
-        "reason": reason if end.status else None,
+    if went_up or not all(map(math.isfinite, losses[-1:])):
+        found["status"] = "diverged"
+    elif found["status"] == "stopped" and not run.resume:
+        found["reason"] += ": no checkpoint was saved"
+    return found | {
         "machine": run.devices,
         "steps": steps,
         "tokens": tokens,
@@ -183,18 +148,18 @@ def what_log_tells(run: logfile.Run, start: Start, end: End) -> dict:
         "val_loss": val_loss,
         "bits_per_byte": val_loss and bits_of(val_loss, hp, run_class),
         "train_time_s": seconds,
-        "warm_up_s": run.warm_up,
         "ms_per_step": round(1e3 * seconds / steps, 2) if steps else None,
         "tokens_per_s": round(tokens / seconds) if seconds else None,
         "parameters": run.parameters,
         "peak_memory_mib": run.memory and int(run.memory.split("/")[0]),
         "kernels": run.kernels or None,
         "kernels_off": run.kernels_off or None,
+        "log": str(start.log),
         "resume": run.resume or None,
     }
 
 
-def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> dict:
+def not_begun(path: Path, flags: list[str], error: Exception) -> dict:
     """Return the summary of a run that an error in its script kept from starting."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames if frame.filename == str(path)]
@@ -203,58 +168,26 @@ def not_begun(path: Path, flags: list[str], error: Exception, known: dict) -> di
     file, line = (places or [(None, None)])[-1]
     found = {"status": "failed", "exit": 1, "reason": f"{type(error).__name__}: {error}"}
     found |= {"file": file, "line": line, "flags": shlex.join(flags)}
-    return facts(path, known) | found
+    return facts(path) | found
 
 
-def note(result: dict) -> None:
-    """Append an object to logs/results.jsonl, in one write: runs may end at the same time. A line
-    that a full disk cut off is ended first."""
-    line = to_json(result).encode() + b"\n"
-    try:
-        with open_results() as file:
-            file.seek(-1 if file.tell() else 0, os.SEEK_END)
-            if file.read(1) not in (b"", b"\n"):
-                line = b"\n" + line
-            file.write(line)
-    except OSError as error:
-        raise UserError(f"could not write {RESULTS}: {error.strerror}") from error
-
-
-def open_results() -> BinaryIO:
-    """Open logs/results.jsonl, to append to it. UserError if something else is in its place."""
+def note(*objects: dict) -> None:
+    """Append objects to logs/results.jsonl, each in one write: runs may end at the same time.
+    UserError if the file cannot be written: a run asks before it begins, with no object."""
     try:
         RESULTS.parent.mkdir(exist_ok=True)
-        return RESULTS.open("ab+")
+        with RESULTS.open("ab", buffering=0) as file:
+            for found in objects:
+                file.write(to_json(found).encode() + b"\n")
     except OSError as error:
-        remedy = "move it away, or start in another folder"
-        raise UserError(f"could not write {error.filename}: {error.strerror}: {remedy}") from error
+        place = error.filename or RESULTS
+        remedy = "make room, move it away, or start in another folder"
+        raise UserError(f"could not write {place}: {error.strerror}: {remedy}") from error
 
 
 def noted() -> list[dict]:
-    """Return the objects of logs/results.jsonl. An object with a text in place of a number, or
-    the reverse, or with flags that no shell would read, is named and left out."""
-    found = []
-    for row in logfile.objects_in(RESULTS):
-        row = NOTHING | {"kind": "run"} | row
-        odd = [key for key in TEXTS if not isinstance(row[key], str | None)]
-        odd += [key for key in NUMBERS if not isinstance(row[key], int | float | None)]
-        if not odd and not can_be_split(row["flags"] or ""):
-            odd.append("flags")
-        if odd:
-            text = f"an object is left out, because its {odd[0]} is {row[odd[0]]!r}"
-            print(f"{RESULTS}: {text}", file=sys.stderr)
-        else:
-            found.append(row)
-    return found
-
-
-def can_be_split(flags: str) -> bool:
-    """Return whether a shell would read a text as words."""
-    try:
-        shlex.split(flags)
-    except ValueError:
-        return False
-    return True
+    """Return the objects of logs/results.jsonl, with None for the keys that they lack."""
+    return [NOTHING | row for row in logfile.objects_in(RESULTS)]
 
 
 def runs_noted() -> list[dict]:
@@ -264,7 +197,7 @@ def runs_noted() -> list[dict]:
     for number, run in enumerate(row for row in noted() if row["kind"] == "run"):
         name = run["run"] or number  # one that has not begun may have no name
         before = found.get(name)
-        if before and run["log"] is None and run["status"] != "finished":
+        if before and run["log"] is None:
             continue  # it was refused
         if before:
             run["group"] = run["group"] or before["group"]

@@ -15,13 +15,12 @@ exponential, .072 are false (alpha 0.01, 20 pairs).
     0.05   20     .0492          .258   .969           10.86       17     1
 
 False answers to each question, without any difference (alpha 0.01, at most 20 pairs), by the judge
-that ends the comparison. "Extended": false before or after an extension to 30 pairs. Other judges
-may read an ended comparison: the shares of their columns hold.
+that ends the comparison:
 
-    judge   loss   time   sooner  any    extended
-    loss    .0087  .0024  .0029   .0127  .0169
-    time    .0029  .0095  .0029   .0140  .0164
-    sooner  .0031  .0022  .0107   .0146  .0183
+    judge   loss   time   sooner  any
+    loss    .0087  .0024  .0029   .0127
+    time    .0029  .0095  .0029   .0140
+    sooner  .0031  .0022  .0107   .0146
 
 `./run.sh test -k errs_as_rarely` tests parts of both tables.
 """
@@ -162,9 +161,8 @@ def save(figure, path: Path) -> None:
     print(f"\nwrote {path}")
 
 
-def smoothed(rows: list[dict]) -> tuple[list[int], list[float]]:
-    """Return steps and training losses: each is a mean of the last fortieth of all steps."""
-    losses = [row["train_loss"] for row in rows if "train_loss" in row]
+def smoothed(losses: list[float]) -> tuple[list[int], list[float]]:
+    """Return steps and the training losses there: each is a mean of the last fortieth of all."""
     width = max(1, len(losses) // 40)
     sums = np.cumsum([0.0, *losses])
     means = (sums[width:] - sums[:-width]) / width
@@ -174,13 +172,12 @@ def smoothed(rows: list[dict]) -> tuple[list[int], list[float]]:
 def draw_runs(groups: dict[str, list[Run]], target: float | None, path: Path) -> None:
     """Plot the losses of groups of runs over train_time and over steps: validations as points,
     training losses (smoothed) as thin lines, published validations dashed, the loss to reach
-    dotted. A third panel has the validations of the last tenth of the steps, where groups differ.
-    `target` is the loss to reach; None: those of the records."""
-    figure, (by_time, by_step, at_end) = new_figure(3)
-    ends = [runs[0].steps for runs in groups.values()]
-    begin, end = 0.9 * min(ends), max(ends)
-    shown, last, named = [], [], {}  # losses in the first two panels, in the third; curves by name
+    dotted. `target` is the loss to reach; None: those of the records."""
+    figure, panels = new_figure(2)
+    by_time, by_step = panels
+    shown, named = [], {}  # losses after the first tenth of the steps; curves by name
     for i, (letter, runs) in enumerate(groups.items()):
+        look = {"color": color_of(i), "linewidth": 1, "markersize": 5}
         name = f"{letter}: {runs[0].name}, n = {len(runs)}"
         curves = [(name, ".-", run.curve) for run in runs]
         known, title = runs[0].published, f"{runs[0].record}, published"
@@ -189,32 +186,27 @@ def draw_runs(groups: dict[str, list[Run]], target: float | None, path: Path) ->
             curves.append((title, "--", curve))
         for title, style, curve in curves:
             losses, seconds = zip(*curve.values(), strict=True)
-            look = {"color": color_of(i), "linewidth": 1, "markersize": 5}
-            for axes, x in ((by_time, seconds), (by_step, list(curve)), (at_end, list(curve))):
-                named[title] = axes.plot(x, losses, style, **look)[0]
+            by_time.plot(seconds, losses, style, **look)
+            named[title] = by_step.plot([*curve], losses, style, **look)[0]
             shown += [loss for step, (loss, _) in curve.items() if step >= 0.1 * max(curve)]
-            last += [loss for step, (loss, _) in curve.items() if begin <= step <= end]
         for run in runs:
             rows = read_metrics(run.path.with_suffix(".jsonl"))
+            rows = [row for row in rows if "train_loss" in row]
             if not rows:  # as beside a public log
                 continue
-            steps, losses = smoothed(rows)
-            at = np.cumsum([row["ms"] / 1e3 for row in rows if "train_loss" in row])
-            for axes, x in ((by_step, steps), (by_time, [at[step - 1] for step in steps])):
+            steps, losses = smoothed([row["train_loss"] for row in rows])
+            seconds = np.cumsum([row["ms"] / 1e3 for row in rows])[steps[0] - 1 :]
+            for axes, x in ((by_time, seconds), (by_step, steps)):
                 axes.plot(x, losses, color=color_of(i), linewidth=0.7, alpha=0.6)
-            shown += [
-                loss for step, loss in zip(steps, losses, strict=True) if step > 0.1 * run.steps
-            ]
+            shown += losses[len(losses) // 10 :]
     for aim in {target or runs[0].target for runs in groups.values()}:
-        for axes in (by_time, by_step, at_end):
+        for axes in panels:
             named[f"target, {aim:g}"] = axes.axhline(aim, color="black", linestyle=":")
     by_time.set(xlabel="training time (s)", ylabel="loss (points: validation, thin: training)")
     by_step.set(xlabel="step")
-    at_end.set(xlabel="step, the last tenth")
-    at_end.set_xlim(begin, end + 0.1 * (end - begin))
-    for axes, losses in ((by_time, shown), (by_step, shown), (at_end, last)):
-        margin = 0.05 * (max(losses) - min(losses)) + 0.001
-        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+    margin = 0.05 * (max(shown) - min(shown)) + 0.001
+    for axes in panels:
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
         axes.grid(alpha=0.3)
     names = ["\n".join(textwrap.wrap(name, 110)) for name in named]
     lines = sum(name.count("\n") + 1 for name in names)

@@ -25,13 +25,10 @@ import io
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import console
 import leaderboard
@@ -50,7 +47,7 @@ BASELINE, OURS = "baseline", "this_pr"
 
 def margin(runs: list[Run], step: int) -> float:
     """Return what the optimizer benchmark's rule 3 compares with MARGIN, at a step."""
-    return (TARGET - np.mean([r.curve[step][0] for r in runs])) * len(runs) ** 0.5
+    return leaderboard.margin(TARGET, [r.curve[step][0] for r in runs])
 
 
 def verdict_of_benchmark(runs: list[Run]) -> str:
@@ -106,6 +103,11 @@ def notes_of(parts: dict[str, list[Run]]) -> list[str]:
     ours, base = parts[OURS], parts.get(BASELINE)
     if not all(r.on_fineweb for runs in parts.values() for r in runs):
         notes += ["Not FineWeb: rule 1 does not accept other data."]
+    for r in [r for runs in parts.values() for r in runs if r.replaced]:
+        notes += [
+            f"{r.path.name} does not repeat its run, as the rules want: the run was resumed with "
+            f"another {' and '.join(r.replaced)}. Make it anew."
+        ]
     if ours[0].is_of_benchmark:
         return notes + notes_of_benchmark(ours)
     if base is None:
@@ -144,8 +146,8 @@ def check_alone(run: Run) -> None:
         )
 
 
-def submit(folder: Path, groups: list[list[Run]], target: float | None) -> None:
-    """Make the folder of a submission, and print what is left to do.
+def submit(folder: Path, groups: dict[str, list[Run]], target: float | None) -> None:
+    """Make the folder of a submission; print its statistics, and what is left to do.
 
     `groups` holds the runs of the baseline and of the submission, or only the latter. The target
     is the loss to reach; None: the record's. UserError or OSError if the folder is not empty, if a
@@ -155,14 +157,15 @@ def submit(folder: Path, groups: list[list[Run]], target: float | None) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise UserError("it exists and is not an empty folder: name another one")
     if len(groups) not in (1, 2):
+        leaderboard.print_leaderboard(groups, target)
         raise UserError(
             f"the logs are of {len(groups)} groups, listed above: name first the logs of the "
             "baseline, then the submission's, and no others"
         )
-    targets = {target or runs[0].target for runs in groups}
+    targets = {target or runs[0].target for runs in groups.values()}
     if len(targets) > 1:
         raise UserError(f"the baseline and the submission have different targets: {targets}")
-    parts = dict(zip((BASELINE, OURS)[-len(groups) :], groups, strict=True))
+    parts = dict(zip((BASELINE, OURS)[-len(groups) :], groups.values(), strict=True))
     for name, runs in parts.items():
         stems = [r.path.stem for r in runs]
         for r in runs:
@@ -192,13 +195,14 @@ def submit(folder: Path, groups: list[list[Run]], target: float | None) -> None:
         both = " ".join(str(runs[0].path) for runs in copies.values())
         text += [f"A log begins with its source, machine, settings and flags: `diff {both}`"]
     (folder / "README.md").write_text("\n".join(text) + "\n", "utf-8")
-    print("\n".join([f"\nwrote {folder}", *(f"- {line}" for line in (rule, *notes))]))
+    print(statistics.getvalue())
+    print("\n".join([f"wrote {folder}", *(f"- {line}" for line in (rule, *notes))]))
     print(f'next: in {folder / "README.md"}, under "What changed", say what you changed and why')
 
 
 @console.program("submission.py")
 def main(words: list[str]) -> None:
-    """Make the folder, and print what the logs show. UserError if the folder cannot be made."""
+    """Make the folder of some logs. UserError if that is impossible."""
     parser = console.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="YYYY-MM-DD_Name")
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="logs of runs")
@@ -208,13 +212,10 @@ def main(words: list[str]) -> None:
     runs, skipped = leaderboard.read_logs(args.logs, "submission.py", args.at)
     if args.at is not None and not all(r.is_of_benchmark for r in runs):
         raise UserError("--at: only rules of the optimizer benchmark let you claim an earlier step")
-    groups = leaderboard.groups_of(runs)
-    if groups:
-        leaderboard.print_leaderboard(groups, args.target)
     try:
         if skipped:
             raise UserError("repeat the runs named above, or leave out their logs")
-        submit(args.folder, list(groups.values()), args.target)
+        submit(args.folder, leaderboard.groups_of(runs), args.target)
     except (UserError, OSError) as error:
         raise UserError(f"{args.folder} was not made: {error}") from error
 

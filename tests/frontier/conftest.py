@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import reference
+import train_gpt
 from frontier import reference_2026
 from frontier.small_runs import small_flags
 
@@ -36,3 +37,9 @@ def float64(monkeypatch):
 def flags(tmp_path_factory) -> dict[str, list[str]]:
     """Return the flags of a small run of each record."""
     return small_flags(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def float32_heads(monkeypatch) -> None:
+    """On any CPU: tests/test_fp8.py has heads in bfloat16."""
+    monkeypatch.setattr(train_gpt, "bfloat16_is_fast", lambda device: False)

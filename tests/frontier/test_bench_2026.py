@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import bench
-import timing
 from frontier.small_runs import ROW, SIZES, C, D
 from test_sample import END, at_windows, model  # noqa: F401
 from train_gpt import HERE
@@ -39,5 +38,5 @@ def test_bench_counts_pairs_of_a_query_and_a_key_under_each_layers_window(model)
 def test_a_record_without_its_data_is_timed_on_the_sample_and_finds_its_documents():
     """Its sequences begin with them."""
     path, words = HERE / "forks/train_gpt_2026.py", f"{ROW[D]} {SIZES} --train_files none"
-    run = timing.Timed(path, words.split(), torch.device("cpu"))
+    run = bench.Timed(path, words.split(), torch.device("cpu"))
     assert (run.step(0)[:, 0] == 4095).all()

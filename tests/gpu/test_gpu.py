@@ -1,5 +1,6 @@
 """What only a GPU can show. Run with `./run.sh test gpu`; figures go to BENCHMARKS.md."""
 
+import gc
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,6 +29,21 @@ E, UP = (
 )
 F92 = replace(newest.RECORDS["2026-08-30_ANVIL2"], ngram_rows=1234)
 A, *_, D = (fork.RECORDS[name] for name in list(fork.RECORDS)[:5])
+
+
+@pytest.fixture(autouse=True)
+def begun():
+    """Begin each test with what `build` sets for compiled code, and with nothing compiled: torch
+    counts recompilations over all tests. A test says itself whether @compiled compiles. A run of an
+    earlier test has frozen its model, which would keep 2 GB of a card's memory, and compilation has
+    locked gigabytes of the host's."""
+    torch._dynamo.reset()
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    train_gpt.build(train_gpt.Run, RECORDS["demo"], torch.device("cuda"))
+    train_gpt.compilation.allowed = False
 
 
 def needs_fp8():
