@@ -1504,6 +1504,8 @@ def same_on_all_ranks(number: Tensor) -> bool:
 def check_equal_weights(model: GPT, step: int) -> None:
     """UserError on all ranks if their weights differ, by the sums of the weights' bits. A rank that
     changes more than its shards drifts away from the others, which nothing else would show."""
+    if not dist.is_initialized():
+        return
     flat = [p.detach().flatten().view(torch.int16) for p in model.parameters()]
     # In parts, because a sum copies its int16 into int64: 2.3 GB of GPU memory for 2026-07-17.
     bits = sum(part.sum() for numbers in flat for part in numbers.split(2**24))
@@ -1927,7 +1929,8 @@ def save_checkpoint(path: Path, state: dict, keep: int) -> None:
     except UserError as error:
         remedy = ""
         with contextlib.suppress(OSError, UserError):
-            elsewhere = Path(tempfile.gettempdir(), f"{folder.name}_{path.name}")
+            name = f"{folder.name}_{os.urandom(3).hex()}_{path.name}"  # others may save there, too
+            elsewhere = Path(tempfile.gettempdir(), name)
             with written_whole(elsewhere, elsewhere.with_suffix(".tmp")) as file:
                 torch.save(state, file)
             remedy = f"; it is {elsewhere}: move it to {path}, and the run resumes"

@@ -330,3 +330,14 @@ def test_a_run_that_loses_its_folder_saves_its_weights(place, flags, tmp_path, m
         for run in ("it", "whole")
     )
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_rescued_checkpoints_of_two_runs_of_one_name_are_both_there(flags, tmp_path, monkeypatch):
+    """As of two projects that share TMPDIR."""
+    monkeypatch.setattr(train_gpt.tempfile, "tempdir", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    Path("logs").touch()
+    for step in (1, 2):
+        with pytest.raises(UserError, match="move it to logs/it/state_step000003.pt"):
+            train_gpt.save_checkpoint(Path("logs/it/state_step000003.pt"), {"step": step}, 1)
+    assert {torch.load(path)["step"] for path in Path("shared").iterdir()} == {1, 2}
