@@ -121,10 +121,12 @@ def test_the_printed_code_gives_the_script_s_model_and_tokenizer(
     written = list(PROMPT)
     for _ in range(9):
         block = torch.tensor(written + [0] * (128 - len(written)))
-        logits = model.lm_head.logits(model.hidden(block, now))[:, : END_OF_TEXT + 1]
-        written.append(logits[len(written) - 1].argmax().item())
+        hidden = model.hidden(block, now)
+        logits = model.lm_head.logits(hidden[: len(written)])[:, : END_OF_TEXT + 1]
+        written.append(logits[-1].argmax().item())
     assert found["written"] == written
-    assert found["padded"].equal(logits[:4])
+    # As many rows as there: with AVX-512, a matmul of another number of rows rounds otherwise.
+    assert found["padded"].equal(model.lm_head.logits(hidden[:4])[:, : END_OF_TEXT + 1])
     encoding = GPT2(END_OF_TEXT).encoding
     assert found["ids"] == [encoding.encode(text, allowed_special="all") for text in TEXTS]
     assert found["texts"] == list(TEXTS)

@@ -65,7 +65,8 @@ def test_tests_pass_in_other_surroundings(name, tmp_path):
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU lacks AVX512_BF16")
 def test_tests_pass_with_all_instructions_of_the_cpu():
     """Where fast, heads are bfloat16."""
-    files = [f"tests/test_{name}.py" for name in ("loss", "model", "kernels", "fp8", "run")]
+    names = "loss", "model", "kernels", "fp8", "run", "export"
+    files = [f"tests/test_{name}.py" for name in names]
     assert not failures([*files, "tests/frontier"], OF_CPU)
 
 
