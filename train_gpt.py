@@ -2147,7 +2147,13 @@ def refuse_assignments(run) -> None:
         file = sys.modules["__main__"].__file__
         raise UserError(f"{file} has a class Run, which must be given: main(run=Run)")
     known = [n for n, value in AT_IMPORT.items() if getattr(value, "__module__", "") == __name__]
+    # An earlier run's Dynamo left results of constant functions (see build) here: NAME, NAME_0 ...
+    values = [*AT_IMPORT.values(), *vars(sys.modules[run.__module__]).values()]
+    values += vars(gpu_kernels).values() if gpu_kernels else []
+    constant = {f.__name__ for f in values if getattr(f, "_dynamo_marked_constant", 0) is True}
     for name, value in globals().items():
+        if re.sub(r"_\d+$", "", name) in constant:
+            continue
         if name not in AT_IMPORT and name[0] != "_":
             near = difflib.get_close_matches(name, known, 1, cutoff=0.4) or ["one of its names"]
             raise UserError(f"{name}: nothing reads this assignment; is it {near[0]}?")
