@@ -280,13 +280,15 @@ def tie(groups: list[tuple], now, hp) -> None:
 
 def warm_up(model, optimizers, moments: list, device: torch.device) -> None:
     """Warm up as train_gpt.py does. Steps are of several kinds, which differ in graph_key: each
-    kind has compiled code of its own, and one step of each is made."""
+    kind has compiled code of its own, and one step of each is made, of one micro-batch."""
     hp = model.hp
     kinds = {now.graph_key: now for now in moments}  # the last moment of each kind
     longest = max(reversed(kinds.values()), key=lambda now: now.seq_len)  # the last of several
     size = max(longest.seq_len, hp.val_seq_len)
     tokens = torch.arange(1, size + 1, device=device)[None] % hp.vocab_size
-    # Then some of the longest steps in a row reserve memory, and let all groups learn.
+    # Then some of the longest steps in a row reserve memory, and let all groups learn. They have as
+    # many micro-batches as the run's, because the gradients of a step's n-grams wait together.
+    micro_batches = hp.batch_seqs // optimizers.world_size
     count = optimizers.period * (2 if t.compilation.allowed else 1)
     in_a_row = moments[max(longest.step + 1 - count, 0) : longest.step + 1]
     alone = [[now] for now in kinds.values()] if t.compilation.allowed else []
@@ -297,5 +299,5 @@ def warm_up(model, optimizers, moments: list, device: torch.device) -> None:
         val = tokens[:, : hp.val_seq_len]
         t.evaluate(model, (val.int(), val), steps[-1], device)
         for now in steps:
-            x = tokens[:, : now.seq_len]
+            x = tokens[:, : now.seq_len].expand(micro_batches if steps is in_a_row else 1, -1)
             t.train_step(model, optimizers, x.int(), x, now)

@@ -42,20 +42,22 @@ def numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @t.compiled
-def ngram_adam_(
-    rows, second, learned_at, ids, grads, step, step_size, lr_decay, beta, two_steps_beta
-) -> None:
-    """Make a step of Adam in place, without a momentum and with one second moment for each row, on
-    the rows of ids (n,) by gradients (n, C). `second` (rows,) is the mean square, and `learned_at`
+def ngram_adam(
+    rows, second, learned_at, ids, sums, sequences, step, step_size, lr_decay, beta, two_steps_beta
+) -> tuple[Tensor, Tensor]:
+    """Make a step of Adam on the rows of ids (n,), without a momentum and with one second moment
+    for each row. Gradients are sums (n, C) over `sequences`, and are divided by them. Return the
+    new rows (n, C) and mean squares (n,). `second` (rows,) is the mean square, and `learned_at`
     (rows,) the number of steps after which it was last updated: what it has missed, it makes up
-    for. Where an update shrinks a weight, the weight decays, too: see cautious.py."""
-    old = rows[ids].to(second.dtype)
+    for. Where an update shrinks a weight, the weight decays, too: see cautious.py.
+
+    It writes nothing in place. Inductor may copy what a kernel writes to into locked host memory,
+    to the end of the run: 17 GB on each of 8 ranks."""
+    old, grads = rows[ids].to(second.dtype), sums.to(second.dtype) / sequences
     missed = two_steps_beta ** ((step - learned_at[ids]).to(second.dtype) / 2)
     square = second[ids] * missed + (1 - beta) * grads.square().mean(-1)
     update = step_size * grads / (square.sqrt() + 1e-10)[:, None]
-    rows[ids] = (old - update - lr_decay * old * (update * old > 0)).to(rows.dtype)
-    second[ids] = square
-    learned_at[ids] = step
+    return (old - update - lr_decay * old * (update * old > 0)).to(rows.dtype), square
 
 
 def pieces_beside(path: Path) -> dict[int, dict[int, Path]]:
@@ -125,7 +127,7 @@ class NgramTable:
             row_bytes = self.row_bytes(dtype)
             if self.size * row_bytes > free:
                 found = f"--ngram_rows {self.hp.ngram_rows} needs {self.size * row_bytes / 1e9:.1f}"
-                fits = int(free / row_bytes / 2) * parts // 2 * 2
+                fits = int(free / row_bytes / 4) * parts // 2 * 2  # the rest takes 25 GB
                 raise UserError(f"{found} GB on each of {parts} ranks: try --ngram_rows {fits}")
         self.rows = torch.zeros(self.size + 1, self.hp.model_dim, device=device, dtype=dtype)
         precise = torch.promote_types(dtype, torch.float32)
@@ -190,22 +192,26 @@ class NgramTable:
         ids, grads = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
         self.waiting = []
         self.updates += 1
-        # The sum of a row's gradients, in a fixed order. There may be fewer rows than ids.
+        # The sum of a row's gradients, in a fixed order. There may be fewer rows than ids. The sums
+        # have the name of the joined gradients, whose memory is freed.
         ordered, numbers, number = numbered(ids)
         distinct = torch.full_like(ids, self.size).index_copy_(0, numbers, ordered)
-        sums = torch.ops.aten.embedding_dense_backward(grads, number, len(ids), -1, False)
+        grads = torch.ops.aten.embedding_dense_backward(grads, number, len(ids), -1, False)
         lr, pairs = self.hp.ngram_lr * now.lr, now.ngram_cycle / 2
         betas = self.hp.ngram_beta2**pairs, self.hp.ngram_beta2
         step_size = lr * (1 - betas[0] ** self.updates) ** 0.5
         lr_decay = lr * lr * self.hp.ngram_decay * pairs
         rates = [self.second.new_full((), rate) for rate in (step_size, lr_decay, *betas)]
         step = self.learned_at.new_full((), now.step + 1)
-        sums = sums.to(self.second.dtype) / self.hp.batch_seqs
         state = self.rows, self.second, self.learned_at
         # Of another size in each cycle of other sequences.
-        for tensor in (distinct, sums) if t.compilation.allowed else ():
+        for tensor in (distinct, grads) if t.compilation.allowed else ():
             torch._dynamo.mark_dynamic(tensor, 0)
-        ngram_adam_(*state, distinct, sums, step, *rates)
+        sequences = self.hp.batch_seqs
+        new, square = ngram_adam(*state, distinct, grads, sequences, step, *rates)
+        self.rows.index_copy_(0, distinct, new)
+        self.second.index_copy_(0, distinct, square)
+        self.learned_at.index_fill_(0, distinct, now.step + 1)
 
     def wait_for_ranks(self) -> None:
         """Wait until all ranks call this."""

@@ -263,21 +263,22 @@ def test_a_model_trains_again_after_a_validation(tiny):
 def test_a_second_round_of_the_warm_up_begins_without_what_the_first_one_left(
     script, tiny, monkeypatch
 ):
-    """Compilation leaves cycles that hold gigabytes."""
-    left, alive = [], []
+    """Compilation leaves cycles that hold gigabytes. The fork's last round has whole batches."""
+    left, alive, micro_batches = [], [], []
 
-    def step(*_) -> None:
+    def step(model, optimizers, inputs, *_) -> None:
         def cycle():  # which holds itself
             return cycle
 
         left.append(weakref.ref(cycle))
+        micro_batches.append(len(inputs))
 
     def count(*_) -> None:
         alive.append(sum(cycle() is not None for cycle in left))
 
     hp = script.Hyperparameters(**vars(tiny) | {"layers": "long,long,long,long"})
     model = SimpleNamespace(hp=hp)
-    optimizers = SimpleNamespace(load_state_dict=lambda state: None, period=1)
+    optimizers = SimpleNamespace(load_state_dict=lambda state: None, period=1, world_size=2)
     moments = [script.Moment(step, hp) for step in range(hp.num_iterations + 1)]
     monkeypatch.setattr(train_gpt.compilation, "allowed", True)
     monkeypatch.setattr(train_gpt, "train_step", step)
@@ -288,6 +289,7 @@ def test_a_second_round_of_the_warm_up_begins_without_what_the_first_one_left(
     finally:
         gc.enable()
     assert len(left) > 1 and len(alive) > 1 and not any(alive)
+    assert micro_batches[-1] == (hp.batch_seqs // 2 if script is train_gpt_2026 else 1)
 
 
 def test_a_step_s_result_is_copied_while_the_gpu_computes(tiny, monkeypatch):

@@ -100,6 +100,17 @@ def test_updates_equal_those_of_a_dense_adam():
     assert torch.equal(table.learned_at[9:12], torch.zeros(3, dtype=torch.int32))
 
 
+def test_the_compiled_update_writes_nothing_in_place():
+    """Else Inductor may keep a copy of the whole table in locked host memory."""
+    table = small_table()
+    state = table.rows, table.second, table.learned_at
+    before = [tensor._version for tensor in state]
+    rates = [torch.tensor(rate) for rate in (0.1, 0.1, 0.9, 0.8)]
+    sums = torch.ones(2, 4, dtype=torch.float64)
+    ngram_table.ngram_adam(*state, torch.tensor([0, 3]), sums, 8, torch.tensor(1), *rates)
+    assert [tensor._version for tensor in state] == before
+
+
 def test_all_rows_of_a_short_sequence_may_be_asked_of_one_rank():
     """Chance is not even in so few."""
     table = small_table()
