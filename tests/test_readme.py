@@ -82,7 +82,7 @@ def test_memory_in_benchmarks_is_that_of_which_runs_are_told():
     for name, known in machine.counted().items():
         for flags, row in known.items():
             title = name if name.startswith("medium") else name[:10]
-            title += f", {flags.split()[1]} tokens" if flags else ""
+            title += ", `{} {}`".format(*flags.split()[:2]) if flags else ""
             found[title] = [str(row.get(card, "")) for card in ("large", "small")]
     for title, *cells in zip(titles, large, small, strict=True):
         assert found[title] == cells, title
