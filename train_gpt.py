@@ -1313,8 +1313,6 @@ def build(run, hp: Hyperparameters, device: torch.device) -> GPT:
         torch._dynamo.config.recompile_limit = 64  # kinds of layers, each in several shapes
         # Otherwise, layers with an autograd.Function would be compiled anew at each start.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-        for function in (memory_is_small, bfloat16_is_fast):  # constants for compiled code
-            torch.compiler.assume_constant_result(function)
     # glibc gives the memory of each chunk of logits back to the system, and page faults fetch it
     # again. Let it keep what is freed: without this, a step of the demo takes 2 to 3 times as long.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
@@ -1438,11 +1436,16 @@ def fp8_supported(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+# Asked here, because torch.compile cannot trace it. ONEDNN_MAX_CPU_ISA can forbid oneDNN to use the
+# instructions, and matmuls in bfloat16 then take 13 times as long.
+CPU_HAS_BFLOAT16 = (
+    torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+
+
 def bfloat16_is_fast(device: torch.device) -> bool:
-    """Say whether a device is a CPU with instructions for matmuls in bfloat16 that oneDNN may use:
-    ONEDNN_MAX_CPU_ISA can forbid it, and these matmuls then take 13 times as long."""
-    has_instructions = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Say whether a device is a CPU with instructions for matmuls in bfloat16."""
+    return device.type == "cpu" and CPU_HAS_BFLOAT16
 
 
 VISIBLE = r"\d|GPU-|MIG-"  # how CUDA_VISIBLE_DEVICES begins, unless it hides all GPUs
@@ -2147,13 +2150,7 @@ def refuse_assignments(run) -> None:
         file = sys.modules["__main__"].__file__
         raise UserError(f"{file} has a class Run, which must be given: main(run=Run)")
     known = [n for n, value in AT_IMPORT.items() if getattr(value, "__module__", "") == __name__]
-    # An earlier run's Dynamo left results of constant functions (see build) here: NAME, NAME_0 ...
-    values = [*AT_IMPORT.values(), *vars(sys.modules[run.__module__]).values()]
-    values += vars(gpu_kernels).values() if gpu_kernels else []
-    constant = {f.__name__ for f in values if getattr(f, "_dynamo_marked_constant", 0) is True}
     for name, value in globals().items():
-        if re.sub(r"_\d+$", "", name) in constant:
-            continue
         if name not in AT_IMPORT and name[0] != "_":
             near = difflib.get_close_matches(name, known, 1, cutoff=0.4) or ["one of its names"]
             raise UserError(f"{name}: nothing reads this assignment; is it {near[0]}?")

@@ -135,8 +135,6 @@ def compile_with(monkeypatch):
         monkeypatch.setattr(
             inductor, "compile_fx", lambda graph, inputs, **_: backend(graph, inputs)
         )
-        for function in (train_gpt.memory_is_small, train_gpt.bfloat16_is_fast):  # as `build` does
-            torch.compiler.assume_constant_result(function)
         torch._dynamo.reset()
         counters.clear()
 
